@@ -1,0 +1,1 @@
+"""vitclinic: train vision transformers that work on the data you have, and see why."""
