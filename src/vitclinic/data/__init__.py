@@ -1,0 +1,17 @@
+"""Data: sources, splits, augmentation and the training stream."""
+
+from vitclinic.data.augment import Augment
+from vitclinic.data.batch import Batch
+from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
+from vitclinic.data.stream import TrainingStream, evaluation_batches
+
+__all__ = [
+    "Augment",
+    "Batch",
+    "DataConfig",
+    "Dataset",
+    "Split",
+    "TrainingStream",
+    "evaluation_batches",
+    "open_data",
+]

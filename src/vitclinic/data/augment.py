@@ -1,0 +1,206 @@
+"""Augmentation of single images: crop, flip, RandAugment, erasing; random per sample.
+
+Levels:
+  none   nothing
+  light  crop and flip: shifts by up to 1/8 with zero padding up to 64 pixels (CIFAR's pad 4),
+         random resized crops above
+  deit   light, RandAugment m9 n2, random erasing, mixup, CutMix, label smoothing and repeated augmentation
+         [park2022 App. A, hyeonwoo2023 Sec. 4, gong2021 Sec. 5]
+
+RandAugment's operations are timm's; which of them an image gets derives from the sample's key.
+Shapes: B images, H x W pixels as stored, h x w as the network takes them, C channels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.config import Config
+from vitclinic.data.decoding import Pixels, Size
+from vitclinic.data.framing import centre_view, is_photo
+from vitclinic.data.randomness import Keys, uniforms
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(ge=0)]
+
+
+class Augment(Config):
+    """`data.augment` of a recipe: a level, any part of which can be set apart."""
+
+    main_key: ClassVar[str | None] = "level"
+
+    level: Literal["none", "light", "deit"] = "light"
+    randaugment: str | None = Field(None, description="timm's policy string, or 'off'")
+    erasing: Share | None = Field(None, description="probability of random erasing")
+    mixup: Positive | None = Field(None, description="alpha of mixup's Beta distribution; 0 is off")
+    cutmix: Positive | None = Field(None, description="alpha of CutMix's Beta distribution; 0 is off")
+    mix_probability: Share | None = Field(None, description="share of the images that are mixed at all")
+    smoothing: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="label smoothing")
+    repeats: Annotated[int, Field(ge=1)] | None = Field(None, description="copies of an image in one epoch")
+
+    def resolved(self) -> Augment:
+        """With every part set, from the level where it is not given."""
+        parts = _DEIT if self.level == "deit" else _PLAIN
+        given = self.model_dump(exclude_none=True)
+        return Augment(**{**parts, **given})
+
+
+_PLAIN: dict[str, Any] = {
+    "randaugment": "off",
+    "erasing": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "mix_probability": 1.0,
+    "smoothing": 0.0,
+    "repeats": 1,
+}
+_DEIT: dict[str, Any] = {
+    "randaugment": "rand-m9-n2-mstd0.5-inc1",
+    "erasing": 0.25,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "mix_probability": 1.0,
+    "smoothing": 0.1,
+    "repeats": 3,
+}
+
+
+class Augmenter:
+    """Turns stored pixels into a training batch's images, [B, C, h, w] in [0, 1]."""
+
+    def __init__(self, config: Augment, size: Size) -> None:
+        self.config = config.resolved()
+        self.size = size
+        policy = self.config.randaugment
+        self.randaugment = None if policy in (None, "off") else RandAugment(str(policy), size)
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it works image by image, so that workers are worth their while."""
+        return self.randaugment is not None or (self.config.level != "none" and is_photo(self.size))
+
+    def __call__(self, images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys) -> Tensor:
+        if self.config.level == "none":
+            x_bhwc = centre_view(images, self.size)
+        else:
+            x_bhwc = flip(self._crop(images, keys), keys)
+        if self.randaugment is not None:
+            x_bhwc = self.randaugment(x_bhwc, keys)
+        x_bchw = to_unit_interval(x_bhwc)
+        return erase(x_bchw, keys, self.config.erasing or 0.0)
+
+    def _crop(self, images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys) -> NDArray[np.uint8]:
+        if is_photo(self.size):
+            return resized_crop(images, keys, self.size)
+        return shift_crop(np.asarray(images), keys, padding=self.size[0] // 8)
+
+
+def to_unit_interval(x_bhwc: NDArray[np.uint8]) -> Tensor:
+    """uint8 [B, h, w, C] to float [B, C, h, w] in [0, 1]."""
+    return torch.from_numpy(x_bhwc).permute(0, 3, 1, 2).contiguous().float().div_(255)
+
+
+def shift_crop(x_bhwc: NDArray[np.uint8], keys: Keys, padding: int) -> NDArray[np.uint8]:
+    """Pad by zeros on all sides and crop back to the old size at a random place."""
+    b, h, w, _ = x_bhwc.shape
+    offset = (uniforms(keys, "shift", 2) * (2 * padding + 1)).astype(np.int64)
+    padded = np.pad(x_bhwc, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (h, w), axis=(1, 2))  # [B, y, x, C, h, w]
+    return windows[np.arange(b), offset[:, 0], offset[:, 1]].transpose(0, 2, 3, 1)
+
+
+def flip(x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
+    """Mirror half of the images left to right."""
+    mirrored = uniforms(keys, "flip", 1)[:, 0] < 0.5
+    return np.where(mirrored[:, None, None, None], x_bhwc[:, :, ::-1], x_bhwc)
+
+
+def resized_crop(images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys, size: Size) -> NDArray[np.uint8]:
+    """A crop of 8 to 100% of the area and of aspect 3/4 to 4/3, resized to `size`."""
+    draws = uniforms(keys, "resized crop", 4)
+    views = [_resized(image, _crop_box(image.shape, draw), size) for image, draw in zip(images, draws, strict=True)]
+    return np.stack(views)
+
+
+def _crop_box(shape: tuple[int, ...], draw: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    height, width = shape[:2]
+    area = (0.08 + 0.92 * draw[0]) * height * width
+    aspect = np.exp(np.log(3 / 4) + draw[1] * (np.log(4 / 3) - np.log(3 / 4)))
+    w = min(float(np.sqrt(area * aspect)), width)
+    h = min(float(np.sqrt(area / aspect)), height)
+    left, top = draw[2] * (width - w), draw[3] * (height - h)
+    return left, top, left + w, top + h
+
+
+def _resized(image: Pixels, box: tuple[float, float, float, float], size: Size) -> Pixels:
+    view = Image.fromarray(np.squeeze(image, 2) if image.shape[2] == 1 else image)
+    resized = np.asarray(view.resize((size[1], size[0]), Image.Resampling.BICUBIC, box=box))
+    return resized.reshape(*size, image.shape[2])
+
+
+class RandAugment:
+    """timm's RandAugment, one policy a sample, drawn from the sample's key."""
+
+    def __init__(self, policy: str, size: Size) -> None:
+        from timm.data.auto_augment import rand_augment_transform
+
+        fill = (124, 116, 104)
+        self.transform = rand_augment_transform(
+            policy, {"translate_const": int(min(size) * 0.45), "img_mean": fill}
+        )
+        for op in self.transform.ops:
+            if op.name.startswith("Posterize"):
+                op.level_fn = _AtLeastOneBit(op.level_fn)
+
+    def __call__(self, x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
+        # timm draws from the global generators: seed them for each sample, then give them back as they were.
+        states = random.getstate(), np.random.get_state()
+        try:
+            return np.stack([self._one(image, int(key)) for image, key in zip(x_bhwc, keys, strict=True)])
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    def _one(self, image: Pixels, key: int) -> Pixels:
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        grey = image.shape[2] == 1
+        colour = Image.fromarray(image[:, :, 0]).convert("RGB") if grey else Image.fromarray(image)
+        changed = self.transform(colour)
+        return np.asarray(changed.convert("L"))[:, :, None] if grey else np.asarray(changed)
+
+
+class _AtLeastOneBit:
+    """timm posterises to 0 bits at full magnitude, which Pillow refuses since 11.3."""
+
+    def __init__(self, level: Any) -> None:
+        self.level = level
+
+    def __call__(self, magnitude: float, hparams: Any) -> tuple[int]:
+        return (max(1, self.level(magnitude, hparams)[0]),)
+
+
+def erase(x_bchw: Tensor, keys: Keys, probability: float) -> Tensor:
+    """Random erasing: with `probability` a box of 2 to 33% of the area becomes uniform noise in [0, 1]."""
+    if probability == 0:
+        return x_bchw
+    _, c, h, w = x_bchw.shape
+    draws = uniforms(keys, "erase", 5)
+    for row in np.flatnonzero(draws[:, 0] < probability):
+        area = (0.02 + (1 / 3 - 0.02) * draws[row, 1]) * h * w
+        aspect = np.exp(np.log(0.3) * (1 - 2 * draws[row, 2]))
+        high = int(np.clip(round(np.sqrt(area * aspect)), 1, h))
+        wide = int(np.clip(round(np.sqrt(area / aspect)), 1, w))
+        top, left = int(draws[row, 3] * (h - high + 1)), int(draws[row, 4] * (w - wide + 1))
+        noise = uniforms(keys[row : row + 1], "erase noise", c * high * wide).reshape(c, high, wide)
+        x_bchw[row, :, top : top + high, left : left + wide] = torch.from_numpy(noise)
+    return x_bchw

@@ -1,0 +1,171 @@
+"""Small sets, decoded once: a memory-mapped array of uint8 pixels, shared by all later runs.
+
+An entry is a folder `VITCLINIC_CACHE/images/KEY` with `images.npy` [n, height, width, channels], `kept.npy`
+(which records are in it) and `entry.json`. It appears by one rename, so a killed build leaves nothing half
+done. When all entries together exceed `VITCLINIC_CACHE_SIZE`, those not used for longest go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitclinic.data.decoding import UNREADABLE, Pixels, Size, fitted
+from vitclinic.data.source import Records, unreadable
+from vitclinic.errors import DataError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how many are done, how many there are)."""
+
+_FORMAT = 1
+
+
+def cache_folder() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vitclinic"
+    return Path(os.environ.get("VITCLINIC_CACHE", default)).expanduser()
+
+
+def cache_limit() -> int:
+    """How many bytes the cache may hold: `VITCLINIC_CACHE_SIZE` (such as 5G), 20 GB unless set."""
+    text = os.environ.get("VITCLINIC_CACHE_SIZE", "20G").strip().upper().removesuffix("B")
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    try:
+        return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
+    except ValueError:
+        raise DataError(f"VITCLINIC_CACHE_SIZE is '{text}'; write a size such as 5G.") from None
+
+
+class CachedImages:
+    """The pixels of a cache entry. Pickles as its path, so that workers map the file instead of copying it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        entry = json.loads((folder / "entry.json").read_text())
+        self.digest: str = entry["digest"]
+        self.skipped: list[str] = entry["skipped"]
+        self.kept: NDArray[np.int64] = np.load(folder / "kept.npy")
+        self.images: NDArray[np.uint8] = np.load(folder / "images.npy", mmap_mode="r")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CachedImages, (self.folder,)
+
+    def read(self, indices: NDArray[np.int64]) -> NDArray[np.uint8]:
+        return np.asarray(self.images[indices])
+
+
+def cached_images(
+    records: Records, key: str, size: Size, channels: int, on_error: str, progress: Progress
+) -> CachedImages:
+    """The decoded images of `records`, from the cache or put there now."""
+    folder = cache_folder() / "images" / key
+    if not (folder / "entry.json").exists():
+        _make_parent(folder.parent)
+        staging = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+        try:
+            _decode_all(records, staging, size, channels, on_error, progress)
+            _publish(staging, folder)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+        _evict(folder)
+    os.utime(folder)
+    return CachedImages(folder)
+
+
+def cache_key(fingerprint: str, split: str, size: Size, channels: int, on_error: str) -> str:
+    text = json.dumps([_FORMAT, fingerprint, split, list(size), channels, on_error])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put a small file into the cache, whole or not at all."""
+    _make_parent(path.parent)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+def _make_parent(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"The cache folder '{folder}' cannot be made ({error}); set VITCLINIC_CACHE.") from error
+
+
+def _decode_all(
+    records: Records, folder: Path, size: Size, channels: int, on_error: str, progress: Progress
+) -> None:
+    shape = (len(records), *size, channels)
+    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)  # type: ignore[no-untyped-call]
+    kept: list[int] = []
+    skipped: list[str] = []
+    for index, result in enumerate(_decoded(records, size, channels)):
+        if isinstance(result, str):
+            if on_error != "skip":
+                raise DataError(f"{result} Remove it, or pass data.on_error=skip.")
+            skipped.append(result)
+        else:
+            images[len(kept)] = result
+            kept.append(index)
+        progress("decoding", index + 1, len(records))
+    if skipped:
+        images = _shortened(images, len(kept), folder)
+    images.flush()
+    digest = hashlib.sha256(images.data)
+    digest.update(np.ascontiguousarray(records.labels[kept]).data)
+    np.save(folder / "kept.npy", np.asarray(kept, dtype=np.int64))
+    entry = {"digest": digest.hexdigest(), "skipped": skipped}
+    (folder / "entry.json").write_text(json.dumps(entry))
+
+
+def _shortened(images: NDArray[np.uint8], count: int, folder: Path) -> Any:
+    """The first `count` images in a file of their own size, in place of the longer one."""
+    shape = (count, *images.shape[1:])
+    shorter = np.lib.format.open_memmap(folder / "shorter.npy", "w+", np.uint8, shape)  # type: ignore[no-untyped-call]
+    shorter[:] = images[:count]
+    (folder / "shorter.npy").replace(folder / "images.npy")
+    return shorter
+
+
+def _decoded(records: Records, size: Size, channels: int) -> Iterator[Pixels | str]:
+    """Each image in order, or the sentence that says why it cannot be read. Pillow decodes without the GIL."""
+
+    def decode(index: int) -> Pixels | str:
+        try:
+            with records.read(index) as image:
+                return fitted(image, channels, size)
+        except (*UNREADABLE, DataError) as error:
+            return unreadable(records, index, error)
+
+    threads = os.cpu_count() or 1
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(records), 1024):  # in slices, so that decoded images do not pile up
+            yield from pool.map(decode, range(start, min(start + 1024, len(records))))
+
+
+def _publish(staging: Path, folder: Path) -> None:
+    try:
+        staging.rename(folder)
+    except OSError:
+        if not (folder / "entry.json").exists():  # otherwise another process built the same entry first
+            raise
+
+
+def _evict(keep: Path) -> None:
+    entries = [p for p in keep.parent.iterdir() if p.is_dir() and not p.name.startswith(".")]
+    sizes = {p: sum(f.stat().st_size for f in p.iterdir()) for p in entries}
+    excess = sum(sizes.values()) - cache_limit()
+    for entry in sorted((p for p in entries if p != keep), key=lambda p: p.stat().st_mtime):
+        if excess <= 0:
+            return
+        shutil.rmtree(entry, ignore_errors=True)  # a process that maps it keeps its pages
+        excess -= sizes[entry]

@@ -1,0 +1,201 @@
+"""A data set as training and measuring see it: classes, an image size, and three splits of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from vitclinic.config import Config
+from vitclinic.data.augment import Augment
+from vitclinic.data.cache import Progress, cache_key, cached_images
+from vitclinic.data.decoding import Pixels, Size
+from vitclinic.data.embedded import open_digits, open_shapes
+from vitclinic.data.folder import open_folder
+from vitclinic.data.framing import centre_view, framed_size
+from vitclinic.data.hub import open_hub
+from vitclinic.data.parquet import is_parquet, open_parquet
+from vitclinic.data.source import SPLITS, Source, fingerprint
+from vitclinic.data.splits import assign, subset
+from vitclinic.data.streaming import StreamedImages
+from vitclinic.data.survey import survey
+from vitclinic.data.torchvision_sets import open_torchvision
+from vitclinic.errors import DataError, did_you_mean
+
+SMALL_SET_BYTES = 2 * 2**30
+"""Sets that decode to no more than this are cached; larger ones are streamed from their files."""
+
+_STATISTICS_FROM = 2000
+
+EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
+
+
+class DataConfig(Config):
+    """`data` of a recipe."""
+
+    main_key: ClassVar[str | None] = "source"
+
+    source: str = Field("shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits or shapes")
+    limit: Annotated[int, Field(ge=1)] | None = Field(None, description="how many training images to use")
+    fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="share of the training images")
+    augment: Augment = Field(Augment(level="light"), description="none, light or deit, or its details")
+    split_seed: int = Field(0, description="seed of held-out splits and subsets, and of `shapes`")
+    on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> DataConfig:
+        if self.limit is not None and self.fraction is not None:
+            raise ValueError("give limit or fraction, not both")
+        return self
+
+
+class Images(Protocol):
+    """Pixels by index: an array where all images have one size, else a list."""
+
+    digest: str
+    skipped: list[str]
+    kept: NDArray[np.int64]
+
+    def read(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | list[Pixels]: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """Some of the images of a source split, with their labels."""
+
+    images: Images
+    rows: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | list[Pixels]:
+        """The pixels of images `indices` of this split."""
+        return self.images.read(self.rows[indices])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Everything a network needs to know of the data, and the data."""
+
+    name: str
+    classes: tuple[str, ...]
+    size: Size
+    channels: int
+    splits: Mapping[str, Split]
+    digest: str
+    skipped: list[str] = field(default_factory=list)
+
+    @cached_property
+    def statistics(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of each channel, in [0, 1], over (2,000 of) the training images."""
+        count = len(self.train)
+        rows = np.unique(np.linspace(0, count - 1, min(count, _STATISTICS_FROM)).astype(np.int64))
+        values = centre_view(self.train.read(rows), self.size).reshape(-1, self.channels) / 255.0
+        return values.mean(axis=0).tolist(), np.maximum(values.std(axis=0), 1e-3).tolist()
+
+    @property
+    def train(self) -> Split:
+        return self.splits["train"]
+
+    @property
+    def val(self) -> Split:
+        return self.splits["val"]
+
+    @property
+    def test(self) -> Split:
+        return self.splits["test"]
+
+
+def open_data(
+    config: DataConfig | str,
+    *,
+    size: int | Size | None = None,
+    channels: int | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Dataset:
+    """Open a data source and make it ready for reading.
+
+    `size` and `channels` come from the data unless given. The same images are decoded only once on a machine.
+    """
+    if isinstance(config, str):
+        config = DataConfig(source=config)
+    source = open_source(config)
+    found = survey(source)
+    wanted = (size, size) if isinstance(size, int) else size or found.size
+    depth = channels or found.channels
+    framed = framed_size(wanted, found.shorter_side)
+    stores = _stores(source, config, wanted, framed, depth, progress)
+    return _dataset(source, config, stores, wanted, depth)
+
+
+def open_source(config: DataConfig) -> Source:
+    spec = config.source
+    if spec == "digits":
+        return open_digits()
+    if spec.partition(":")[0] == "shapes":
+        return open_shapes(spec, config.split_seed)
+    if spec.startswith("torchvision:"):
+        return open_torchvision(spec)
+    if spec.startswith("hf:"):
+        return open_hub(spec)
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise DataError(f"There is no data at '{spec}'.{_nearby(path)}")
+    if is_parquet(path):
+        return open_parquet(path)
+    if path.is_file():
+        raise DataError(f"'{spec}' is a file; expected a folder of class folders, or parquet.")
+    return open_folder(path, config.on_error)
+
+
+def _nearby(path: Path) -> str:
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    return did_you_mean(path.name, [*siblings, *EMBEDDED])
+
+
+def _stores(
+    source: Source, config: DataConfig, size: Size, framed: Size, channels: int, progress: Progress
+) -> dict[str, Images]:
+    count = sum(len(records) for records in source.splits.values())
+    small = count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
+    stores: dict[str, Images] = {}
+    for split, records in source.splits.items():
+        if small:
+            key = cache_key(source.fingerprint, split, framed, channels, config.on_error)
+            stores[split] = cached_images(records, key, framed, channels, config.on_error, progress)
+        else:
+            stores[split] = StreamedImages(records, size, channels, config.on_error)
+    return stores
+
+
+def _dataset(source: Source, config: DataConfig, stores: dict[str, Images], size: Size, channels: int) -> Dataset:
+    labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
+    if not len(labels["train"]):
+        raise DataError(f"'{source.name}' has no readable training image.")
+    splits: dict[str, Split] = {}
+    for split, (origin, rows) in assign(labels, config.split_seed).items():
+        splits[split] = Split(stores[origin], rows, labels[origin][rows])
+    splits["train"] = _limited(splits["train"], config)
+    contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
+    skipped = [sentence for store in stores.values() for sentence in store.skipped]
+    return Dataset(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
+
+
+def _limited(train: Split, config: DataConfig) -> Split:
+    count = config.limit
+    if config.fraction is not None:
+        count = max(1, round(config.fraction * len(train)))
+    if count is None:
+        return train
+    if count > len(train):
+        raise DataError(f"data.limit asks for {count} training images and there are {len(train)}.")
+    rows = subset(train.labels, count, config.split_seed)
+    return Split(train.images, train.rows[rows], train.labels[rows])

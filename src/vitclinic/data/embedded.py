@@ -1,0 +1,83 @@
+"""The sets that come with vitclinic: `digits` and `shapes`."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitclinic.data import shapes
+from vitclinic.data.source import Source, fingerprint
+from vitclinic.errors import DataError
+
+_SHAPES_DEFAULT = {"n": 4000, "texture": 0.0}
+_SHAPES_VAL, _SHAPES_TEST = 500, 1000
+
+
+class ArrayRecords:
+    """Images in an array, [n, height, width] or [n, height, width, 3], one label each."""
+
+    def __init__(self, source: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
+        self.source = source
+        self.images = images
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return f"{self.source} image {index}"
+
+    def read(self, index: int) -> Image.Image:
+        return Image.fromarray(self.images[index])
+
+
+class ShapesRecords:
+    """Images of the procedural set, drawn when they are read."""
+
+    def __init__(self, seed: int, split: str, count: int, texture_cue: float) -> None:
+        self.seed, self.split, self.count, self.texture_cue = seed, split, count, texture_cue
+        self.labels = np.arange(count, dtype=np.int64) % len(shapes.CLASSES)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, index: int) -> str:
+        return f"shapes {self.split} image {index}"
+
+    def read(self, index: int) -> Image.Image:
+        image, _, _ = shapes.example(self.seed, self.split, index, self.texture_cue)
+        return Image.fromarray(image)
+
+
+def open_digits() -> Source:
+    """scikit-learn's 1,797 handwritten digits, 8 x 8 grey."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
+    records = ArrayRecords("digits", images, bunch.target)
+    return Source("digits", tuple(str(d) for d in range(10)), {"train": records}, fingerprint("digits", 1))
+
+
+def open_shapes(spec: str, seed: int) -> Source:
+    """`shapes`, `shapes:2000`, `shapes:n=2000,texture=0.8`: see `vitclinic.data.shapes`."""
+    options = _shapes_options(spec)
+    count, cue = int(options["n"]), options["texture"]
+    sizes = {"train": count, "val": _SHAPES_VAL, "test": _SHAPES_TEST}
+    splits = {split: ShapesRecords(seed, split, size, cue) for split, size in sizes.items()}
+    return Source(spec, shapes.CLASSES, splits, fingerprint("shapes", shapes.VERSION, seed, sizes, cue))
+
+
+def _shapes_options(spec: str) -> dict[str, float]:
+    options = dict(_SHAPES_DEFAULT)
+    for item in filter(None, spec.partition(":")[2].split(",")):
+        match = re.fullmatch(r"(?:(n|texture)=)?([0-9.]+)", item.strip())
+        if match is None:
+            raise DataError(f"'{spec}': '{item}' is not understood; write shapes:2000 or shapes:n=2000,texture=0.8.")
+        options[match[1] or "n"] = float(match[2])
+    if options["n"] < 1 or not 0 <= options["texture"] <= 1:
+        raise DataError(f"'{spec}': n must be at least 1 and texture between 0 and 1.")
+    return options

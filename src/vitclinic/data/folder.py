@@ -1,0 +1,122 @@
+"""`data=FOLDER`: a folder of class sub-folders, or of train/val/test folders that hold them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vitclinic.data.source import Source, fingerprint
+from vitclinic.errors import DataError
+
+IMAGE_SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
+
+_SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "test": "test",
+    "testing": "test",
+}
+
+
+class FileRecords:
+    """Images in files, one label each."""
+
+    def __init__(self, root: Path, paths: list[str], labels: list[int]) -> None:
+        self.root = root
+        self.paths = paths
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return str(self.root / self.paths[index])
+
+    def read(self, index: int) -> Image.Image:
+        return Image.open(self.root / self.paths[index])
+
+
+def open_folder(path: Path, on_error: str) -> Source:
+    """The folder as a source; empty classes are an error, or left out with `on_error: skip`."""
+    roots = _split_roots(path)
+    classes = _classes(path, roots, on_error)
+    splits = {split: _records(root, classes) for split, root in roots.items()}
+    listing = [
+        (split, name, *_stamp(records.root / name))
+        for split, records in splits.items()
+        for name in records.paths
+    ]
+    return Source(str(path), classes, splits, fingerprint("folder", str(path.resolve()), classes, listing))
+
+
+def _split_roots(path: Path) -> dict[str, Path]:
+    folders = _folders(path)
+    roots = {_SPLIT_NAMES[f.name.lower()]: f for f in folders if f.name.lower() in _SPLIT_NAMES}
+    if "train" in roots:
+        return roots
+    if not folders:
+        raise DataError(_no_class_folders(path))
+    return {"train": path}
+
+
+def _no_class_folders(path: Path) -> str:
+    loose = sum(1 for _ in _images(path))
+    found = f"{loose} images and no sub-folders" if loose else "no images and no sub-folders"
+    return f"'{path}' holds {found}; expected one sub-folder per class, with that class's images in it."
+
+
+def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ...]:
+    """Class names in order, from the training folder; every class must have a training image."""
+    names = [folder.name for folder in _folders(roots["train"])]
+    empty = [name for name in names if not any(_images(roots["train"] / name))]
+    if empty and len(empty) == len(names):
+        raise DataError(f"'{path}' has {len(names)} sub-folders, and none of them holds an image.")
+    if empty and on_error != "skip":
+        raise DataError(
+            f"Class folder '{roots['train'] / empty[0]}' holds no image; add some, remove the folder,"
+            " or pass data.on_error=skip."
+        )
+    if not names:
+        raise DataError(_no_class_folders(roots["train"]))
+    kept = tuple(name for name in names if name not in empty)
+    for split, root in roots.items():
+        for folder in _folders(root):
+            if folder.name not in names:
+                raise DataError(f"'{folder}' is a class of the {split} folder that the train folder lacks.")
+    return kept
+
+
+def _records(root: Path, classes: tuple[str, ...]) -> FileRecords:
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        found = sorted(str(p.relative_to(root)) for p in _images(root / name))
+        paths += found
+        labels += [label] * len(found)
+    return FileRecords(root, paths, labels)
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _images(path: Path) -> Iterator[Path]:
+    for folder, inner, files in os.walk(path, followlinks=True):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        for file in files:
+            if Path(file).suffix.lower() in IMAGE_SUFFIXES and not file.startswith("."):
+                yield Path(folder) / file
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,71 @@
+"""Mixup and CutMix, drawn per sample.
+
+Each image has a partner (see `stream`: its neighbour in the training stream) and its own lambda ~ Beta(a, a)
+and method, so that what it looks like does not depend on the batch it happens to be in.
+
+    mixup:  x = lambda x_i + (1 - lambda) x_j
+    CutMix: a box of area 1 - lambda of x_i shows x_j; lambda becomes the share of x_i that is left
+    y = lambda y_i + (1 - lambda) y_j
+
+Shapes: B images, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import betaincinv
+from torch import Tensor
+
+from vitclinic.data.randomness import Keys, uniforms
+
+
+def soft_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
+    """Labels [B] as shares of the classes [B, K], `smoothing` of it spread evenly over all classes."""
+    off = smoothing / classes
+    targets = torch.full((len(labels), classes), off)
+    return targets.scatter_(1, labels[:, None], 1 - smoothing + off)
+
+
+class Mixing:
+    """Mixup with Beta(mixup, mixup), CutMix with Beta(cutmix, cutmix); where both are on, each half the time."""
+
+    def __init__(self, mixup: float, cutmix: float, probability: float = 1.0) -> None:
+        self.mixup, self.cutmix, self.probability = mixup, cutmix, probability
+
+    def __call__(self, x_bchw: Tensor, y_bk: Tensor, partner: NDArray[np.int64], keys: Keys) -> tuple[Tensor, Tensor]:
+        """Mix the first len(partner) images; `partner` says which row each is mixed with."""
+        count = len(partner)
+        keep, cut = self._lambdas(keys[:count])
+        mixed = x_bchw[:count].clone()
+        blended = np.flatnonzero(~cut & (keep < 1))
+        if blended.size:
+            weight = torch.from_numpy(keep[blended]).float()[:, None, None, None]
+            mixed[blended] = torch.lerp(x_bchw[partner[blended]], x_bchw[blended], weight)
+        boxes = cut_boxes(keep, keys[:count], x_bchw.shape[2], x_bchw.shape[3])
+        for row in np.flatnonzero(cut & (keep < 1)):
+            top, bottom, left, right = boxes[row]
+            mixed[row, :, top:bottom, left:right] = x_bchw[partner[row], :, top:bottom, left:right]
+            keep[row] = 1 - (bottom - top) * (right - left) / (x_bchw.shape[2] * x_bchw.shape[3])
+        share = torch.from_numpy(keep).float()[:, None]
+        return mixed, share * y_bk[:count] + (1 - share) * y_bk[partner]
+
+    def _lambdas(self, keys: Keys) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Each image's lambda (1: not mixed), and whether it is cut rather than blended."""
+        draws = uniforms(keys, "mixing", 3)
+        cut = draws[:, 0] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
+        alpha = np.where(cut, self.cutmix, self.mixup)
+        keep = betaincinv(alpha, alpha, draws[:, 1])
+        return np.where(draws[:, 2] < self.probability, keep, 1.0), cut
+
+
+def cut_boxes(keep: NDArray[np.float64], keys: Keys, height: int, width: int) -> NDArray[np.int64]:
+    """(top, bottom, left, right) of a box with the image's proportions and area 1 - keep, clipped at the borders."""
+    side = np.sqrt(1 - keep)
+    centre = uniforms(keys, "cut box", 2) * [height, width]
+    half = np.stack([side * height, side * width], axis=1) / 2
+    low, high = np.rint(centre - half), np.rint(centre + half)
+    rows = np.clip(np.stack([low[:, 0], high[:, 0]], axis=1), 0, height)
+    columns = np.clip(np.stack([low[:, 1], high[:, 1]], axis=1), 0, width)
+    return np.concatenate([rows, columns], axis=1).astype(np.int64)

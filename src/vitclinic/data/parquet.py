@@ -1,0 +1,137 @@
+"""`data=FILE.parquet` or a folder of parquet files, in the style of the Hugging Face hub.
+
+The image column is a struct of `bytes` and `path`, the label column holds integers (or strings); class names
+come from the schema's `huggingface` metadata where it has them. A folder's files are put into splits by
+their names: `train.parquet`, `test-00000-of-00002.parquet`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from vitclinic.data.source import Source, fingerprint
+from vitclinic.errors import DataError
+
+_LABELS = ("label", "labels", "fine_label", "class", "target")
+
+
+class TableRecords:
+    """Images in the bytes of an Arrow column, one label each."""
+
+    def __init__(self, source: str, images: pa.ChunkedArray, labels: np.ndarray[Any, Any]) -> None:
+        self.source = source
+        self.images = images
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        path = self.images[index].as_py().get("path") if self.images[index].is_valid else None
+        return f"{self.source} row {index}" + (f" ({path})" if path else "")
+
+    def read(self, index: int) -> Image.Image:
+        record = self.images[index].as_py()
+        if not record or record.get("bytes") is None:
+            raise OSError("the row holds no image bytes")
+        return Image.open(io.BytesIO(record["bytes"]))
+
+
+def open_parquet(path: Path) -> Source:
+    files = _files_by_split(path)
+    tables = {split: _read(paths) for split, paths in files.items()}
+    first = tables["train"]
+    image_column = _image_column(first, path)
+    label_column = _label_column(first, path)
+    classes, code = _classes(tables, label_column, path)
+    splits = {
+        split: TableRecords(
+            str(path if path.is_file() else files[split][0].parent / split),
+            table.column(image_column),
+            _codes(table.column(label_column), code, path),
+        )
+        for split, table in tables.items()
+    }
+    stamps = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for fs in files.values() for f in fs]
+    return Source(str(path), classes, splits, fingerprint("parquet", stamps))
+
+
+def is_parquet(path: Path) -> bool:
+    return path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+
+
+def _files_by_split(path: Path) -> dict[str, list[Path]]:
+    if path.is_file():
+        return {"train": [path]}
+    found: dict[str, list[Path]] = {}
+    for file in sorted(path.glob("*.parquet")):
+        stem = file.stem.lower()
+        split = next((s for s in ("train", "val", "test") if stem.startswith(s)), None)
+        if split:
+            found.setdefault(split, []).append(file)
+    if "train" in found:
+        return found
+    if not found:
+        return {"train": sorted(path.glob("*.parquet"))}
+    raise DataError(f"'{path}' has {' and '.join(found)} parquet files and none that begins with 'train'.")
+
+
+def _read(paths: list[Path]) -> pa.Table:
+    try:
+        return pa.concat_tables([pq.read_table(path) for path in paths])
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"'{paths[0]}' cannot be read as parquet: {error}") from error
+
+
+def _image_column(table: pa.Table, path: Path) -> str:
+    for field in table.schema:
+        if pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
+            return str(field.name)
+    raise DataError(f"'{path}' has no image column (a struct with 'bytes'); it has {table.column_names}.")
+
+
+def _label_column(table: pa.Table, path: Path) -> str:
+    for name in _LABELS:
+        if name in table.column_names:
+            return name
+    raise DataError(f"'{path}' has no label column ({', '.join(_LABELS)}); it has {table.column_names}.")
+
+
+def _classes(tables: dict[str, pa.Table], column: str, path: Path) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Class names, and for string labels the code of each."""
+    names = _names_in_metadata(tables["train"].schema, column)
+    if pa.types.is_integer(tables["train"].schema.field(column).type):
+        if names is None:
+            top = max(int(pa.compute.max(table.column(column)).as_py() or 0) for table in tables.values())
+            names = [str(label) for label in range(top + 1)]
+        return tuple(names), {}
+    if not pa.types.is_string(tables["train"].schema.field(column).type):
+        raise DataError(f"'{path}': the label column '{column}' holds neither integers nor strings.")
+    found = sorted({str(v) for table in tables.values() for v in table.column(column).unique().to_pylist()})
+    return tuple(names or found), {name: code for code, name in enumerate(names or found)}
+
+
+def _codes(column: pa.ChunkedArray, code: dict[str, int], path: Path) -> np.ndarray[Any, Any]:
+    if column.null_count:
+        row = next(i for i, value in enumerate(column) if not value.is_valid)
+        raise DataError(f"{path} row {row}: the label is missing ({column.null_count} such).")
+    if not code:
+        return np.asarray(column.to_numpy())
+    return np.asarray([code.get(value, -1) for value in column.to_pylist()])
+
+
+def _names_in_metadata(schema: pa.Schema, column: str) -> list[str] | None:
+    try:
+        info = json.loads((schema.metadata or {})[b"huggingface"])
+        names = info["info"]["features"][column]["names"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return [str(name) for name in names]

@@ -1,0 +1,69 @@
+"""What a data source is, whatever it is made of: classes, and labelled images in one or more splits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitclinic.errors import DataError
+
+SPLITS = ("train", "val", "test")
+
+
+class Records(Protocol):
+    """The labelled images of one split, not yet decoded. Picklable, so that workers can read it."""
+
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """What to call image `index` in a message: its file, or its table and row."""
+
+    def read(self, index: int) -> Image.Image:
+        """Open image `index`; may raise any of `decoding.UNREADABLE`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Classes and the splits found at the source (at least one, called `train` when it is the only one)."""
+
+    name: str
+    classes: tuple[str, ...]
+    splits: Mapping[str, Records]
+    fingerprint: str
+    """Changes whenever the source changes; cheap, so it may stand for a machine's own paths and times."""
+
+    def __post_init__(self) -> None:
+        for split, records in self.splits.items():
+            _check_labels(records, len(self.classes), split)
+        if not len(self.splits["train"]):
+            raise DataError(f"'{self.name}' has no training images.")
+
+
+def _check_labels(records: Records, classes: int, split: str) -> None:
+    wrong = np.flatnonzero((records.labels < 0) | (records.labels >= classes))
+    if wrong.size:
+        first = int(wrong[0])
+        raise DataError(
+            f"{records.name(first)}: label {records.labels[first]} is out of range for {classes} classes"
+            f" ({wrong.size} such in the {split} split)."
+        )
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short name for plain data: the SHA-256 of its JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def unreadable(records: Records, index: int, error: Exception) -> str:
+    """The sentence that says which image cannot be read, and why."""
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return f"{records.name(index)}: not a readable image ({reason})."

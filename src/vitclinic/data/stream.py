@@ -1,0 +1,157 @@
+"""The endless stream of training samples, and batches cut from it.
+
+Epoch after epoch of shuffled images, one after the other: place p of the stream is in epoch p // n. A step
+takes the next `batch_size` places; no image is ever dropped, and a batch may span two epochs. What stands at
+a place, and what random numbers it gets, depends on (seed, place) alone: a run can start anywhere in the
+stream, and any division of it into batches, processes and workers gives the same samples.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from vitclinic.data.augment import Augment, Augmenter, to_unit_interval
+from vitclinic.data.batch import Batch
+from vitclinic.data.dataset import Dataset, Split
+from vitclinic.data.framing import centre_view
+from vitclinic.data.mixing import Mixing, soft_targets
+from vitclinic.data.randomness import generator, sample_keys
+from vitclinic.data.streaming import StreamedImages
+
+Places = range
+
+
+class SampleOrder:
+    """Which image stands at which place of the stream.
+
+    With `repeats` r, an epoch shows n / r of the images r times each (repeated augmentation). Copies are two
+    places apart, so that neighbours, which are mixed with each other, are different images.
+    """
+
+    def __init__(self, count: int, seed: int, repeats: int = 1) -> None:
+        self.count, self.seed, self.repeats = count, seed, repeats
+        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def __call__(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each place its image, and the number of that image's showing (epoch and copy as one integer)."""
+        epochs, offsets = places // self.count, places % self.count
+        images, showings = np.empty_like(places), np.empty_like(places)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            order, copies = self._epoch(int(epoch))
+            images[rows] = order[offsets[rows]]
+            showings[rows] = epoch * self.repeats + copies[offsets[rows]]
+        return images, showings
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if epoch not in self._epochs:
+            self._epochs = {e: drawn for e, drawn in self._epochs.items() if e == epoch - 1}
+            self._epochs[epoch] = self._draw_epoch(epoch)
+        return self._epochs[epoch]
+
+    def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        order = generator("order", self.seed, epoch).permutation(self.count)
+        if self.repeats == 1:
+            return order, np.zeros(self.count, np.int64)
+        place = np.arange(self.count)
+        pair, within = place // (2 * self.repeats), place % (2 * self.repeats)
+        return order[np.minimum(2 * pair + within % 2, self.count - 1)], within // 2
+
+
+class TrainingStream(TorchDataset[Batch]):
+    """Batches of the stream by their places: `stream[range(0, 128)]`."""
+
+    def __init__(self, dataset: Dataset, augment: Augment, seed: int) -> None:
+        self.split: Split = dataset.train
+        self.classes = len(dataset.classes)
+        self.seed = seed
+        self.augmenter = Augmenter(augment, dataset.size)
+        config = self.augmenter.config
+        self.smoothing = config.smoothing or 0.0
+        self.order = SampleOrder(len(self.split), seed, config.repeats or 1)
+        mixes = bool(config.mixup or config.cutmix)
+        self.mixing = Mixing(config.mixup or 0, config.cutmix or 0, config.mix_probability or 0) if mixes else None
+
+    def __getitem__(self, places: Places) -> Batch:
+        count = len(places)
+        partner = None if self.mixing is None else self._partners(places)
+        wanted = np.arange(places.start, places.stop, dtype=np.int64)
+        if partner is not None:  # partners that fall outside this batch are read for its sake
+            outside = np.setdiff1d(wanted ^ 1, wanted)
+            wanted = np.concatenate([wanted, outside])
+        indices, showings = self.order(wanted)
+        keys = sample_keys(self.seed, showings, indices)
+        images = self.augmenter(self.split.read(indices), keys)
+        labels = torch.from_numpy(self.split.labels[indices])
+        targets = labels[:count]
+        if self.mixing is not None and partner is not None:
+            soft = soft_targets(labels, self.classes, self.smoothing)
+            images, targets = self.mixing(images, soft, partner, keys)
+        elif self.smoothing:
+            targets = soft_targets(targets, self.classes, self.smoothing)
+        return Batch(
+            images, targets, torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64))
+        )
+
+    @staticmethod
+    def _partners(places: Places) -> NDArray[np.int64]:
+        """For each place the row of its neighbour (places 2k and 2k + 1): in the batch, or appended to it."""
+        mine = np.arange(places.start, places.stop, dtype=np.int64)
+        rows = (mine ^ 1) - places.start
+        outside = np.flatnonzero((rows < 0) | (rows >= len(places)))
+        rows[outside] = len(places) + np.arange(len(outside))
+        return rows
+
+    @property
+    def default_workers(self) -> int:
+        """None where reading is a copy out of memory; else what the machine can spare, at least one."""
+        heavy = self.augmenter.is_heavy or isinstance(self.split.images, StreamedImages)
+        return max(1, min(8, (os.cpu_count() or 1) - 1)) if heavy else 0
+
+    def batches(self, requests: Iterable[Places], workers: int | None, pin: bool = False) -> Iterator[Batch]:
+        """The batch of each request, in order, read ahead by `workers` processes."""
+        workers = self.default_workers if workers is None else workers
+        if workers == 0:
+            return (self[places] for places in requests)
+        return iter(
+            DataLoader(
+                self,
+                batch_size=None,
+                sampler=requests,
+                num_workers=workers,
+                collate_fn=_as_it_is,
+                worker_init_fn=_ignore_signals,
+                pin_memory=pin,
+            )
+        )
+
+
+def evaluation_batches(
+    dataset: Dataset, split: str, batch_size: int, part: int = 0, parts: int = 1
+) -> Iterator[Batch]:
+    """All images of a split, unaugmented, in order; or the `part`-th of `parts` nearly equal shares of them."""
+    images = dataset.splits[split]
+    for rows in np.array_split(np.arange(len(images), dtype=np.int64), parts)[part : part + 1]:
+        for start in range(0, len(rows), batch_size):
+            indices = rows[start : start + batch_size]
+            x_bhwc = np.ascontiguousarray(centre_view(images.read(indices), dataset.size))
+            index = torch.from_numpy(indices)
+            yield Batch(to_unit_interval(x_bhwc), torch.from_numpy(images.labels[indices]), index, index)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    """The main process decides what Ctrl-C and SIGTERM mean; its workers end when it does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

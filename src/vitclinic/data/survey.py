@@ -1,0 +1,54 @@
+"""What the headers of a source's images say, before any of them is decoded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from vitclinic.data.cache import cache_folder, write_atomically
+from vitclinic.data.decoding import UNREADABLE, Size, is_grey
+from vitclinic.data.source import Source
+
+LARGEST_DEFAULT = 224
+"""Images of different sizes, or larger than this, are brought to this size unless another is asked for."""
+
+_AT_MOST = 50_000
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The size and channels to use unless told otherwise, and the median shorter side of the images."""
+
+    size: Size
+    channels: int
+    shorter_side: float
+
+
+def survey(source: Source) -> Survey:
+    """The survey of this source, made once on a machine."""
+    stored = cache_folder() / "surveys" / f"{source.fingerprint[:32]}.json"
+    if stored.exists():
+        values = json.loads(stored.read_text())
+        return Survey(tuple(values["size"]), values["channels"], values["shorter_side"])
+    made = _survey(source)
+    write_atomically(stored, json.dumps(asdict(made)))
+    return made
+
+
+def _survey(source: Source) -> Survey:
+    """Read headers of the training images (of 50,000, evenly spaced, where there are more)."""
+    sizes: list[tuple[int, int]] = []
+    grey = True
+    records = source.splits["train"]
+    for index in np.unique(np.linspace(0, len(records) - 1, min(len(records), _AT_MOST)).astype(int)):
+        try:
+            with records.read(int(index)) as image:
+                sizes.append(image.size)
+                grey = grey and is_grey(image)
+        except UNREADABLE:
+            continue  # decoding it will say so, with the file's name
+    shorter = [min(size) for size in sizes]
+    side = min(*shorter[:1], LARGEST_DEFAULT) if len(set(sizes)) == 1 else LARGEST_DEFAULT
+    return Survey((side, side), 1 if grey and sizes else 3, float(np.median(shorter or [LARGEST_DEFAULT])))

@@ -1,0 +1,110 @@
+"""`data=torchvision:NAME@ROOT`: one of torchvision's classification sets that is already on disk.
+
+Nothing is downloaded. Only sets are taken whose files torchvision reads without unpickling, or unpickles
+only after their published checksums agreed (CIFAR).
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vitclinic.data.source import Records, Source, fingerprint
+from vitclinic.errors import DataError, did_you_mean
+
+KNOWN_SETS = (
+    "CIFAR10",
+    "CIFAR100",
+    "Caltech101",
+    "DTD",
+    "EuroSAT",
+    "FGVCAircraft",
+    "FashionMNIST",
+    "Flowers102",
+    "Food101",
+    "GTSRB",
+    "KMNIST",
+    "MNIST",
+    "OxfordIIITPet",
+    "PCAM",
+    "QMNIST",
+    "RenderedSST2",
+    "STL10",
+    "SVHN",
+    "StanfordCars",
+    "USPS",
+)
+
+
+class TorchvisionRecords:
+    """The (image, label) pairs of a torchvision data set."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.source = name
+        self.dataset = dataset
+        self.labels = np.asarray(_labels(dataset), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return f"{self.source} image {index}"
+
+    def read(self, index: int) -> Image.Image:
+        image: Image.Image = self.dataset[index][0]
+        return image
+
+
+def open_torchvision(spec: str) -> Source:
+    name, _, root = spec.removeprefix("torchvision:").partition("@")
+    if name not in KNOWN_SETS:
+        raise DataError(f"'{name}' is not a torchvision set we read.{did_you_mean(name, KNOWN_SETS)}")
+    if not root or not Path(root).is_dir():
+        raise DataError(f"'{spec}': name the folder that holds the set, as in torchvision:{name}@/path/to/it.")
+    from torchvision import datasets
+
+    factory = getattr(datasets, name)
+    found = {split: _build(factory, root, kind) for split, kind in _split_arguments(factory).items()}
+    splits: dict[str, Records] = {
+        split: TorchvisionRecords(f"{name} {split}", dataset) for split, dataset in found.items() if dataset
+    }
+    if "train" not in splits:
+        raise DataError(f"torchvision does not find {name} in '{root}'; it must be there already.")
+    files = sorted((str(p), p.stat().st_size) for p in Path(root).rglob("*") if p.is_file())
+    return Source(spec, _classes(found["train"], splits), splits, fingerprint("torchvision", name, files))
+
+
+def _split_arguments(factory: Any) -> dict[str, dict[str, Any]]:
+    """How this set is asked for its splits: `train=True`, `split='train'`, or not at all."""
+    parameters = inspect.signature(factory).parameters
+    if "train" in parameters:
+        return {"train": {"train": True}, "test": {"train": False}}
+    if "split" in parameters:
+        return {split: {"split": split} for split in ("train", "val", "test")}
+    return {"train": {}}
+
+
+def _build(factory: Any, root: str, arguments: dict[str, Any]) -> Any | None:
+    try:
+        return factory(root, download=False, **arguments)
+    except (RuntimeError, ValueError, OSError, TypeError):  # not there, or no such split
+        return None
+
+
+def _labels(dataset: Any) -> list[int]:
+    for attribute in ("targets", "labels", "_labels", "y"):
+        values = getattr(dataset, attribute, None)
+        if values is not None:
+            return [int(value) for value in values]
+    return [int(dataset[i][1]) for i in range(len(dataset))]
+
+
+def _classes(dataset: Any, splits: dict[str, Records]) -> tuple[str, ...]:
+    names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
+    if names:
+        return tuple(str(name) for name in names)
+    return tuple(str(label) for label in range(max(int(r.labels.max()) for r in splits.values()) + 1))

@@ -1,0 +1,121 @@
+"""One factory over timm: any of its networks, with any of its keywords, taking pixels in [0, 1]."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import timm
+import torch
+from timm.models import is_model, list_models, model_entrypoint
+from torch import nn
+
+from vitclinic.errors import ModelError, did_you_mean
+from vitclinic.models.normalised import Normalised
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+_building = threading.Lock()
+
+
+def create_model(
+    name: str,
+    *,
+    img_size: int | tuple[int, int] | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    pretrained: bool = False,
+    **keywords: Any,
+) -> Normalised:
+    """A timm network (or one of ours: they are in timm's registry) that normalises its own input.
+
+    `img_size` is handed to networks that take it and ignored by those that run at any size; all other
+    keywords go to timm. Mean and standard deviation are the network's published ones unless given.
+
+    Example:
+        >>> network = create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, depth=2, num_classes=10)
+        >>> network(torch.rand(1, 3, 32, 32)).shape
+        torch.Size([1, 10])
+    """
+    if not is_model(name):
+        raise ModelError(f"There is no model '{name}'.{did_you_mean(name, list_models())} See `vitclinic list models`.")
+    if img_size is not None:
+        keywords["img_size"] = list(img_size) if isinstance(img_size, tuple) else img_size
+    backbone = _build(name, pretrained, keywords)
+    channels = int(keywords.get("in_chans", 3))
+    published = getattr(backbone, "pretrained_cfg", None) or {}
+    mean = mean if mean is not None else published.get("mean", IMAGENET_MEAN)
+    std = std if std is not None else published.get("std", IMAGENET_STD)
+    return Normalised(backbone, _per_channel(mean, channels), _per_channel(std, channels))
+
+
+def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes: int) -> None:
+    """Run the network once on an image of the data's shape, so that a misfit is a sentence now."""
+    was_training = network.training
+    network.eval()
+    try:
+        parameter = next(network.parameters())
+        with torch.no_grad():
+            x_bchw = torch.full((2, channels, *size), 0.5, dtype=parameter.dtype, device=parameter.device)
+            logits = network(x_bchw)
+    except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
+        raise ModelError(
+            f"The network does not take {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
+            " Other sizes and patches: model.img_size=..., model.patch_size=..."
+        ) from error
+    finally:
+        network.train(was_training)
+    if logits.shape != (2, classes):
+        raise ModelError(f"The network returns {tuple(logits.shape)} for 2 images and {classes} classes.")
+
+
+def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
+    """timm's network; what it refuses for a reason of its signature only is tried again in another way."""
+    try:
+        with _building:
+            return _create(name, pretrained, keywords)
+    except TypeError as error:
+        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unexpected and unexpected[1] == "img_size":
+            return _build(name, pretrained, {k: v for k, v in keywords.items() if k != "img_size"})
+        if unexpected:
+            raise ModelError(f"'{name}' takes no model.{unexpected[1]}.") from error
+        raise ModelError(f"'{name}' cannot be built: {_first_line(error)}") from error
+    except (RuntimeError, AssertionError, ValueError, KeyError, ZeroDivisionError, OSError) as error:
+        raise ModelError(f"'{name}' cannot be built: {_first_line(error)}") from error
+
+
+def _create(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
+    try:
+        return timm.create_model(name, pretrained=pretrained, **keywords)
+    except TypeError as error:
+        if "multiple values for keyword" not in str(error):
+            raise
+    # Some entry points write `dict(patch_size=16, **kwargs)`: call them bare, and add our keywords where the
+    # class is called.
+    module = sys.modules[model_entrypoint(name).__module__]
+    build = module.build_model_with_cfg
+
+    def with_our_keywords(*arguments: Any, **theirs: Any) -> nn.Module:
+        built: nn.Module = build(*arguments, **{**theirs, **keywords})
+        return built
+
+    with mock.patch.object(module, "build_model_with_cfg", with_our_keywords):
+        return timm.create_model(name, pretrained=pretrained)
+
+
+def _per_channel(values: Sequence[float], channels: int) -> list[float]:
+    """`values`, or where the network takes another number of channels their mean for each."""
+    values = list(values)
+    return values if len(values) == channels else [sum(values) / len(values)] * channels
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    line = text[0] if text else type(error).__name__
+    return line if line.endswith(".") else f"{line}."

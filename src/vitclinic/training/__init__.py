@@ -1,0 +1,10 @@
+"""Training: recipes, the loop, and run directories."""
+
+from vitclinic.training.network import load
+from vitclinic.training.observers import Observer
+from vitclinic.training.overrides import build_recipe, shipped_recipes
+from vitclinic.training.recipe import Recipe
+from vitclinic.training.run import Run
+from vitclinic.training.train import resume, train
+
+__all__ = ["Observer", "Recipe", "Run", "build_recipe", "load", "resume", "shipped_recipes", "train"]

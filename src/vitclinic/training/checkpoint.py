@@ -1,0 +1,173 @@
+"""Checkpoints: `model.safetensors` (the network to use), `state.safetensors` (what resuming needs), checksums.
+
+A checkpoint becomes visible by one rename, is verified against its checksums when it is read, and the one
+before it is kept: a run that is killed, or whose last checkpoint is damaged, resumes from a whole one.
+Nothing is pickled: nested states are stored as tensors plus a JSON tree that says where each belongs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vitclinic.errors import RunError
+from vitclinic.training.files import publish, recover, sync, write_errors
+
+log = logging.getLogger(__name__)
+
+_TENSOR = "$tensor"
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run: last, previous, best and epoch-N."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, names: list[str], model: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write one checkpoint under each of `names`; `last` keeps its forerunner as `previous`."""
+        for name in names:
+            with write_errors(self.folder / name):
+                staging = self._staging(name)
+                try:
+                    _write(staging, model, state)
+                    publish(staging, self.folder / name, self._retired(name))
+                finally:
+                    shutil.rmtree(staging, ignore_errors=True)
+                if name != "last":
+                    shutil.rmtree(self._retired(name), ignore_errors=True)
+
+    def newest_whole(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Model and state to resume from: `last`, or `previous` (with a message) if `last` is damaged."""
+        present = [name for name in ("last", "previous") if (self.folder / name).exists()]
+        for name in present:
+            try:
+                return self.read(name)
+            except RunError as error:
+                log.warning("%s", error)
+        if present:
+            raise RunError(f"No checkpoint in '{self.folder}' is whole; nothing to resume from.")
+        return None
+
+    def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        folder = self._existing(name)
+        _verify(folder)
+        return load_file(folder / "model.safetensors"), _read_tree(folder / "state.safetensors")
+
+    def read_model(self, name: str) -> dict[str, Tensor]:
+        folder = self._existing(name)
+        _verify(folder)
+        return load_file(folder / "model.safetensors")
+
+    def names(self) -> list[str]:
+        """The checkpoints there are."""
+        if not self.folder.is_dir():
+            return []
+        recover(self.folder / "best", self._retired("best"))
+        return sorted(p.name for p in self.folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+    def _existing(self, name: str) -> Path:
+        if name not in self.names():
+            known = ", ".join(self.names()) or "none"
+            raise RunError(f"'{self.folder.parent}' has no checkpoint '{name}'; it has {known}.")
+        return self.folder / name
+
+    def _retired(self, name: str) -> Path:
+        return self.folder / ("previous" if name == "last" else f".{name}.old")
+
+    def _staging(self, name: str) -> Path:
+        staging = self.folder / f".{name}.new"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        return staging
+
+
+def _write(folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(_flatten(state, "", tensors))
+    try:
+        save_file(_storable(model), folder / "model.safetensors")
+        save_file(_storable(tensors), folder / "state.safetensors", {"tree": tree})
+    except SafetensorError as error:  # its I/O errors are not OSErrors
+        raise RunError(f"Cannot write '{folder.parent}': {error}; checkpoints written before are whole.") from error
+    sums = {file.name: _checksum(file) for file in sorted(folder.glob("*.safetensors"))}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    for file in folder.iterdir():
+        sync(file)
+
+
+def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors no two of which share memory, as safetensors wants them."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        if tensor.untyped_storage().data_ptr() in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        result[name] = tensor
+    return result
+
+
+def _verify(folder: Path) -> None:
+    try:
+        sums = json.loads((folder / "checksums.json").read_text())
+        damaged = [name for name, checksum in sums.items() if _checksum(folder / name) != checksum]
+    except (OSError, ValueError) as error:
+        raise RunError(f"The checkpoint '{folder}' is damaged ({error}).") from error
+    if damaged or set(sums) != {"model.safetensors", "state.safetensors"}:
+        raise RunError(f"The checkpoint '{folder}' is damaged ({', '.join(damaged) or 'files are missing'}).")
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON data, its tensors moved to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {_TENSOR: path}
+    if isinstance(value, dict):
+        keys = [[key, _flatten(item, f"{path}/{key}", tensors)] for key, item in value.items()]
+        return {"$dict": keys}  # as pairs: JSON would turn an optimizer's integer keys into strings
+    if isinstance(value, list | tuple):
+        return [_flatten(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
+    return value
+
+
+def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unflatten(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if _TENSOR in value:
+            return tensors[value[_TENSOR]]
+        return {key: _unflatten(item, tensors) for key, item in value["$dict"]}
+    return value
+
+
+def _read_tree(file: Path) -> dict[str, Any]:
+    with safe_open(file, framework="pt") as stored:
+        tree = json.loads(stored.metadata()["tree"])
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
+    restored: dict[str, Any] = _unflatten(tree, tensors)
+    return restored
+
+
+def load_network_state(network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
+    """Put stored weights into a network; what does not fit is a sentence."""
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RunError(f"The weights of {where} do not fit its recipe's network: {reason}") from error

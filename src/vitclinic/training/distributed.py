@@ -1,0 +1,73 @@
+"""One process or many: what torchrun started, and the few collective operations that training needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that train together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files and speaks."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def agree(self, value: Any) -> Any:
+        """The leading process's `value`, on all of them."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def share_buffers(self, network: nn.Module) -> None:
+        """Give every process the leading one's running statistics."""
+        if self.size > 1:
+            for buffer in network.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def joined_world(device: torch.device) -> Iterator[World]:
+    """The process group that torchrun describes in the environment; a world of one without torchrun."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(wanted: str) -> torch.device:
+    """`auto`: this process's GPU where there is one, else the CPU."""
+    if wanted != "auto":
+        return torch.device(wanted)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")

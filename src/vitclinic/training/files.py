@@ -1,0 +1,83 @@
+"""Writes that happen whole or not at all, and file errors as sentences."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vitclinic.errors import RunError
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than allowed",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "you may not write there",
+    errno.EPERM: "you may not write there",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.ENOENT: "the folder cannot be made there",
+}
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn a failed write below `path` into one `RunError` sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, str(error))
+        raise RunError(
+            f"Cannot write '{path}': {reason}. Checkpoints written before are whole; make room or choose"
+            " another out=, then resume."
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by one rename, so that a reader sees the old or the new one, never half of it."""
+    staging = path.with_name(f".{path.name}.tmp")
+    with write_errors(path):
+        try:
+            with staging.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            staging.replace(path)
+        finally:
+            staging.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to `path`, a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(staging: Path, target: Path, retired: Path) -> None:
+    """Make the folder `staging` visible as `target` by one rename; what was there becomes `retired`.
+
+    At every moment `target` or `retired` is whole: see `recover`.
+    """
+    shutil.rmtree(retired, ignore_errors=True)
+    if target.exists():
+        target.rename(retired)
+    staging.rename(target)
+    sync(target.parent)
+
+
+def recover(target: Path, retired: Path) -> None:
+    """Undo a `publish` that was cut off between its two renames."""
+    if not target.exists() and retired.exists():
+        retired.rename(target)

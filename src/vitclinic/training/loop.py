@@ -1,0 +1,206 @@
+"""The training loop. It knows seams, not treatments.
+
+One `Trainer` holds a task, its optimizer and its place in the training stream. Nothing in it is random: the
+stream and the dropout masks derive from the seed and the samples, so the state to resume from is the weights,
+the optimizer and a step number.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vitclinic.data import Batch, Dataset, TrainingStream
+from vitclinic.errors import RecipeError
+from vitclinic.models import Normalised
+from vitclinic.training.distributed import World
+from vitclinic.training.metrics import Row
+from vitclinic.training.network import build_network
+from vitclinic.training.optimizer import build_optimizer
+from vitclinic.training.recipe import Recipe
+from vitclinic.training.schedule import Schedule
+from vitclinic.training.steps import PlainStep
+from vitclinic.training.task import Task
+from vitclinic.treatments import Case, Losses, Objective, StepRule
+
+EXPLODED = 10.0
+"""A loss of this many times the first step's counts as a divergence."""
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """A task in training: `advance()` makes one step and returns its row of metrics."""
+
+    def __init__(
+        self, recipe: Recipe, dataset: Dataset, total_steps: int, world: World, device: torch.device
+    ) -> None:
+        self.recipe, self.dataset, self.world, self.device = recipe, dataset, world, device
+        self.total_steps = total_steps
+        self.step = 0
+        self.first_loss: float | None = None
+        self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
+        self.micro_batch = _micro_batch(recipe, world)
+
+        case = Case(len(dataset.classes), dataset.channels, dataset.size)
+        treatments = recipe.parsed_treatments()
+        network = build_network(recipe, dataset).to(device, self.dtype)
+        objectives: dict[str, Objective] = {}
+        for treatment in treatments:
+            objectives.update(treatment.objectives(network.backbone, case))
+        self.rule = _one_rule([rule for t in treatments if (rule := t.step_rule()) is not None])
+        self.transforms = [f for t in treatments if (f := t.batch_transform(case)) is not None]
+
+        self.network: Normalised = network
+        self.task = Task(network, recipe.loss, objectives).to(device, self.dtype).train()
+        self.wrapped = self._wrap(self.task)
+        self.optimizer = build_optimizer(recipe.optimizer, self.task, network)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
+        self.ema = ModelEmaV3(network, decay=recipe.ema) if recipe.ema else None
+        self.stream = TrainingStream(dataset, recipe.data.augment, recipe.seed)
+        self.steps_per_epoch = len(dataset.train) / recipe.batch_size
+        self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
+        self._batches: Iterator[Batch] | None = None
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network to evaluate and export: with averaged weights where there are any."""
+        return self.network if self.ema is None else self.ema.module
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return self.step * self.recipe.batch_size // len(self.dataset.train)
+
+    def advance(self, with_row: bool = True) -> Row | None:
+        """One step: read, differentiate, clip, update. Returns its metrics (a synchronisation), or None."""
+        if self._batches is None:
+            self._batches = self.stream.batches(
+                self._requests(), self.recipe.workers, pin=self.device.type == "cuda"
+            )
+        started = time.perf_counter()
+        batches = [self._prepared(next(self._batches)) for _ in range(self.recipe.accumulate)]
+        rate = self.recipe.optimizer.lr * self.schedule(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        losses = self.rule(batches, self.losses_and_gradients)
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update(self.network)
+        self.step += 1
+        return self._row(losses, norm, rate, started) if with_row else None
+
+    def losses_and_gradients(self, batch: Batch, sync: bool = True) -> Losses:
+        """Forward and backward of one micro-batch; see `treatments.LossesAndGradients`."""
+        # The masks of dropout and stochastic depth belong to the samples, so that a second pass repeats them.
+        torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
+        separate = isinstance(self.wrapped, DistributedDataParallel) and not sync
+        with self.wrapped.no_sync() if separate else nullcontext():  # type: ignore[operator]
+            with self._autocast():
+                losses: Losses = self.wrapped(batch)
+            total = sum(losses.values(), torch.zeros((), device=self.device)) / self.recipe.accumulate
+            self.scaler.scale(total).backward()
+        return {name: value.detach() for name, value in losses.items()}
+
+    def diverged(self, row: Row) -> str | None:
+        """Why this step's loss counts as a divergence, or None."""
+        if self.first_loss is None:
+            self.first_loss = row["loss"]
+        if not math.isfinite(row["loss"]):
+            return f"the loss became {row['loss']} at step {row['step']}"
+        if row["loss"] > EXPLODED * max(abs(self.first_loss), 1.0):
+            return f"the loss rose to {row['loss']:.3g} at step {row['step']}, from {self.first_loss:.3g} at first"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs beside the exported network."""
+        return {
+            "step": self.step,
+            "first_loss": self.first_loss,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rule": self.rule.state_dict(),
+            "objectives": self.task.objectives.state_dict(),
+            "raw_network": None if self.ema is None else self.network.state_dict(),
+        }
+
+    def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.evaluated.load_state_dict(model)
+        if self.ema is not None:
+            self.network.load_state_dict(state["raw_network"])
+        self.task.objectives.load_state_dict(state["objectives"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.rule.load_state_dict(state["rule"])
+        self.step, self.first_loss = state["step"], state["first_loss"]
+
+    def _requests(self) -> Iterator[range]:
+        """The places of the stream that this process's micro-batches take, from the current step on."""
+        for step in range(self.step, self.total_steps):
+            for micro in range(self.recipe.accumulate):
+                part = micro * self.world.size + self.world.rank
+                start = step * self.recipe.batch_size + part * self.micro_batch
+                yield range(start, start + self.micro_batch)
+
+    def _prepared(self, batch: Batch) -> Batch:
+        batch = batch.to(self.device, self.dtype)
+        for transform in self.transforms:
+            batch = transform(batch)
+        return batch
+
+    def _autocast(self) -> Any:
+        dtype = _AUTOCAST.get(self.recipe.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _wrap(self, task: Task) -> nn.Module:
+        module: nn.Module = task
+        if self.world.size > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            module = DistributedDataParallel(task, device_ids=ids)
+        return torch.compile(module) if self.recipe.compile else module  # type: ignore[return-value]
+
+    def _row(self, losses: Losses, norm: Tensor, rate: float, started: float) -> Row:
+        means = self.world.sum(torch.stack([v.double() for v in losses.values()])) / self.world.size
+        named = dict(zip(losses, means.tolist(), strict=True))
+        duration = time.perf_counter() - started
+        return {
+            "kind": "train",
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": sum(named.values()),
+            "losses": named,
+            "lr": rate,
+            "grad_norm": float(norm),
+            "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
+        }
+
+
+def _micro_batch(recipe: Recipe, world: World) -> int:
+    parts = world.size * recipe.accumulate
+    if recipe.batch_size % parts:
+        raise RecipeError(
+            f"batch_size {recipe.batch_size} does not divide into {world.size} processes x {recipe.accumulate}"
+            " micro-batches."
+        )
+    return recipe.batch_size // parts
+
+
+def _one_rule(rules: Sequence[StepRule]) -> StepRule:
+    if len(rules) > 1:
+        raise RecipeError("At most one treatment of a run may set the step rule.")
+    return rules[0] if rules else PlainStep()
+
+

@@ -1,0 +1,67 @@
+"""The network of a run: built from its recipe, operated on by its treatments, and read back from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitclinic.data import Dataset
+from vitclinic.data.randomness import torch_seed
+from vitclinic.errors import ModelError
+from vitclinic.models import Normalised, check_fit, create_model
+from vitclinic.training.checkpoint import load_network_state
+from vitclinic.training.recipe import Recipe
+from vitclinic.training.run import Run
+from vitclinic.treatments import Case
+
+
+def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
+    """The network to train: of the data's size, channels and classes, with its treatments' surgery.
+
+    From scratch it normalises by the training images' own mean and standard deviation.
+    """
+    case = Case(len(dataset.classes), dataset.channels, dataset.size)
+    statistics = {} if recipe.model.pretrained else dict(zip(("mean", "std"), dataset.statistics, strict=True))
+    network = _build(recipe, case, recipe.model.pretrained, **statistics)
+    check_fit(network, case.channels, case.size, case.classes)
+    return network
+
+
+def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
+    """The trained network of a run directory, in evaluation mode, taking pixels in [0, 1].
+
+    `checkpoint` is `best`, `last`, `previous` or `epoch-N`; the best one there is unless given.
+    """
+    run = Run.open(path)
+    facts = run.data_facts
+    case = Case(len(facts["classes"]), facts["channels"], (facts["size"][0], facts["size"][1]))
+    network = _build(run.recipe, case, pretrained=False)
+    name = checkpoint or ("best" if "best" in run.checkpoints.names() else "last")
+    load_network_state(network, run.checkpoints.read_model(name), f"'{path}'")
+    return network.eval()
+
+
+def _build(recipe: Recipe, case: Case, pretrained: bool, **statistics: Sequence[float]) -> Normalised:
+    keywords: dict[str, Any] = {"num_classes": case.classes, "in_chans": case.channels, **recipe.model.keywords}
+    if keywords["num_classes"] != case.classes:
+        raise ModelError(f"model.num_classes is {keywords['num_classes']} and the data has {case.classes} classes.")
+    size = case.size[0] if case.size[0] == case.size[1] else case.size
+    with torch.random.fork_rng():
+        torch.manual_seed(torch_seed("weights", recipe.seed))
+        network = create_model(recipe.model.name, img_size=size, pretrained=pretrained, **statistics, **keywords)
+        for treatment in recipe.parsed_treatments():
+            network.backbone = treatment.operate(network.backbone, case)
+    return network
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, out of torch.compile's and DDP's wrappers."""
+    while True:
+        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner

@@ -1,0 +1,141 @@
+"""A recipe: everything a training run needs, as a validated config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from vitclinic.config import Config
+from vitclinic.data import DataConfig
+from vitclinic.training.optimizer import OptimizerConfig
+from vitclinic.training.schedule import Duration, ScheduleConfig
+from vitclinic.training.task import LossConfig
+from vitclinic.treatments import Treatment, parse_treatments
+
+SCHEMA = 1
+"""Version of the recipe's meaning; it is part of every digest."""
+
+DEFAULT_EPOCHS = 30
+LENGTHS = ("epochs", "steps", "max_time")
+
+_TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?\s*(?:(\d+(?:\.\d+)?)m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def seconds(text: str | int | float) -> float:
+    """`90`, `"90s"`, `"3m"`, `"1h30m"` as seconds.
+
+    Example:
+        >>> seconds("3m"), seconds("1h30m"), seconds(90)
+        (180.0, 5400.0, 90.0)
+    """
+    match = _TIME.fullmatch(str(text).strip())
+    if match is None or not any(match.groups()):
+        raise ValueError("write a time such as 90s, 3m or 1h30m")
+    hours, minutes, rest = (float(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + rest
+
+
+def _checked_time(value: str | int | float) -> str | int | float:
+    if seconds(value) <= 0:
+        raise ValueError("the time must be longer than nothing")
+    return value
+
+
+class ModelConfig(Config):
+    """`model` of a recipe: a name, and whatever keywords that network takes."""
+
+    model_config = ConfigDict(extra="allow")
+    main_key: ClassVar[str | None] = "name"
+
+    name: str = Field("vit_tiny_fitted", description="any name of `vitclinic list models`")
+    pretrained: bool = Field(False, description="start from timm's published weights")
+    img_size: Annotated[int, Field(ge=1)] | list[int] | None = Field(
+        None, description="pixels a side; the data's own unless given"
+    )
+    in_chans: Literal[1, 3] | None = Field(None, description="1 (grey) or 3; the data's own unless given")
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What else goes to timm."""
+        return dict(self.model_extra or {})
+
+
+class CheckpointConfig(Config):
+    """`checkpoint` of a recipe."""
+
+    main_key: ClassVar[str | None] = "every"
+
+    every: Duration = Field(1, description="epochs, 'n steps' or 'n%' between checkpoints")
+    keep_epochs: list[int] = Field([], description="epochs whose checkpoints are kept as epoch-N; 0 is the start")
+
+
+class ValidationConfig(Config):
+    """`validation` of a recipe."""
+
+    main_key: ClassVar[str | None] = "every"
+
+    every: Duration = Field(1, description="epochs, 'n steps' or 'n%' between validations")
+
+
+class LoggingConfig(Config):
+    """`logging` of a recipe: says nothing about the result, so it is not part of the digest."""
+
+    every: Annotated[int, Field(ge=1)] = Field(1, description="steps between rows of metrics.jsonl")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (an extra)")
+
+
+class Recipe(Config):
+    """All keys of a training run. Number of classes, channels and image size come from the data."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    treatments: list[str | dict[str, Any]] = []
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
+    max_time: Annotated[str | int | float, AfterValidator(_checked_time)] | None = None
+    batch_size: Annotated[int, Field(ge=1)] = Field(128, description="images a step, over all processes")
+    accumulate: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches that a batch is computed in")
+    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest gradient norm")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="decay of averaged weights")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    compile: bool = False
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
+    seed: int = 0
+    out: str | None = Field(None, description="run directory; named after model, data and digest unless given")
+    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="reading processes; chosen unless given")
+    device: str = "auto"
+    logging: LoggingConfig = LoggingConfig()
+
+    unidentified: ClassVar[frozenset[str]] = frozenset({"out", "workers", "device", "logging"})
+    """Keys that do not change what is computed, and so are no part of the digest."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        given = [key for key in LENGTHS if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of {', '.join(LENGTHS)}, not {' and '.join(given)}")
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of accumulate {self.accumulate}")
+        return self
+
+    def parsed_treatments(self) -> list[Treatment]:
+        return parse_treatments(self.treatments)
+
+    def plain(self) -> dict[str, Any]:
+        """The recipe as plain data, without keys at their defaults, so that a new option orphans no stored run."""
+        return self.model_dump(exclude_defaults=True, mode="json")
+
+    def digest(self, data_digest: str) -> str:
+        """SHA-256 of what determines the run's numbers."""
+        identity = {key: value for key, value in self.plain().items() if key not in self.unidentified}
+        identity.setdefault("data", {}).pop("source", None)  # the data's own digest stands for where it lies
+        text = json.dumps([SCHEMA, identity, data_digest], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,143 @@
+"""A run directory: recipe, status, metrics, checkpoints. Every write is atomic; one process writes at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from vitclinic.config import validate
+from vitclinic.data import Dataset
+from vitclinic.errors import RunError
+from vitclinic.training.checkpoint import Checkpoints
+from vitclinic.training.files import write_errors, write_json, write_text
+from vitclinic.training.metrics import Row, read_rows
+from vitclinic.training.recipe import Recipe
+
+SCHEMA = 1
+
+
+class Run:
+    """A training run on disk.
+
+    Example:
+        >>> run = Run.open("runs/shapes-vit")  # doctest: +SKIP
+        >>> run.status["status"], run.results["test"]["accuracy"]  # doctest: +SKIP
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints")
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """An existing run."""
+        run = cls(Path(path))
+        if not (run.path / "recipe.yaml").is_file():
+            raise RunError(f"'{path}' is not a run directory: it has no recipe.yaml.")
+        return run
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe, dataset: Dataset) -> Run:
+        """A new run; the directory must be new or empty."""
+        with write_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+            if any(entry.name != ".lock" for entry in path.iterdir()):
+                raise RunError(f"'{path}' is not empty; choose another out=.")
+        run = cls(path)
+        write_json(path / "environment.json", _environment())
+        write_json(path / "data.json", _data_facts(dataset))
+        run.write_status("running", step=0, digest=recipe.digest(dataset.digest))
+        write_text(path / "recipe.yaml", yaml.safe_dump(recipe.plain(), sort_keys=False))
+        return run
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory for this process; a second one gets a sentence instead."""
+        with write_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("a+")
+        with file:
+            try:
+                # A POSIX record lock: it is not inherited by worker processes, and goes with a killed owner.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunError(f"Another process is working in '{self.path}'; wait for it or stop it.") from None
+            yield
+
+    @property
+    def recipe(self) -> Recipe:
+        text = (self.path / "recipe.yaml").read_text(encoding="utf-8")
+        return validate(Recipe, yaml.safe_load(text) or {})
+
+    @property
+    def data_facts(self) -> dict[str, Any]:
+        """What the run's network needs to know of its data: classes, size, channels; and the data's digest."""
+        return self._json("data.json")
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self._json("status.json")
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The scores of a finished run: `val` (best checkpoint) and `test`, where the data has them."""
+        results: dict[str, Any] = self.status.get("results", {})
+        return results
+
+    @property
+    def metrics(self) -> list[Row]:
+        return read_rows(self.path / "metrics.jsonl")
+
+    def write_status(self, status: str, **fields: Any) -> None:
+        """Replace `status.json`, keeping fields that are not given anew."""
+        path = self.path / "status.json"
+        before = self.status if path.exists() else {"schema": SCHEMA, "started": _now()}
+        write_json(path, {**before, "status": status, "updated": _now(), "process": os.getpid(), **fields})
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            value: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"'{self.path / name}' cannot be read: {error}") from error
+        return value
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _data_facts(dataset: Dataset) -> dict[str, Any]:
+    return {
+        "name": dataset.name,
+        "classes": list(dataset.classes),
+        "size": list(dataset.size),
+        "channels": dataset.channels,
+        "digest": dataset.digest,
+        "counts": {split: len(images) for split, images in sorted(dataset.splits.items())},
+        "skipped": dataset.skipped,
+    }
+
+
+def _environment() -> dict[str, Any]:
+    packages = ("vitclinic", "torch", "torchvision", "timm", "numpy", "pillow")
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }

@@ -1,0 +1,170 @@
+"""A session: one process's stretch of a run, from a start or a checkpoint to an end.
+
+After every step: row, divergence check, validation, checkpoint, interruption, in this order. A row is written
+before the checkpoint that covers it, so cutting the metrics back to a checkpoint's step gives exactly what
+an uninterrupted run would have written by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vitclinic.training.distributed import World
+from vitclinic.training.evaluation import evaluate
+from vitclinic.training.interrupts import Interrupt
+from vitclinic.training.loop import Trainer
+from vitclinic.training.metrics import MetricsFile, Row, cut_back
+from vitclinic.training.observers import Observer
+from vitclinic.training.run import Run
+from vitclinic.training.schedule import Duration, in_steps
+
+
+class Session:
+    """Drives a trainer and keeps the run directory."""
+
+    def __init__(self, run: Run, trainer: Trainer, observers: Sequence[Observer], interrupt: Interrupt) -> None:
+        self.run, self.trainer, self.interrupt = run, trainer, interrupt
+        self.world: World = trainer.world
+        self.observers = observers if self.world.leads else ()
+        self.best: dict[str, Any] | None = None
+        self.last_row: Row | None = None
+        self._resume()
+        self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.world.leads else None
+
+    def fit(self) -> str:
+        """Train to the end, a divergence or an interruption; returns the run's status."""
+        trainer = self.trainer
+        self._tell("on_start", trainer)
+        if trainer.step == 0:
+            self._epochs_done(-1)
+        while trainer.step < trainer.total_steps:
+            epochs_before = trainer.epoch
+            names = self._due_checkpoints()
+            validates = len(trainer.dataset.val) > 0 and self._due(trainer.recipe.validation.every)
+            logs = (trainer.step + 1) % trainer.recipe.logging.every == 0
+            row = trainer.advance(with_row=logs or validates or bool(names))
+            if row is not None:
+                self._record(row)
+                reason = trainer.diverged(row)
+                if reason is not None:
+                    return self._end("diverged", reason=reason, step=row["step"])
+            self._tell("on_step", trainer)
+            if validates and self._validate():
+                names.append("best")
+            stopping = self._asked_to_stop()
+            if stopping and "last" not in names:
+                names.append("last")
+            self._save(names)
+            self._epochs_done(epochs_before)
+            if stopping and trainer.step < trainer.total_steps:
+                return self._end("interrupted", step=trainer.step, reason=f"{stopping} at step {trainer.step}")
+        return self._end("finished", step=trainer.step, results=self._results())
+
+    def _resume(self) -> None:
+        """Continue from the newest whole checkpoint, if there is one."""
+        found = self.run.checkpoints.newest_whole()
+        if found is not None:
+            model, state = found
+            self.best = state.pop("best")
+            self.trainer.load_state_dict(model, state)
+        self.world.wait()
+        if self.world.leads:
+            cut_back(self.run.path / "metrics.jsonl", self.trainer.step)
+            self.run.write_status("running", step=self.trainer.step, total_steps=self.trainer.total_steps)
+
+    def _due(self, every: Duration) -> bool:
+        """Whether the step about to be made completes an interval of this length, or the run."""
+        trainer = self.trainer
+        interval = max(1.0, in_steps(every, trainer.steps_per_epoch, trainer.total_steps))
+        step, tiny = trainer.step + 1, 1e-9
+        return step == trainer.total_steps or int(step / interval + tiny) > int((step - 1) / interval + tiny)
+
+    def _due_checkpoints(self) -> list[str]:
+        return ["last"] if self._due(self.trainer.recipe.checkpoint.every) else []
+
+    def _asked_to_stop(self) -> str | None:
+        """The signal that any of the processes received: all of them then stop after the same step."""
+        number = float(self.interrupt.signal or 0)
+        if self.world.size > 1:
+            number = float(self.world.sum(torch.tensor(number, device=self.trainer.device)))
+        return "a signal to stop" if number else None
+
+    def _validate(self) -> bool:
+        """Score the val split; whether it is the best score so far."""
+        score = self._score("val")
+        improved = self.best is None or score["accuracy"] > self.best["accuracy"]
+        if improved:
+            self.best = {**score, "step": self.trainer.step, "epoch": self.trainer.epoch}
+        return improved
+
+    def _score(self, split: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        trainer = self.trainer
+        self.world.share_buffers(trainer.network)
+        score = evaluate(trainer.evaluated, trainer.dataset, split, self.world).plain()
+        rate = score["count"] / (time.perf_counter() - started)
+        self._record(
+            {
+                "kind": split,
+                "step": trainer.step,
+                "epoch": trainer.epoch,
+                "loss": score["nll"],
+                "losses": {"nll": score["nll"]},
+                "lr": self.last_row["lr"] if self.last_row else 0.0,
+                "grad_norm": None,
+                **score,
+                "timing": {"images_per_second": round(rate, 1)},
+            }
+        )
+        return score
+
+    def _results(self) -> dict[str, Any]:
+        """The best checkpoint's validation score, and its test score: the only time that test images are read."""
+        results: dict[str, Any] = {}
+        if self.best is not None:
+            self.world.wait()
+            self.trainer.evaluated.load_state_dict(self.run.checkpoints.read_model("best"))
+            results["val"] = self.best
+        if len(self.trainer.dataset.test):
+            results["test"] = self._score("test")
+        return results
+
+    def _record(self, row: Row) -> None:
+        if row["kind"] == "train":
+            self.last_row = row
+        if self.metrics is not None:
+            self.metrics.append(row)
+        self._tell("on_row", row)
+
+    def _save(self, names: list[str]) -> None:
+        if not names or not self.world.leads or self.metrics is None:
+            return
+        self.metrics.sync()
+        state = {**self.trainer.state_dict(), "best": self.best}
+        # `last` comes last: a kill in between repeats the step that leads to the others.
+        ordered = sorted(names, key=lambda name: name == "last")
+        self.run.checkpoints.save(ordered, self.trainer.evaluated.state_dict(), state)
+        self.run.write_status("running", step=self.trainer.step)
+
+    def _epochs_done(self, before: int) -> None:
+        for epoch in range(before + 1, self.trainer.epoch + 1):
+            if epoch in self.trainer.recipe.checkpoint.keep_epochs:
+                self._save([f"epoch-{epoch}"])
+            for observer in self.observers:
+                observer.on_epoch(self.trainer, epoch)
+
+    def _tell(self, event: str, subject: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(subject)
+
+    def _end(self, status: str, **fields: Any) -> str:
+        if self.world.leads and self.metrics is not None:
+            self.metrics.sync()
+            self.metrics.close()
+            self.run.write_status(status, **fields)
+        self._tell("on_end", status)
+        return status

@@ -1,0 +1,150 @@
+"""The verb `train`: from a recipe to a run directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from vitclinic.data import Dataset, open_data
+from vitclinic.data.cache import Progress
+from vitclinic.errors import RecipeError, RunError, VitclinicError
+from vitclinic.training.budget import total_steps
+from vitclinic.training.distributed import World, joined_world, pick_device
+from vitclinic.training.interrupts import Interrupt, listening
+from vitclinic.training.loop import Trainer
+from vitclinic.training.observers import Observer, TensorBoard
+from vitclinic.training.overrides import build_recipe
+from vitclinic.training.recipe import Recipe
+from vitclinic.training.run import Run
+from vitclinic.training.session import Session
+
+T = TypeVar("T")
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def train(
+    recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
+    *words: str,
+    observers: Sequence[Observer] = (),
+    progress: Progress = _silent,
+) -> Run:
+    """Train by a recipe (a shipped one's name, a file, plain data or a `Recipe`), changed by `key=value` words.
+
+    Returns the finished, interrupted or diverged run. Under torchrun every process calls this.
+
+    Example:
+        >>> run = train("shapes-vit", "epochs=1", "out=/tmp/run")  # doctest: +SKIP
+        >>> run.results["test"]["accuracy"]  # doctest: +SKIP
+    """
+    if isinstance(recipe, Recipe):
+        if words:
+            raise RecipeError("Words change a recipe that is still plain data: pass them to build_recipe.")
+        resolved = recipe
+    else:
+        resolved = build_recipe(recipe, words)
+    resolved.parsed_treatments()  # a mistake there is found before any data is read
+    return _in_world(resolved, None, observers, progress)
+
+
+def resume(
+    path: str | Path, *words: str, observers: Sequence[Observer] = (), progress: Progress = _silent
+) -> Run:
+    """Continue a run from its newest whole checkpoint, to the same numbers as without the interruption.
+
+    Only what does not change the numbers may be given anew: workers, device, logging.
+    """
+    run = Run.open(path)
+    recipe = build_recipe(run.recipe.plain(), words)
+    changed = {key for key, value in recipe if value != getattr(run.recipe, key)} - Recipe.unidentified
+    if changed:
+        raise RecipeError(f"A resumed run keeps its recipe; {', '.join(sorted(changed))} cannot change.")
+    if run.status["status"] == "finished":
+        raise RunError(f"'{path}' is finished; there is nothing to resume.")
+    if run.status["status"] == "diverged":
+        raise RunError(f"'{path}' diverged ({run.status['reason']}); it would again. Change the recipe instead.")
+    return _in_world(recipe, run, observers, progress)
+
+
+def _in_world(recipe: Recipe, run: Run | None, observers: Sequence[Observer], progress: Progress) -> Run:
+    device = pick_device(recipe.device)
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world(device))
+        stack.enter_context(torch.random.fork_rng(enabled=True))
+        interrupt = stack.enter_context(listening())
+        dataset = _leader_first(world, lambda: _open_data(recipe, progress if world.leads else _silent))
+        if run is not None and run.data_facts["digest"] != dataset.digest:
+            raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
+        path = run.path if run is not None else _run_path(recipe, dataset)
+        if world.leads:
+            stack.enter_context(Run(path).locked())
+        opened = run or _leader_first(world, lambda: _create(path, recipe, dataset, world))
+        return _fit(opened, recipe, dataset, world, device, observers, interrupt)
+
+
+def _fit(
+    run: Run,
+    recipe: Recipe,
+    dataset: Dataset,
+    world: World,
+    device: torch.device,
+    observers: Sequence[Observer],
+    interrupt: Interrupt,
+) -> Run:
+    try:
+        steps = run.status.get("total_steps") or total_steps(recipe, dataset, world, device)
+        trainer = Trainer(recipe, dataset, steps, world, device)
+        if recipe.logging.tensorboard and world.leads:
+            observers = [*observers, TensorBoard(run.path / "tensorboard")]
+        Session(run, trainer, observers, interrupt).fit()
+    except BaseException as error:
+        if world.leads:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            run.write_status(status, reason=reason)
+        raise
+    return run
+
+
+def _open_data(recipe: Recipe, progress: Progress) -> Dataset:
+    size = recipe.model.img_size
+    wanted = (size[0], size[1]) if isinstance(size, list) else size
+    return open_data(recipe.data, size=wanted, channels=recipe.model.in_chans, progress=progress)
+
+
+def _create(path: Path, recipe: Recipe, dataset: Dataset, world: World) -> Run:
+    return Run.create(path, recipe, dataset) if world.leads else Run(path)
+
+
+def _run_path(recipe: Recipe, dataset: Dataset) -> Path:
+    """`out`, or a name of its own for every recipe; a run that is already there is never written over."""
+    digest = recipe.digest(dataset.digest)
+    name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])
+    path = Path(recipe.out) if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
+    if (path / "recipe.yaml").is_file():
+        status = Run(path).status
+        advice = "give another out=" if status["status"] in ("finished", "diverged") else f"--resume {path}"
+        raise RunError(f"'{path}' already holds a run ({status['status']}): {advice}.")
+    return path
+
+
+def _leader_first(world: World, action: Callable[[], T]) -> T:
+    """`action` in the leading process, then in the others; the leader's error is everybody's."""
+    error: VitclinicError | None = None
+    result: T | None = None
+    if world.leads:
+        try:
+            result = action()
+        except VitclinicError as raised:
+            error = raised
+    failure = world.agree(None if error is None else (type(error), str(error)))
+    if failure is not None:
+        raise error or VitclinicError(failure[1])
+    return action() if result is None else result
