@@ -1,1 +1,55 @@
-"""vitclinic: train vision transformers that work on the data you have, and see why."""
+"""vitclinic: train vision transformers that work on the data you have, and see why.
+
+The names below are the public interface; they are imported when first used, so that `import vitclinic` and the
+command line's help stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitclinic.data import Dataset, open_data
+    from vitclinic.models import create_model
+    from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
+
+__version__ = version("vitclinic")
+
+_HOMES = {
+    "Dataset": "vitclinic.data",
+    "open_data": "vitclinic.data",
+    "create_model": "vitclinic.models",
+    "Observer": "vitclinic.training",
+    "Recipe": "vitclinic.training",
+    "Run": "vitclinic.training",
+    "build_recipe": "vitclinic.training",
+    "load": "vitclinic.training",
+    "resume": "vitclinic.training",
+    "train": "vitclinic.training",
+}
+
+__all__ = [
+    "Dataset",
+    "Observer",
+    "Recipe",
+    "Run",
+    "__version__",
+    "build_recipe",
+    "create_model",
+    "load",
+    "open_data",
+    "resume",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vitclinic' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

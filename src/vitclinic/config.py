@@ -55,7 +55,7 @@ def validate(config: type[C], value: Any, *, where: str = "") -> C:
     try:
         return config.model_validate(value)
     except ValidationError as error:
-        problems = [_sentence(config, value, problem, where) for problem in error.errors()]
+        problems = [_sentence(config, problem, where) for problem in error.errors()]
         raise RecipeError(" ".join(dict.fromkeys(problems))) from None
 
 
@@ -68,9 +68,9 @@ def section(config: type[Config], key: str) -> type[Config] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Config)), None)
 
 
-def _sentence(config: type[Config], value: Any, problem: Any, where: str) -> str:
+def _sentence(config: type[Config], problem: Any, where: str) -> str:
     path = [str(part) for part in problem["loc"] if not _is_union_member(part)]
-    key = ".".join([*([where] if where else []), *path]) or "the value"
+    key = ".".join([*([where] if where else []), *path])
     if problem["type"] == "extra_forbidden":
         owner = _owner(config, path[:-1])
         known = list(owner.model_fields) if owner else []
@@ -79,6 +79,8 @@ def _sentence(config: type[Config], value: Any, problem: Any, where: str) -> str
     if problem["type"] == "missing":
         return f"'{key}' is required."
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if not key:
+        return f"{message[:1].upper()}{message[1:].rstrip('.')}."
     message = message[:1].lower() + message[1:]
     return f"'{key}': {message.rstrip('.')} (got {problem['input']!r})."
 

@@ -31,7 +31,7 @@ class AnatomyError(ModelError):
     """A network's structure is not known, or is not what its family promises."""
 
 
-class MissingExtra(RecipeError):
+class MissingExtraError(RecipeError):
     """An optional dependency is needed and not installed."""
 
     def __init__(self, purpose: str, extra: str) -> None:

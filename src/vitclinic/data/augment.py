@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic.config import Config
-from vitclinic.data.decoding import Pixels, Size
+from vitclinic.data.decoding import Pixels, Size, as_image, with_channels
 from vitclinic.data.framing import centre_view, is_photo
 from vitclinic.data.randomness import Keys, uniforms
 
@@ -89,19 +89,18 @@ class Augmenter:
         return self.randaugment is not None or (self.config.level != "none" and is_photo(self.size))
 
     def __call__(self, images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys) -> Tensor:
-        if self.config.level == "none":
-            x_bhwc = centre_view(images, self.size)
-        else:
-            x_bhwc = flip(self._crop(images, keys), keys)
+        x_bhwc = self._framed(images, keys)
         if self.randaugment is not None:
             x_bhwc = self.randaugment(x_bhwc, keys)
         x_bchw = to_unit_interval(x_bhwc)
         return erase(x_bchw, keys, self.config.erasing or 0.0)
 
-    def _crop(self, images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys) -> NDArray[np.uint8]:
+    def _framed(self, images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys) -> NDArray[np.uint8]:
+        if self.config.level == "none":
+            return centre_view(images, self.size)
         if is_photo(self.size):
-            return resized_crop(images, keys, self.size)
-        return shift_crop(np.asarray(images), keys, padding=self.size[0] // 8)
+            return flip(resized_crop(images, keys, self.size), keys)
+        return flip(shift_crop(np.asarray(images), keys, padding=self.size[0] // 8), keys)
 
 
 def to_unit_interval(x_bhwc: NDArray[np.uint8]) -> Tensor:
@@ -142,7 +141,7 @@ def _crop_box(shape: tuple[int, ...], draw: NDArray[np.float64]) -> tuple[float,
 
 
 def _resized(image: Pixels, box: tuple[float, float, float, float], size: Size) -> Pixels:
-    view = Image.fromarray(np.squeeze(image, 2) if image.shape[2] == 1 else image)
+    view = as_image(image)
     resized = np.asarray(view.resize((size[1], size[0]), Image.Resampling.BICUBIC, box=box))
     return resized.reshape(*size, image.shape[2])
 
@@ -154,9 +153,7 @@ class RandAugment:
         from timm.data.auto_augment import rand_augment_transform
 
         fill = (124, 116, 104)
-        self.transform = rand_augment_transform(
-            policy, {"translate_const": int(min(size) * 0.45), "img_mean": fill}
-        )
+        self.transform = rand_augment_transform(policy, {"translate_const": int(min(size) * 0.45), "img_mean": fill})
         for op in self.transform.ops:
             if op.name.startswith("Posterize"):
                 op.level_fn = _AtLeastOneBit(op.level_fn)
@@ -173,10 +170,8 @@ class RandAugment:
     def _one(self, image: Pixels, key: int) -> Pixels:
         random.seed(key)
         np.random.seed(key % 2**32)
-        grey = image.shape[2] == 1
-        colour = Image.fromarray(image[:, :, 0]).convert("RGB") if grey else Image.fromarray(image)
-        changed = self.transform(colour)
-        return np.asarray(changed.convert("L"))[:, :, None] if grey else np.asarray(changed)
+        changed = self.transform(as_image(image).convert("RGB"))
+        return with_channels(changed, image.shape[2])
 
 
 class _AtLeastOneBit:

@@ -101,11 +101,9 @@ def _make_parent(folder: Path) -> None:
         raise DataError(f"The cache folder '{folder}' cannot be made ({error}); set VITCLINIC_CACHE.") from error
 
 
-def _decode_all(
-    records: Records, folder: Path, size: Size, channels: int, on_error: str, progress: Progress
-) -> None:
+def _decode_all(records: Records, folder: Path, size: Size, channels: int, on_error: str, progress: Progress) -> None:
     shape = (len(records), *size, channels)
-    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)  # type: ignore[no-untyped-call]
+    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
     kept: list[int] = []
     skipped: list[str] = []
     for index, result in enumerate(_decoded(records, size, channels)):
@@ -130,7 +128,7 @@ def _decode_all(
 def _shortened(images: NDArray[np.uint8], count: int, folder: Path) -> Any:
     """The first `count` images in a file of their own size, in place of the longer one."""
     shape = (count, *images.shape[1:])
-    shorter = np.lib.format.open_memmap(folder / "shorter.npy", "w+", np.uint8, shape)  # type: ignore[no-untyped-call]
+    shorter = np.lib.format.open_memmap(folder / "shorter.npy", "w+", np.uint8, shape)
     shorter[:] = images[:count]
     (folder / "shorter.npy").replace(folder / "images.npy")
     return shorter

@@ -30,24 +30,30 @@ def is_grey(image: Image.Image) -> bool:
 
 def pixels(image: Image.Image, channels: int) -> Pixels:
     """The decoded image as uint8, [height, width, channels] with 1 (grey) or 3 (RGB) channels."""
-    return _channels(_upright(image), channels)
+    return with_channels(_upright(image), channels)
 
 
 def fitted(image: Image.Image, channels: int, size: Size) -> Pixels:
     """As `pixels`, resized to cover `size` and cropped to it at the centre."""
     if image.format == "JPEG":  # decodes at 1/2, 1/4 or 1/8 where that is still large enough
         image.draft(None, (size[1] * 2, size[0] * 2))
-    upright = Image.fromarray(np.squeeze(_channels(_upright(image), channels)))
+    upright = as_image(with_channels(_upright(image), channels))
     if upright.size != (size[1], size[0]):
         upright = ImageOps.fit(upright, (size[1], size[0]), Image.Resampling.BICUBIC)
-    return _channels(upright, channels)
+    return with_channels(upright, channels)
+
+
+def as_image(array: Pixels) -> Image.Image:
+    """Decoded pixels as a Pillow image again, grey or RGB."""
+    return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
 def _upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image)
 
 
-def _channels(image: Image.Image, channels: int) -> Pixels:
+def with_channels(image: Image.Image, channels: int) -> Pixels:
+    """The image, as it lies, as uint8 [height, width, channels]."""
     if image.mode == "F":
         raise DataError("floating-point pixels have no agreed range: save the image with 8 or 16 bits")
     if image.mode.startswith("I"):

@@ -12,9 +12,7 @@ from PIL import Image
 from vitclinic.data.source import Source, fingerprint
 from vitclinic.errors import DataError
 
-IMAGE_SUFFIXES = frozenset(
-    {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-)
+IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 _SPLIT_NAMES = {
     "train": "train",
@@ -51,9 +49,7 @@ def open_folder(path: Path, on_error: str) -> Source:
     classes = _classes(path, roots, on_error)
     splits = {split: _records(root, classes) for split, root in roots.items()}
     listing = [
-        (split, name, *_stamp(records.root / name))
-        for split, records in splits.items()
-        for name in records.paths
+        (split, name, *_stamp(records.root / name)) for split, records in splits.items() for name in records.paths
     ]
     return Source(str(path), classes, splits, fingerprint("folder", str(path.resolve()), classes, listing))
 

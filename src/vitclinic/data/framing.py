@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from vitclinic.data.decoding import Pixels, Size
+from vitclinic.data.decoding import Pixels, Size, as_image
 
 PHOTO_SIZE = 64
 
@@ -39,6 +39,6 @@ def _framed(image: Pixels, size: Size) -> Pixels:
     wanted = (round(size[0] * 8 / 7), round(size[1] * 8 / 7)) if is_photo(size) else size
     if image.shape[:2] == wanted:
         return image
-    view = Image.fromarray(np.squeeze(image, 2) if image.shape[2] == 1 else image)
+    view = as_image(image)
     fitted = ImageOps.fit(view, (wanted[1], wanted[0]), Image.Resampling.BICUBIC)
     return np.asarray(fitted).reshape(*wanted, image.shape[2])

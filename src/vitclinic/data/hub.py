@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from vitclinic.data.source import Records, Source, fingerprint
-from vitclinic.errors import DataError, MissingExtra
+from vitclinic.errors import DataError, MissingExtraError
 
 _SPLIT_NAMES = {"train": "train", "validation": "val", "val": "val", "valid": "val", "test": "test"}
 
@@ -42,7 +42,7 @@ def open_hub(spec: str) -> Source:
     try:
         import datasets
     except ImportError:
-        raise MissingExtra(f"data={spec}", "hf") from None
+        raise MissingExtraError(f"data={spec}", "hf") from None
     name = spec.removeprefix("hf:")
     try:
         found = datasets.load_dataset(name)

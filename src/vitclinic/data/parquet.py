@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
@@ -110,7 +111,7 @@ def _classes(tables: dict[str, pa.Table], column: str, path: Path) -> tuple[tupl
     names = _names_in_metadata(tables["train"].schema, column)
     if pa.types.is_integer(tables["train"].schema.field(column).type):
         if names is None:
-            top = max(int(pa.compute.max(table.column(column)).as_py() or 0) for table in tables.values())
+            top = max(int(pc.max(table.column(column)).as_py() or 0) for table in tables.values())
             names = [str(label) for label in range(top + 1)]
         return tuple(names), {}
     if not pa.types.is_string(tables["train"].schema.field(column).type):

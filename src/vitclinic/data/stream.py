@@ -9,8 +9,8 @@ stream, and any division of it into batches, processes and workers gives the sam
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,9 +97,7 @@ class TrainingStream(TorchDataset[Batch]):
             images, targets = self.mixing(images, soft, partner, keys)
         elif self.smoothing:
             targets = soft_targets(targets, self.classes, self.smoothing)
-        return Batch(
-            images, targets, torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64))
-        )
+        return Batch(images, targets, torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64)))
 
     @staticmethod
     def _partners(places: Places) -> NDArray[np.int64]:
@@ -128,15 +126,13 @@ class TrainingStream(TorchDataset[Batch]):
                 sampler=requests,
                 num_workers=workers,
                 collate_fn=_as_it_is,
-                worker_init_fn=_ignore_signals,
+                worker_init_fn=_own_session,
                 pin_memory=pin,
             )
         )
 
 
-def evaluation_batches(
-    dataset: Dataset, split: str, batch_size: int, part: int = 0, parts: int = 1
-) -> Iterator[Batch]:
+def evaluation_batches(dataset: Dataset, split: str, batch_size: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
     """All images of a split, unaugmented, in order; or the `part`-th of `parts` nearly equal shares of them."""
     images = dataset.splits[split]
     for rows in np.array_split(np.arange(len(images), dtype=np.int64), parts)[part : part + 1]:
@@ -147,11 +143,13 @@ def evaluation_batches(
             yield Batch(to_unit_interval(x_bhwc), torch.from_numpy(images.labels[indices]), index, index)
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
-    """The main process decides what Ctrl-C and SIGTERM mean; its workers end when it does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _own_session(worker: int) -> None:
+    """Keep a terminal's Ctrl-C and a scheduler's SIGTERM, sent to the whole group, from the workers.
+
+    The main process decides what they mean; its workers end when it tells them to, or is gone.
+    """
+    os.setsid()

@@ -92,7 +92,8 @@ def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
 
 def _create(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
     try:
-        return timm.create_model(name, pretrained=pretrained, **keywords)
+        built: nn.Module = timm.create_model(name, pretrained=pretrained, **keywords)
+        return built
     except TypeError as error:
         if "multiple values for keyword" not in str(error):
             raise
@@ -102,11 +103,12 @@ def _create(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
     build = module.build_model_with_cfg
 
     def with_our_keywords(*arguments: Any, **theirs: Any) -> nn.Module:
-        built: nn.Module = build(*arguments, **{**theirs, **keywords})
-        return built
+        network: nn.Module = build(*arguments, **{**theirs, **keywords})
+        return network
 
     with mock.patch.object(module, "build_model_with_cfg", with_our_keywords):
-        return timm.create_model(name, pretrained=pretrained)
+        built = timm.create_model(name, pretrained=pretrained)
+    return built
 
 
 def _per_channel(values: Sequence[float], channels: int) -> list[float]:

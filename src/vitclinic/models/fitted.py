@@ -20,7 +20,7 @@ def fitted_patch(side: int) -> int:
     return next(patch for patch in range(min(16, max(1, side // 8)), 0, -1) if side % patch == 0)
 
 
-@register_model
+@register_model  # type: ignore[untyped-decorator]
 def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
     """ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
     for name in _TIMM_ONLY:

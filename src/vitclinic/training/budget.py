@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 
@@ -22,13 +23,11 @@ def total_steps(recipe: Recipe, dataset: Dataset, world: World, device: torch.de
         return recipe.steps
     if recipe.max_time is None:
         epochs = recipe.epochs if recipe.epochs is not None else DEFAULT_EPOCHS
-        return max(1, round(epochs * len(dataset.train) / recipe.batch_size))
+        return max(1, math.ceil(epochs * len(dataset.train) / recipe.batch_size - 1e-9))
     return int(world.agree(_steps_within(seconds(recipe.max_time), recipe, dataset, world, device)))
 
 
-def _steps_within(
-    budget: float, recipe: Recipe, dataset: Dataset, world: World, device: torch.device
-) -> int:
+def _steps_within(budget: float, recipe: Recipe, dataset: Dataset, world: World, device: torch.device) -> int:
     """Steps, with the validations between them and the final test, that fit into `budget` seconds.
 
     The cost is measured on a trainer of its own, which is then thrown away: the run itself starts untouched.

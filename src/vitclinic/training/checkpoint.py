@@ -66,7 +66,8 @@ class Checkpoints:
     def read_model(self, name: str) -> dict[str, Tensor]:
         folder = self._existing(name)
         _verify(folder)
-        return load_file(folder / "model.safetensors")
+        weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
+        return weights
 
     def names(self) -> list[str]:
         """The checkpoints there are."""

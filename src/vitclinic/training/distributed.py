@@ -31,6 +31,14 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def largest(self, value: int) -> int:
+        """The largest of all processes' values."""
+        if self.size == 1:
+            return value
+        box = torch.tensor(value, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(box, op=dist.ReduceOp.MAX)
+        return int(box)
+
     def agree(self, value: Any) -> Any:
         """The leading process's `value`, on all of them."""
         if self.size == 1:

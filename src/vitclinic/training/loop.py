@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from timm.utils import ModelEmaV3
+from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,9 +40,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Trainer:
     """A task in training: `advance()` makes one step and returns its row of metrics."""
 
-    def __init__(
-        self, recipe: Recipe, dataset: Dataset, total_steps: int, world: World, device: torch.device
-    ) -> None:
+    def __init__(self, recipe: Recipe, dataset: Dataset, total_steps: int, world: World, device: torch.device) -> None:
         self.recipe, self.dataset, self.world, self.device = recipe, dataset, world, device
         self.total_steps = total_steps
         self.step = 0
@@ -84,9 +82,7 @@ class Trainer:
     def advance(self, with_row: bool = True) -> Row | None:
         """One step: read, differentiate, clip, update. Returns its metrics (a synchronisation), or None."""
         if self._batches is None:
-            self._batches = self.stream.batches(
-                self._requests(), self.recipe.workers, pin=self.device.type == "cuda"
-            )
+            self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
         started = time.perf_counter()
         batches = [self._prepared(next(self._batches)) for _ in range(self.recipe.accumulate)]
         rate = self.recipe.optimizer.lr * self.schedule(self.step)
@@ -112,7 +108,7 @@ class Trainer:
             with self._autocast():
                 losses: Losses = self.wrapped(batch)
             total = sum(losses.values(), torch.zeros((), device=self.device)) / self.recipe.accumulate
-            self.scaler.scale(total).backward()
+            self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         return {name: value.detach() for name, value in losses.items()}
 
     def diverged(self, row: Row) -> str | None:
@@ -202,5 +198,3 @@ def _one_rule(rules: Sequence[StepRule]) -> StepRule:
     if len(rules) > 1:
         raise RecipeError("At most one treatment of a run may set the step rule.")
     return rules[0] if rules else PlainStep()
-
-

@@ -1,12 +1,14 @@
 """`metrics.jsonl`: one JSON object a line, in the order things happened.
 
 Every row has `kind` (train, val, test), `step`, `epoch`, `loss`, `losses`, `lr` and `grad_norm`. What depends
-on the clock is under `timing` and is no part of a run's identity.
+on the clock is under `timing` and is no part of a run's identity. A number that is not finite is null, for JSON
+has no other word for it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ class MetricsFile:
 
     def append(self, row: Row) -> None:
         with write_errors(self.path):
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
@@ -35,6 +37,12 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(path: Path) -> list[Row]:

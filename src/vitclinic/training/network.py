@@ -46,7 +46,11 @@ def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
 
 
 def _build(recipe: Recipe, case: Case, pretrained: bool, **statistics: Sequence[float]) -> Normalised:
-    keywords: dict[str, Any] = {"num_classes": case.classes, "in_chans": case.channels, **recipe.model.keywords}
+    keywords: dict[str, Any] = {
+        "num_classes": case.classes,
+        "in_chans": case.channels,
+        **recipe.model.keywords,
+    }
     if keywords["num_classes"] != case.classes:
         raise ModelError(f"model.num_classes is {keywords['num_classes']} and the data has {case.classes} classes.")
     size = case.size[0] if case.size[0] == case.size[1] else case.size

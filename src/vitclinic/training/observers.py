@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitclinic.errors import MissingExtra
+from vitclinic.errors import MissingExtraError
 from vitclinic.training.metrics import Row
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ class TensorBoard(Observer):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise MissingExtra("logging.tensorboard", "tensorboard") from None
-        self.writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+            raise MissingExtraError("logging.tensorboard", "tensorboard") from None
+        self.writer = SummaryWriter(str(folder))
 
     def on_row(self, row: Row) -> None:
         named = {**row, **{f"loss/{name}": value for name, value in row["losses"].items()}}
         for name, value in named.items():
             if isinstance(value, int | float) and name != "step":
-                self.writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])  # type: ignore[no-untyped-call]
+                self.writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
     def on_end(self, status: str) -> None:
-        self.writer.close()  # type: ignore[no-untyped-call]
+        self.writer.close()

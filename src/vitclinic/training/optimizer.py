@@ -22,9 +22,7 @@ class OptimizerConfig(Config):
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     lr: Annotated[float, Field(ge=0)] = Field(1e-3, description="peak learning rate, never rescaled")
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
-        [0.9, 0.999], description="adamw and lamb"
-    )
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field([0.9, 0.999], description="adamw and lamb")
     momentum: Share = Field(0.9, description="sgd")
     nesterov: bool = Field(False, description="sgd")
 
@@ -36,7 +34,7 @@ def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalise
     betas = (config.betas[0], config.betas[1])
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas)
-    from timm.optim import Lamb
+    from timm.optim.lamb import Lamb
 
     optimizer: torch.optim.Optimizer = Lamb(groups, lr=config.lr, betas=betas)
     return optimizer
@@ -46,7 +44,8 @@ def parameter_groups(task: nn.Module, network: Normalised, weight_decay: float) 
     """Two groups of trainable parameters: decayed, and not (biases, norms, tokens and position embeddings)."""
     decayed = {id(p) for p in decayed_parameters(network)}
     inside = {id(p) for p in network.parameters()}
-    decay, keep = [], []
+    decay: list[nn.Parameter] = []
+    keep: list[nn.Parameter] = []
     for parameter in task.parameters():
         if not parameter.requires_grad:
             continue

@@ -28,11 +28,13 @@ def build_recipe(base: str | Path | Mapping[str, Any] | None = None, words: Sequ
         >>> build_recipe({"data": "digits"}, ["data.limit=100", "optimizer.lr=3e-4"]).optimizer.lr
         0.0003
     """
-    plain = dict(base) if isinstance(base, Mapping) else _read(base)
-    tree = merge(Recipe, {}, plain)
+    lower = merge(Recipe, {}, dict(base) if isinstance(base, Mapping) else _read(base))
+    upper: dict[str, Any] = {}
     for word in words:
-        tree = merge(Recipe, tree, parse_word(word))
-    return validate(Recipe, tree)
+        upper = merge(Recipe, upper, parse_word(word))
+    if any(upper.get(length) is not None for length in LENGTHS):  # the words' own way to say how long to train
+        lower = {key: value for key, value in lower.items() if key not in LENGTHS}
+    return validate(Recipe, merge(Recipe, lower, upper))
 
 
 def parse_word(word: str) -> dict[str, Any]:
@@ -70,14 +72,8 @@ def _numbers(value: Any) -> Any:
 
 
 def merge(config: type[Config], lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """`lower` with `upper` laid over it, section by section.
-
-    A bare value for a section sets its main key. Of the three ways to say how long to train, the upper one wins.
-    """
+    """`lower` with `upper` laid over it, section by section; a bare value for a section sets its main key."""
     merged = dict(lower)
-    if config is Recipe and any(upper.get(key) is not None for key in LENGTHS):
-        for key in LENGTHS:
-            merged.pop(key, None)
     for key, value in upper.items():
         inner = section(config, key)
         if inner is not None and value is not None:

@@ -93,7 +93,7 @@ class Recipe(Config):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    treatments: list[str | dict[str, Any]] = []
+    treatments: list[str | dict[str, Any]] = Field([], description="names, or {name: {option: value}}")
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -7,11 +7,10 @@ an uninterrupted run would have written by then.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from vitclinic.training.distributed import World
 from vitclinic.training.evaluation import evaluate
@@ -55,13 +54,14 @@ class Session:
             self._tell("on_step", trainer)
             if validates and self._validate():
                 names.append("best")
-            stopping = self._asked_to_stop()
+            stopping = self._signal()
             if stopping and "last" not in names:
                 names.append("last")
             self._save(names)
             self._epochs_done(epochs_before)
             if stopping and trainer.step < trainer.total_steps:
-                return self._end("interrupted", step=trainer.step, reason=f"{stopping} at step {trainer.step}")
+                reason = f"{signal.Signals(stopping).name} at step {trainer.step}"
+                return self._end("interrupted", step=trainer.step, reason=reason, signal=stopping)
         return self._end("finished", step=trainer.step, results=self._results())
 
     def _resume(self) -> None:
@@ -86,12 +86,9 @@ class Session:
     def _due_checkpoints(self) -> list[str]:
         return ["last"] if self._due(self.trainer.recipe.checkpoint.every) else []
 
-    def _asked_to_stop(self) -> str | None:
-        """The signal that any of the processes received: all of them then stop after the same step."""
-        number = float(self.interrupt.signal or 0)
-        if self.world.size > 1:
-            number = float(self.world.sum(torch.tensor(number, device=self.trainer.device)))
-        return "a signal to stop" if number else None
+    def _signal(self) -> int:
+        """The signal that any of the processes received, or 0: all of them then stop after the same step."""
+        return self.world.largest(int(self.interrupt.signal or 0))
 
     def _validate(self) -> bool:
         """Score the val split; whether it is the best score so far."""

@@ -54,9 +54,7 @@ def train(
     return _in_world(resolved, None, observers, progress)
 
 
-def resume(
-    path: str | Path, *words: str, observers: Sequence[Observer] = (), progress: Progress = _silent
-) -> Run:
+def resume(path: str | Path, *words: str, observers: Sequence[Observer] = (), progress: Progress = _silent) -> Run:
     """Continue a run from its newest whole checkpoint, to the same numbers as without the interruption.
 
     Only what does not change the numbers may be given anew: workers, device, logging.

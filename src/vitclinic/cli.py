@@ -1,0 +1,207 @@
+"""The command line: thin verbs over the Python interface.
+
+Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
+directory; 5 the training diverged; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitclinic.errors import RecipeError, VitclinicError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vitclinic.training import Run
+
+DIVERGED = 5
+
+app = typer.Typer(
+    name="vitclinic",
+    help="Train vision transformers that work on the data you have, and see why.",
+    epilog="Start with: vitclinic demo",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what is going on.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+class Listed(StrEnum):
+    """What `list` knows."""
+
+    recipes = "recipes"
+    models = "models"
+    datasets = "datasets"
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from vitclinic import __version__
+
+        typer.echo(f"vitclinic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe's name or file, then changes to it."),
+    ] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue an interrupted run.")] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a network: on a folder of images, parquet, a torchvision or hub set, or an embedded one.
+
+    \b
+    vitclinic train data=photos/                 one sub-folder per class
+    vitclinic train shapes epochs=5              a shipped recipe, changed
+    vitclinic train my.yaml optimizer.lr=3e-4    your own recipe file
+    vitclinic train data=photos/ max_time=30m    as many steps as fit
+    vitclinic train --resume runs/photos-...     after Ctrl-C or a crash
+    torchrun --nproc-per-node 4 -m vitclinic train data=photos/
+
+    Keys: model, data, treatments, loss, optimizer, schedule, epochs or steps or max_time, batch_size, accumulate,
+    clip, ema, precision, compile, checkpoint, validation, seed, out, workers, device, logging.
+
+    Sections have keys of their own, as in data.limit=500: docs/train.md lists them all. Values are YAML.
+    """
+    from vitclinic.training import resume as resume_run
+    from vitclinic.training import train as train_run
+    from vitclinic.training.display import Display
+
+    console = _console(verbose, quiet)
+    recipe, changes = _recipe_and_changes(words or [])
+    if resume is not None and recipe is not None:
+        raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
+    with Display(console) as display:
+        if resume is not None:
+            run = resume_run(resume, *changes, observers=[display], progress=display.on_reading)
+        else:
+            run = train_run(recipe, *changes, observers=[display], progress=display.on_reading)
+    _finish(run, console)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Run directory; runs/demo unless given.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a small vision transformer on the embedded `shapes` set: about two minutes on two cores."""
+    from vitclinic.training import train as train_run
+    from vitclinic.training.display import Display
+
+    console = _console(verbose=False, quiet=quiet)
+    path = out or _free_path(Path("runs") / "demo")
+    with Display(console) as display:
+        run = train_run("shapes", f"out={path}", observers=[display], progress=display.on_reading)
+    _finish(run, console)
+
+
+@app.command("list")
+def list_(
+    what: Annotated[Listed, typer.Argument(help="recipes, models or datasets")],
+    pattern: Annotated[str | None, typer.Argument(help="Only names like this, as in 'vit*'.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List what there is, by full name."""
+    from fnmatch import fnmatch
+
+    from vitclinic.listing import LISTINGS
+
+    rows = LISTINGS[what.value]()
+    if pattern:
+        rows = [row for row in rows if fnmatch(row["name"], pattern)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif not sys.stdout.isatty():
+        for row in rows:
+            typer.echo("\t".join(str(value) for value in row.values()))
+    else:
+        _print_table(rows)
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for number, name in enumerate(rows[0] if rows else ["name"]):
+        table.add_column(name, no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+
+
+def _recipe_and_changes(words: list[str]) -> tuple[str | None, list[str]]:
+    """The one word without `=` is the recipe."""
+    recipes = [word for word in words if "=" not in word]
+    if len(recipes) > 1:
+        raise RecipeError(f"One recipe at a time: got {' and '.join(repr(word) for word in recipes)}.")
+    return (recipes[0] if recipes else None), [word for word in words if "=" in word]
+
+
+def _free_path(path: Path) -> Path:
+    candidates = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000))]
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def _console(verbose: bool, quiet: bool) -> Console:
+    """Where to print; under torchrun only the first process speaks."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    follows = os.environ.get("RANK", "0") != "0"
+    level = logging.ERROR if quiet or follows else logging.INFO if verbose else logging.WARNING
+    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+    return Console(quiet=quiet or follows)
+
+
+def _finish(run: Run, console: Console) -> None:
+    from vitclinic.training.display import show_result
+
+    show_result(run, console)
+    status = run.status
+    if status["status"] == "diverged":
+        raise typer.Exit(DIVERGED)
+    if status["status"] == "interrupted":
+        raise typer.Exit(128 + int(status["signal"]))
+
+
+def main() -> None:
+    """The `vitclinic` command: an expected error is one sentence on stderr and an exit code."""
+    try:
+        app()
+    except VitclinicError as error:
+        if os.environ.get("RANK", "0") == "0":
+            typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(error.exit_code)
+
+
+def click_app() -> Any:
+    """The command as click sees it, for the test that freezes its surface."""
+    return typer.main.get_command(app)

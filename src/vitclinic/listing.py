@@ -1,0 +1,55 @@
+"""What `vitclinic list` lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+Rows = list[dict[str, str]]
+
+
+def list_recipes() -> Rows:
+    """Shipped recipes with what their headers say: a description, then `key: value` lines."""
+    from vitclinic.training.overrides import shipped_recipes
+
+    return [{"name": name, **recipe_header(text)} for name, text in shipped_recipes().items()]
+
+
+def recipe_header(text: str) -> dict[str, str]:
+    """The comment at the top of a recipe as `about`, `command`, `time` and `expect`."""
+    lines = re.match(r"(?:#.*\n)*", text)
+    comment = [line.lstrip("# ").rstrip() for line in lines[0].splitlines()] if lines else []
+    facts = dict(re.findall(r"^(command|time|expect): (.+)$", "\n".join(comment), re.MULTILINE))
+    about = " ".join(line for line in comment if line.partition(":")[0] not in facts)
+    return {"about": about, "command": facts["command"], "time": facts["time"], "expect": facts["expect"]}
+
+
+def list_models() -> Rows:
+    """Every name that `model=` takes."""
+    from timm.models import list_models as timm_models
+
+    import vitclinic.models  # noqa: F401  (registers our networks)
+
+    return [{"name": name} for name in timm_models()]
+
+
+def list_datasets() -> Rows:
+    """What `data=` takes."""
+    return [
+        {"name": "digits", "about": "embedded: 1,797 handwritten digits, 8 x 8 grey"},
+        {"name": "shapes[:N]", "about": "embedded: procedural, 10 shapes, 32 x 32 RGB, N training images"},
+        {"name": "FOLDER", "about": "one sub-folder per class, or train/val/test folders of them"},
+        {
+            "name": "FILE.parquet",
+            "about": "Hugging Face style; also a folder of train*.parquet, test*.parquet",
+        },
+        {"name": "torchvision:NAME@FOLDER", "about": "a torchvision set that is already on disk"},
+        {"name": "hf:NAME", "about": "a set of the Hugging Face hub (pip install 'vitclinic[hf]')"},
+    ]
+
+
+LISTINGS: dict[str, Callable[[], Rows]] = {
+    "recipes": list_recipes,
+    "models": list_models,
+    "datasets": list_datasets,
+}

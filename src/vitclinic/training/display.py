@@ -1,0 +1,136 @@
+"""What a person sees of a run: one progress bar on a terminal, one line a validation elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from vitclinic.training.loop import Trainer
+from vitclinic.training.metrics import Row
+from vitclinic.training.observers import Observer
+from vitclinic.training.run import Run
+
+
+class Display(Observer):
+    """Shows reading, training and results on `console`. Use as a context manager around `train`."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            _Facts(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.reading: TaskID | None = None
+        self.training: TaskID | None = None
+        self.batch_size = 0
+        self.started = self.announced = 0.0
+
+    def __enter__(self) -> Display:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def on_reading(self, what: str, done: int, total: int) -> None:
+        """Progress of decoding the data."""
+        if self.reading is None or done == 1:
+            self.reading = self.bar.add_task(f"{what} images", total=total, facts="")
+        self.bar.update(self.reading, completed=done, visible=done < total)
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.batch_size = trainer.recipe.batch_size
+        network, data = trainer.network, trainer.dataset
+        count = sum(p.numel() for p in network.parameters())
+        resumed = f", resumed at step {trainer.step}" if trainer.step else ""
+        self.console.print(
+            f"[bold]{escape(trainer.recipe.model.name)}[/] ({count / 1e6:.2f} M parameters) on"
+            f" [bold]{escape(data.name)}[/]: {len(data.train)} training images, {len(data.classes)} classes,"
+            f" {data.size[0]} x {data.size[1]}; {trainer.total_steps} steps{resumed}",
+            soft_wrap=True,
+        )
+        if data.skipped:
+            self.console.print(f"[yellow]skipped {len(data.skipped)} unreadable images[/], first: {data.skipped[0]}")
+        if trainer.recipe.batch_size > len(data.train):
+            self.console.print(
+                f"[yellow]batch_size {trainer.recipe.batch_size} exceeds the {len(data.train)} training images:[/]"
+                " a step sees images more than once"
+            )
+        self.training = self.bar.add_task("training", total=trainer.total_steps, completed=trainer.step, facts="")
+        self.started = time.monotonic()
+
+    def on_row(self, row: Row) -> None:
+        if row["kind"] == "train" and self.training is not None:
+            rate = row["timing"]["images_per_second"]
+            self.bar.update(self.training, loss=row["loss"], rate=rate, epoch=row["epoch"])
+        elif row["kind"] == "val":
+            if self.training is not None:
+                self.bar.update(self.training, val=row["accuracy"])
+            if not self.console.is_terminal:
+                self.console.print(
+                    f"epoch {row['epoch']}, step {row['step']}: val accuracy {row['accuracy']:.1%},"
+                    f" nll {row['loss']:.3f}",
+                    soft_wrap=True,
+                )
+
+    def on_step(self, trainer: Trainer) -> None:
+        if self.training is not None:
+            self.bar.update(self.training, completed=trainer.step)
+
+    def on_end(self, status: str) -> None:
+        self.bar.stop()
+
+
+class _Facts(ProgressColumn):
+    """Epoch, loss, the last validation accuracy and the speed."""
+
+    def render(self, task: Task) -> Text:
+        fields = task.fields
+        parts = []
+        if "epoch" in fields:
+            parts.append(f"epoch {fields['epoch']}")
+        if "loss" in fields:
+            parts.append(f"loss {fields['loss']:.3f}")
+        if "val" in fields:
+            parts.append(f"val {fields['val']:.1%}")
+        if "rate" in fields:
+            parts.append(f"{fields['rate']:.0f} images/s")
+        return Text("  ".join(parts), style="cyan")
+
+
+def show_result(run: Run, console: Console) -> None:
+    """How the run ended, and where it is."""
+    status = run.status
+    path = escape(str(run.path))
+    if status["status"] != "finished":
+        console.print(f"[yellow]{status['status']}[/]: {escape(status.get('reason', ''))}", soft_wrap=True)
+        if status["status"] == "interrupted":
+            console.print(f"saved; go on with: vitclinic train --resume {path}", soft_wrap=True)
+        else:
+            console.print(f"recorded in {path}; the last good checkpoint is kept", soft_wrap=True)
+        return
+    console.print(_results_table(run))
+    console.print(f"run directory: [bold]{path}[/]", soft_wrap=True)
+    console.print(f'use it: network = vitclinic.load("{path}")', soft_wrap=True)
+
+
+def _results_table(run: Run) -> Table:
+    table = Table(title="results", title_justify="left")
+    for name in ("split", "accuracy", "95% interval", "nll", "images"):
+        table.add_column(name, justify="left" if name == "split" else "right")
+    for split, score in run.results.items():
+        name = f"{split} (best, epoch {score['epoch']})" if "epoch" in score else split
+        interval = f"{score['accuracy_low']:.1%} to {score['accuracy_high']:.1%}"
+        table.add_row(name, f"{score['accuracy']:.1%}", interval, f"{score['nll']:.3f}", str(score["count"]))
+    return table

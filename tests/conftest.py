@@ -1,0 +1,41 @@
+"""Shared by all tests: a cache of their own, one thread (results that depend on nothing else), small pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["VITCLINIC_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def picture() -> Callable[..., Image.Image]:
+    """Makes an image of noise: `picture(seed, size=(width, height), mode="RGB")`."""
+
+    def make(seed: int = 0, size: tuple[int, int] = (16, 12), mode: str = "RGB") -> Image.Image:
+        values = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        return Image.fromarray(values).convert(mode)
+
+    return make
+
+
+@pytest.fixture
+def photo_folder(tmp_path: Path, picture: Callable[..., Image.Image]) -> Path:
+    """Two classes with 20 images each of different sizes."""
+    root = tmp_path / "photos"
+    for label, name in enumerate(["cat", "dog"]):
+        (root / name).mkdir(parents=True)
+        for number in range(20):
+            picture(100 * label + number, (20 + number, 24)).save(root / name / f"{number}.png")
+    return root

@@ -1,0 +1,115 @@
+"""What users' folders hold: each thing is converted properly or gets one sentence that names the file."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vitclinic.data.dataset as dataset_module
+from vitclinic.data import DataConfig, open_data
+from vitclinic.errors import DataError
+
+
+def test_wrong_path_suggests_a_near_one(photo_folder):
+    with pytest.raises(DataError, match="Did you mean 'photos'"):
+        open_data(str(photo_folder.with_name("fotos")))
+
+
+def test_empty_folder(tmp_path):
+    with pytest.raises(DataError, match="no images and no sub-folders"):
+        open_data(str(tmp_path))
+
+
+def test_images_without_class_folders(tmp_path, picture):
+    picture().save(tmp_path / "a.png")
+    with pytest.raises(DataError, match="1 images and no sub-folders"):
+        open_data(str(tmp_path))
+
+
+def test_a_plain_file(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(DataError, match="is a file"):
+        open_data(str(tmp_path / "notes.txt"))
+
+
+def test_class_with_no_image(photo_folder):
+    (photo_folder / "emu").mkdir()
+    with pytest.raises(DataError, match=r"emu' holds no image.*on_error=skip"):
+        open_data(str(photo_folder))
+    assert open_data(DataConfig(source=str(photo_folder), on_error="skip")).classes == ("cat", "dog")
+
+
+def test_class_that_training_lacks(tmp_path, picture):
+    for place in ["train/a", "test/a", "test/b"]:
+        (tmp_path / place).mkdir(parents=True)
+        picture().save(tmp_path / place / "1.png")
+    with pytest.raises(DataError, match=r"'.*b' is a class of the test folder"):
+        open_data(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"not an image", "truncated"])
+def test_unreadable_image(photo_folder, picture, content):
+    bad = photo_folder / "cat" / "bad.png"
+    if content == "truncated":
+        picture(0, (64, 64)).save(bad)
+        content = bad.read_bytes()[:2000]
+    bad.write_bytes(content)
+    with pytest.raises(DataError, match=r"bad\.png: not a readable image"):
+        open_data(str(photo_folder))
+    data = open_data(DataConfig(source=str(photo_folder), on_error="skip"))
+    assert len(data.skipped) == 1
+    assert "bad.png" in data.skipped[0]
+    assert sum(len(split) for split in data.splits.values()) == 40
+
+
+def test_labels_stay_with_their_images_when_one_is_skipped(tmp_path):
+    for name, colour in {"a": 0, "b": 255}.items():
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            Image.new("L", (8, 8), colour).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "a" / "00bad.png").write_bytes(b"?")
+    data = open_data(DataConfig(source=str(tmp_path), on_error="skip"))
+    for split in data.splits.values():
+        values = split.read(np.arange(len(split)))[:, 0, 0, 0]
+        assert np.array_equal(values == 255, split.labels == 1)
+
+
+def test_odd_images_are_converted(tmp_path, picture):
+    (tmp_path / "odd").mkdir()
+    odd = tmp_path / "odd"
+    Image.new("RGB", (1, 1), "red").save(odd / "pixel.png")
+    Image.fromarray(np.full((9, 9), 40_000, dtype=np.uint16)).save(odd / "deep.png")
+    picture(1).convert("CMYK").save(odd / "print.jpg")
+    picture(2, mode="L").save(odd / "grey.png")
+    picture(3).convert("RGBA").save(odd / "clear.png")
+    picture(4).convert("P").save(odd / "palette.gif")
+    picture(5).save(odd / "no-case.JPG")
+    data = open_data(str(tmp_path))
+    assert sum(len(split) for split in data.splits.values()) == 7
+    assert data.channels == 3
+
+
+def test_hidden_and_foreign_files_are_passed_over(photo_folder):
+    (photo_folder / ".git").mkdir()
+    (photo_folder / "cat" / ".hidden.png").write_bytes(b"?")
+    (photo_folder / "cat" / "Thumbs.db").write_bytes(b"?")
+    assert sum(len(s) for s in open_data(str(photo_folder)).splits.values()) == 40
+
+
+def test_one_image(tmp_path, picture):
+    (tmp_path / "only").mkdir()
+    picture().save(tmp_path / "only" / "1.png")
+    data = open_data(str(tmp_path))
+    assert {split: len(images) for split, images in data.splits.items()} == {"train": 1, "val": 0, "test": 0}
+
+
+def test_streamed_sets_name_and_skip_unreadable_images(photo_folder, monkeypatch, caplog):
+    monkeypatch.setattr(dataset_module, "SMALL_SET_BYTES", 0)
+    (photo_folder / "cat" / "0.png").write_bytes(b"broken")
+    rows = np.arange(32)
+    with pytest.raises(DataError, match=r"0\.png: not a readable image"):
+        open_data(str(photo_folder), size=32).train.read(rows)
+    data = open_data(DataConfig(source=str(photo_folder), on_error="skip"), size=32)
+    split = next(s for s in data.splits.values() if 0 in s.rows)
+    read = split.read(np.flatnonzero(split.rows == 0))
+    assert np.array_equal(read[0], split.images.read(np.array([1]))[0])  # the next of its class stands in
+    assert "0.png" in caplog.text

@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+
+import vitclinic.data.dataset as dataset_module
+from vitclinic.data import cache, open_data
+from vitclinic.errors import DataError
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITCLINIC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def entries(folder):
+    return sorted(p for p in (folder / "images").iterdir() if not p.name.startswith("."))
+
+
+def test_decoded_once(empty_cache, photo_folder, monkeypatch):
+    first = open_data(str(photo_folder), size=16)
+    monkeypatch.setattr(cache, "_decode_all", None)  # calling it again would raise
+    second = open_data(str(photo_folder), size=16)
+    assert first.digest == second.digest
+    assert isinstance(second.train.images.images, np.memmap)
+
+
+def test_a_changed_folder_is_decoded_again(empty_cache, photo_folder, picture):
+    before = open_data(str(photo_folder), size=16)
+    picture(999, (24, 24)).save(photo_folder / "cat" / "0.png")
+    assert open_data(str(photo_folder), size=16).digest != before.digest
+
+
+def test_the_digest_is_of_the_content_not_of_the_place(empty_cache, photo_folder):
+    before = open_data(str(photo_folder), size=16)
+    moved = photo_folder.rename(photo_folder.with_name("moved"))
+    assert open_data(str(moved), size=16).digest == before.digest
+
+
+def test_an_interrupted_build_leaves_nothing(empty_cache, photo_folder):
+    def stop(what, done, total):
+        if done == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_data(str(photo_folder), size=16, progress=stop)
+    assert list((empty_cache / "images").iterdir()) == []
+
+
+def test_the_least_recently_used_entries_go_when_it_is_full(empty_cache, monkeypatch):
+    open_data("digits", size=8)
+    open_data("digits", size=16)
+    assert len(entries(empty_cache)) == 2
+    monkeypatch.setenv("VITCLINIC_CACHE_SIZE", "2M")
+    open_data("digits", size=32)
+    assert len(entries(empty_cache)) == 1
+
+
+def test_a_size_that_is_none(monkeypatch):
+    monkeypatch.setenv("VITCLINIC_CACHE_SIZE", "lots")
+    with pytest.raises(DataError, match="such as 5G"):
+        cache.cache_limit()
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch, photo_folder):
+    monkeypatch.setenv("VITCLINIC_CACHE", str(photo_folder / "cat" / "1.png" / "cache"))
+    with pytest.raises(DataError, match="VITCLINIC_CACHE"):
+        open_data(str(photo_folder))
+
+
+def test_streamed_and_cached_sets_show_evaluation_the_same(empty_cache, tmp_path, picture, monkeypatch):
+    from vitclinic.data import evaluation_batches
+
+    for name in ["a", "b"]:
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for number in range(6):
+            picture(number, (130, 120)).resize((260, 240)).save(tmp_path / "set" / name / f"{number}.png")
+    cached = next(evaluation_batches(open_data(str(tmp_path / "set"), size=96), "train", 100))
+    monkeypatch.setattr(dataset_module, "SMALL_SET_BYTES", 0)
+    streamed = next(evaluation_batches(open_data(str(tmp_path / "set"), size=96), "train", 100))
+    assert cached.images.shape == (10, 3, 96, 96)
+    assert (cached.images - streamed.images).abs().max() <= 1 / 255 + 1e-6
+    assert cached.targets.equal(streamed.targets)

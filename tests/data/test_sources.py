@@ -1,0 +1,164 @@
+"""Every kind of `data=`, on small sets made here."""
+
+import io
+import json
+import struct
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from vitclinic.data import DataConfig, open_data
+from vitclinic.errors import DataError
+
+
+def png(image):
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_parquet(path, images, labels, names=None):
+    table = pa.table({"image": [{"bytes": data, "path": f"{i}.png"} for i, data in enumerate(images)], "label": labels})
+    if names:
+        features = {"label": {"names": names, "_type": "ClassLabel"}, "image": {"_type": "Image"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, path)
+
+
+def test_folder_of_classes(photo_folder):
+    data = open_data(str(photo_folder))
+    assert data.classes == ("cat", "dog")
+    assert {split: len(images) for split, images in data.splits.items()} == {"train": 32, "val": 4, "test": 4}
+    assert data.size == (224, 224)
+    assert data.channels == 3
+
+
+def test_folder_with_splits(tmp_path, picture):
+    for split, count in {"train": 6, "validation": 2, "test": 3}.items():
+        for name in ["a", "b"]:
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(count):
+                picture(number, (8, 8)).save(tmp_path / split / name / f"{number}.bmp")
+    data = open_data(str(tmp_path))
+    assert {split: len(images) for split, images in data.splits.items()} == {"train": 12, "val": 4, "test": 6}
+    assert data.size == (8, 8)
+
+
+def test_pixels_and_labels_arrive_unchanged(tmp_path, picture):
+    for name in ["a", "b"]:
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            picture(number + 50 * (name == "b"), (8, 8)).save(tmp_path / name / f"{number}.png")
+    data = open_data(str(tmp_path))
+    for split in data.splits.values():
+        for index in range(len(split)):
+            path = sorted(tmp_path.glob("*/*.png"), key=str)[split.rows[index]]
+            stored = split.read(np.array([index]))[0]
+            assert np.array_equal(stored, np.asarray(Image.open(path)))
+            assert data.classes[split.labels[index]] == path.parent.name
+
+
+def test_parquet_with_class_names(tmp_path, picture):
+    images = [png(picture(i, (8, 8))) for i in range(30)]
+    write_parquet(tmp_path / "train.parquet", images, [i % 3 for i in range(30)], ["x", "y", "z"])
+    write_parquet(tmp_path / "test.parquet", images[:6], [i % 3 for i in range(6)], ["x", "y", "z"])
+    data = open_data(str(tmp_path))
+    assert data.classes == ("x", "y", "z")
+    assert len(data.test) == 6
+    assert len(data.train) + len(data.val) == 30
+
+
+def test_parquet_with_string_labels(tmp_path, picture):
+    images = [png(picture(i, (8, 8), "L")) for i in range(20)]
+    write_parquet(tmp_path / "all.parquet", images, ["hen", "cow"] * 10)
+    data = open_data(str(tmp_path / "all.parquet"))
+    assert data.classes == ("cow", "hen")
+    assert data.channels == 1
+
+
+def test_parquet_label_out_of_range_names_the_row(tmp_path, picture):
+    images = [png(picture(i, (8, 8))) for i in range(4)]
+    write_parquet(tmp_path / "p.parquet", images, [0, 1, 5, 1], ["x", "y"])
+    with pytest.raises(DataError, match=r"row 2.*label 5 is out of range for 2 classes"):
+        open_data(str(tmp_path / "p.parquet"))
+
+
+def test_parquet_without_images(tmp_path):
+    pq.write_table(pa.table({"label": [1, 2]}), tmp_path / "p.parquet")
+    with pytest.raises(DataError, match="no image column"):
+        open_data(str(tmp_path / "p.parquet"))
+
+
+def test_torchvision_set_on_disk(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for prefix, count in {"train": 40, "t10k": 10}.items():
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes())
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+    data = open_data(f"torchvision:MNIST@{tmp_path}")
+    assert (data.channels, data.size, len(data.classes), len(data.test)) == (1, (28, 28), 10, 10)
+    assert np.array_equal(data.test.read(np.array([9]))[0, :, :, 0], images[9])
+
+
+def test_torchvision_set_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match="does not find CIFAR10"):
+        open_data(f"torchvision:CIFAR10@{tmp_path}")
+    with pytest.raises(DataError, match="Did you mean 'CIFAR10'"):
+        open_data(f"torchvision:CIFAR11@{tmp_path}")
+
+
+def test_hugging_face_set(tmp_path, picture):
+    datasets = pytest.importorskip("datasets")
+    for name in ["a", "b"]:
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for number in range(10):
+            picture(number, (8, 8)).save(tmp_path / "train" / name / f"{number}.png")
+    datasets.disable_progress_bars()
+    data = open_data(f"hf:{tmp_path}")
+    assert data.classes == ("a", "b")
+    assert sum(len(split) for split in data.splits.values()) == 20
+
+
+def test_digits_are_the_real_ones():
+    data = open_data("digits")
+    assert (data.size, data.channels, len(data.classes)) == ((8, 8), 1, 10)
+    assert sum(len(split) for split in data.splits.values()) == 1797
+
+
+def test_shapes_of_any_size_are_prefixes_of_each_other():
+    small, large = open_data("shapes:30"), open_data("shapes:50")
+    rows = np.arange(30)
+    assert np.array_equal(small.train.read(rows), large.train.read(rows))
+    assert small.digest != large.digest
+    other = open_data(DataConfig(source="shapes:30", split_seed=1))
+    assert not np.array_equal(small.train.read(rows), other.train.read(rows))
+
+
+def test_shapes_options_that_make_no_sense():
+    for wrong in ["shapes:many", "shapes:0", "shapes:texture=2"]:
+        with pytest.raises(DataError, match="shapes"):
+            open_data(wrong)
+
+
+@pytest.mark.parametrize("change", [{"limit": 100}, {"fraction": 100 / 1437}])
+def test_subsets_limit_training_images_only(change):
+    data = open_data(DataConfig(source="digits", **change))
+    assert len(data.train) == 100
+    assert len(data.test) == 180
+    assert np.bincount(data.train.labels).min() >= 9
+
+
+def test_asking_for_too_many_images():
+    with pytest.raises(DataError, match=r"9999 training images and there are 1437"):
+        open_data(DataConfig(source="digits", limit=9999))
+
+
+def test_size_and_channels_can_be_asked_for():
+    data = open_data("digits", size=16, channels=3)
+    assert data.train.read(np.arange(2)).shape == (2, 16, 16, 3)

@@ -1,0 +1,58 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitclinic.data.splits import assign, stratified_order, subset
+
+labels_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=200).map(lambda x: np.array(x, dtype=np.int64))
+
+
+@given(labels_strategy, st.integers(0, 100))
+def test_the_order_is_a_permutation_and_repeats(labels, seed):
+    order = stratified_order(labels, seed)
+    assert sorted(order) == list(range(len(labels)))
+    assert np.array_equal(order, stratified_order(labels, seed))
+
+
+@given(labels_strategy, st.integers(0, 100), st.floats(0, 1))
+def test_every_prefix_has_the_classes_in_their_proportions(labels, seed, share):
+    count = round(share * len(labels))
+    prefix = np.bincount(labels[stratified_order(labels, seed)[:count]], minlength=5)
+    wanted = np.bincount(labels, minlength=5) * (count / len(labels))
+    assert np.abs(prefix - wanted).max() <= 5 / 2 + 1  # one rank of each class can lie on the border
+
+
+@given(labels_strategy, st.integers(0, 100))
+def test_held_out_splits_are_disjoint_and_lose_nothing(labels, seed):
+    splits = assign({"train": labels}, seed)
+    rows = np.concatenate([indices for _, indices in splits.values()])
+    assert sorted(rows) == list(range(len(labels)))
+    assert len(splits["train"][1]) >= 1
+
+
+def test_a_balanced_set_is_split_exactly():
+    labels = np.repeat(np.arange(10), 100)
+    splits = assign({"train": labels}, 0)
+    for split, size in {"train": 80, "val": 10, "test": 10}.items():
+        assert np.bincount(labels[splits[split][1]]).tolist() == [size] * 10
+
+
+def test_splits_of_the_source_are_kept():
+    train, test = np.zeros(50, dtype=np.int64), np.zeros(7, dtype=np.int64)
+    splits = assign({"train": train, "test": test}, 0)
+    assert splits["test"][0] == "test"
+    assert splits["test"][1].tolist() == list(range(7))
+    assert splits["val"][0] == "train"
+    assert len(splits["val"][1]) == 5
+
+
+def test_subsets_are_nested():
+    labels = np.random.default_rng(0).integers(0, 7, 500)
+    small, large = subset(labels, 50, 3), subset(labels, 120, 3)
+    assert set(small) < set(large)
+    assert not np.array_equal(small, subset(labels, 50, 4))
+
+
+def test_a_rare_class_stays_in_training():
+    labels = np.array([0] * 99 + [1])
+    assert 99 in assign({"train": labels}, 0)["train"][1]

@@ -1,0 +1,127 @@
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitclinic.errors import RecipeError
+from vitclinic.training import Recipe, build_recipe, shipped_recipes
+from vitclinic.training.recipe import seconds
+
+
+def test_a_bare_value_sets_a_section_s_main_key_also_beside_other_keys():
+    recipe = build_recipe(None, ["data.limit=7", "data=digits", "model=resnet18", "optimizer=sgd", "data.augment=deit"])
+    assert (recipe.data.source, recipe.data.limit, recipe.model.name) == ("digits", 7, "resnet18")
+    assert (recipe.optimizer.name, recipe.data.augment.level) == ("sgd", "deit")
+
+
+def test_values_are_yaml():
+    recipe = build_recipe(None, ["optimizer.lr=3e-4", "checkpoint.keep_epochs=[0, 5]", "clip=null", "compile=true"])
+    assert recipe.optimizer.lr == 3e-4
+    assert recipe.checkpoint.keep_epochs == [0, 5]
+    assert recipe.clip is None
+    assert recipe.compile is True
+
+
+def test_model_keywords_are_open_and_kept():
+    recipe = build_recipe({"model": "resnet18"}, ["model.channels=[4, 4, 8, 8]", "model.drop_rate=0.1"])
+    assert recipe.model.keywords == {"channels": [4, 4, 8, 8], "drop_rate": 0.1}
+
+
+def test_words_win_over_the_file_also_for_the_length(tmp_path):
+    (tmp_path / "r.yaml").write_text("epochs: 5\nseed: 3\noptimizer: {lr: 1e-3, weight_decay: 0.3}\n")
+    recipe = build_recipe(tmp_path / "r.yaml", ["steps=7", "optimizer.lr=0.5"])
+    assert (recipe.epochs, recipe.steps, recipe.seed) == (None, 7, 3)
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (0.5, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimzer.lr=1"], r"Unknown key 'optimzer'. Did you mean 'optimizer'\?"),
+        (["data.limt=1"], r"Unknown key 'data.limt'. Did you mean 'limit'\?"),
+        (["data.augment.mixp=1"], r"Unknown key 'data.augment.mixp'. Did you mean 'mixup'\?"),
+        (["qqq=1"], r"Unknown key 'qqq'. Known here: model, data"),
+        (["optimizer.lr=fast"], r"'optimizer.lr': .*valid number \(got 'fast'\)"),
+        (["data.augment=strong"], r"'data.augment.level': .*'none', 'light' or 'deit'"),
+        (["epochs=3", "steps=4"], "one of epochs, steps, max_time"),
+        (["data.limit=3", "data.fraction=0.5"], "limit or fraction"),
+        (["batch_size=10", "accumulate=3"], "not a multiple"),
+        (["max_time=soon"], "such as 90s"),
+        (["schedule.warmup=long"], "'500 steps'"),
+        (["epochs"], "not of the form key=value"),
+        (["model={"], "not YAML"),
+        (["treatments=[aspirin]", "seed=x"], "seed"),
+    ],
+)
+def test_mistakes_are_sentences(words, message):
+    with pytest.raises(RecipeError, match=message):
+        build_recipe(None, words)
+
+
+def test_an_unknown_recipe_suggests_one():
+    with pytest.raises(RecipeError, match="Did you mean 'digits'"):
+        build_recipe("digit")
+
+
+def test_nothing_is_constructed_from_yaml():
+    with pytest.raises(RecipeError, match="not YAML"):
+        build_recipe(None, ["seed=!!python/object/apply:os.getcwd []"])
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_are_valid_and_tell_their_command_time_and_score(name):
+    from vitclinic.listing import recipe_header
+
+    header = recipe_header(shipped_recipes()[name])
+    assert header["command"].startswith(f"vitclinic train {name}")
+    assert all(header.values())
+    build_recipe(name)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "seed": st.integers(0, 9),
+            "epochs": st.integers(1, 9),
+            "ema": st.floats(0.1, 0.9),
+            "model": st.just("resnet18") | st.just({"name": "resnet18", "drop_rate": 0.5}),
+            "optimizer": st.builds(lambda lr: {"lr": lr}, st.floats(0, 1)),
+            "data": st.just("digits") | st.just({"source": "digits", "augment": {"level": "deit", "mixup": 0.3}}),
+            "treatments": st.just([{"sam": {"rho": 0.1}}]),
+        },
+    )
+)
+def test_a_stored_recipe_reads_back_equal(plain):
+    recipe = build_recipe(plain)
+    again = Recipe.model_validate(yaml.safe_load(yaml.safe_dump(recipe.plain())) or {})
+    assert again == recipe
+    assert again.digest("d") == recipe.digest("d")
+
+
+def test_the_digest_covers_what_changes_the_numbers_and_nothing_else():
+    base = build_recipe({"data": "digits"}).digest("data")
+    for same in ["out=x", "workers=3", "device=cpu", "logging.every=5", "seed=0", "optimizer.lr=1e-3"]:
+        assert build_recipe({"data": "digits"}, [same]).digest("data") == base, same
+    for other in [
+        "seed=1",
+        "optimizer.lr=2e-3",
+        "model.depth=3",
+        "data.limit=5",
+        "treatments=[x]",
+        "precision=bf16",
+    ]:
+        assert build_recipe({"data": "digits"}, [other]).digest("data") != base, other
+    assert build_recipe({"data": "digits"}).digest("other data") != base
+
+
+def test_the_digest_of_the_default_recipe_is_stable():
+    """Changing it orphans every stored run: do so only with a new schema version, and then write it anew here."""
+    assert build_recipe(None).digest("data")[:16] == "GOLDEN"
+
+
+def test_times():
+    assert seconds("1h 2m 3s") == 3723
+    for wrong in ["", "h", "3x", "-5"]:
+        with pytest.raises(ValueError, match="such as"):
+            seconds(wrong)

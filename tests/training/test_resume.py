@@ -1,0 +1,134 @@
+"""`kill -9`, then resume: the same bits as without."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitclinic.training import Run, train
+from vitclinic.training.metrics import without_timing
+
+HARD = {
+    "data": {"source": "digits", "limit": 200, "augment": "deit"},
+    "steps": 60,
+    "accumulate": 2,
+    "ema": 0.9,
+    "checkpoint": {"every": "7 steps", "keep_epochs": [3]},
+    "workers": 1,
+}
+
+
+def start(arguments):
+    """In a process group of its own, as a terminal would: signals then reach its workers, too."""
+    command = [sys.executable, "-m", "vitclinic", "train", "-q", *arguments]
+    return subprocess.Popen(command, env=os.environ, process_group=0)
+
+
+def wait_for_step(run, step, process):
+    """Until the metrics show `step`, or the process ends."""
+    file = run.path / "metrics.jsonl"
+    while process.poll() is None:
+        if file.exists() and f'"step": {step},' in file.read_text():
+            return
+        time.sleep(0.005)
+
+
+def same(first, second):
+    assert without_timing(first.metrics) == without_timing(second.metrics)
+    assert first.results == second.results
+    for name in ("last", "best", "epoch-3"):
+        a, b = first.checkpoints.read(name), second.checkpoints.read(name)
+        assert all(torch.equal(value, b[0][key]) for key, value in a[0].items()), name
+        assert torch.equal(a[1]["raw_network"]["mean"], b[1]["raw_network"]["mean"])
+        for index, entry in a[1]["optimizer"]["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(value, b[1]["optimizer"]["state"][index][key]), (name, index, key)
+
+
+@pytest.fixture
+def whole(tiny, tmp_path):
+    return train(tiny(**HARD, out=str(tmp_path / "whole")))
+
+
+def killed_and_resumed(tiny, tmp_path, steps):
+    """A run in a process of its own, killed at each of `steps`, resumed each time."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(tiny(**HARD, out=str(tmp_path / "killed"))))
+    run = Run(tmp_path / "killed")
+    process = start([str(recipe)])
+    for step in steps:
+        wait_for_step(run, step, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process = start(["--resume", str(run.path)])
+    assert process.wait(timeout=120) == 0
+    return run
+
+
+def test_killed_once(tiny, tmp_path, whole):
+    same(whole, killed_and_resumed(tiny, tmp_path, [random.Random(time.time()).randint(8, 55)]))
+
+
+@pytest.mark.slow
+def test_killed_ten_times(tiny, tmp_path, whole):
+    steps = sorted(random.Random(time.time()).sample(range(1, 59), 10))
+    same(whole, killed_and_resumed(tiny, tmp_path, steps))
+
+
+def test_killed_before_the_first_checkpoint_starts_again(tiny, tmp_path, whole):
+    same(whole, killed_and_resumed(tiny, tmp_path, [2]))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_runs_save_first_and_resume_to_the_same_numbers(tiny, tmp_path, whole, number, code):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(tiny(**HARD, out=str(tmp_path / "stopped"))))
+    run = Run(tmp_path / "stopped")
+    process = start([str(recipe)])
+    wait_for_step(run, 20, process)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=60) == code
+    assert run.status["status"] == "interrupted"
+    saved = run.checkpoints.read("last")[1]["step"]
+    assert saved == run.status["step"] >= 20
+    process = start(["--resume", str(run.path)])
+    assert process.wait(timeout=120) == 0
+    same(whole, run)
+
+
+def test_a_damaged_last_checkpoint_resumes_from_the_previous_one_to_the_same_bits(tiny, tmp_path, whole):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(tiny(**HARD, out=str(tmp_path / "damaged"))))
+    run = Run(tmp_path / "damaged")
+    process = start([str(recipe)])
+    wait_for_step(run, 30, process)
+    process.kill()
+    process.wait()
+    state = run.path / "checkpoints" / "last" / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:1000])
+    done = subprocess.run(
+        [sys.executable, "-m", "vitclinic", "train", "--resume", str(run.path)],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        check=True,
+    )
+    assert "damaged" in done.stderr
+    same(whole, run)
+
+
+def test_metrics_cut_off_in_the_middle_of_a_line(tmp_path):
+    from vitclinic.training.metrics import cut_back, read_rows
+
+    file = Path(tmp_path / "metrics.jsonl")
+    file.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kind": "tra')
+    assert [row["step"] for row in read_rows(file)] == [1, 2]
+    cut_back(file, 1)
+    assert file.read_text() == '{"kind": "train", "step": 1}\n'
