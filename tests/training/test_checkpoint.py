@@ -18,7 +18,10 @@ def nested(step):
     return {
         "step": step,
         "best": None,
-        "optimizer": {"state": {0: {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]},
+        "optimizer": {
+            "state": {0: {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}},
+            "param_groups": [{"lr": 0.1}],
+        },
         "empty": {},
     }
 

@@ -78,13 +78,21 @@ def _in_world(recipe: Recipe, run: Run | None, observers: Sequence[Observer], pr
         stack.enter_context(torch.random.fork_rng(enabled=True))
         interrupt = stack.enter_context(listening())
         dataset = _leader_first(world, lambda: _open_data(recipe, progress if world.leads else _silent))
-        if run is not None and run.data_facts["digest"] != dataset.digest:
-            raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
-        path = run.path if run is not None else _run_path(recipe, dataset)
-        if world.leads:
-            stack.enter_context(Run(path).locked())
-        opened = run or _leader_first(world, lambda: _create(path, recipe, dataset, world))
+        # Only the leading process may look for, lock and make the directory: the others would find it made.
+        path = _leader_first(world, lambda: _prepared_path(recipe, run, dataset, stack) if world.leads else None)
+        opened = Run(Path(world.agree(path)))
         return _fit(opened, recipe, dataset, world, device, observers, interrupt)
+
+
+def _prepared_path(recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> Path:
+    """The run's directory, made where it is new, and locked for as long as `stack` is open."""
+    path = run.path if run is not None else _new_path(recipe, dataset)
+    stack.enter_context(Run(path).locked())
+    if run is None:
+        Run.create(path, recipe, dataset)
+    elif run.data_facts["digest"] != dataset.digest:
+        raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
+    return path
 
 
 def _fit(
@@ -117,11 +125,7 @@ def _open_data(recipe: Recipe, progress: Progress) -> Dataset:
     return open_data(recipe.data, size=wanted, channels=recipe.model.in_chans, progress=progress)
 
 
-def _create(path: Path, recipe: Recipe, dataset: Dataset, world: World) -> Run:
-    return Run.create(path, recipe, dataset) if world.leads else Run(path)
-
-
-def _run_path(recipe: Recipe, dataset: Dataset) -> Path:
+def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
     """`out`, or a name of its own for every recipe; a run that is already there is never written over."""
     digest = recipe.digest(dataset.digest)
     name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])

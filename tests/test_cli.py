@@ -1,0 +1,125 @@
+"""The command line as a user meets it: its surface, its words, its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+
+def vitclinic(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "vitclinic", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        check=False,
+    )
+
+
+def test_the_surface_grows_on_purpose():
+    from vitclinic.cli import click_app
+
+    surface = {
+        name: sorted(option for parameter in command.params for option in parameter.opts)
+        for name, command in click_app().commands.items()
+    }
+    assert surface == {
+        "train": ["--quiet", "--resume", "--verbose", "-q", "-v", "words"],
+        "demo": ["--out", "--quiet", "-q"],
+        "list": ["--json", "pattern", "what"],
+    }
+
+
+def test_help_names_every_key_of_a_recipe():
+    from vitclinic.training import Recipe
+
+    help_text = vitclinic("train", "--help").stdout
+    assert all(key in help_text for key in Recipe.model_fields)
+
+
+def test_help_and_version_do_not_load_torch():
+    code = "import sys, vitclinic.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    import vitclinic
+
+    assert vitclinic.__version__ in vitclinic_output("--version")
+
+
+def vitclinic_output(*arguments):
+    return vitclinic(*arguments).stdout
+
+
+def test_lists_are_plain_when_piped_and_json_when_asked():
+    names = vitclinic_output("list", "models", "vit_tiny*").splitlines()
+    assert "vit_tiny_fitted" in names
+    assert "vit_tiny_patch16_224" in names
+    rows = json.loads(vitclinic_output("list", "recipes", "--json"))
+    assert {"name", "about", "command", "time", "expect"} == set(rows[0])
+    assert "digits" in vitclinic_output("list", "datasets")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    from training.conftest import TINY
+
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**TINY, "out": str(tmp_path / "run")}))
+    return str(path)
+
+
+def test_training_prints_results_and_where_they_are(recipe, tmp_path):
+    done = vitclinic("train", recipe)
+    assert done.returncode == 0, done.stderr
+    assert "val accuracy" in done.stdout
+    assert "95% interval" in done.stdout
+    assert f'vitclinic.load("{tmp_path / "run"}")' in done.stdout
+    assert "\x1b" not in done.stdout  # no colours, no progress bar in a pipe
+
+
+def test_quiet_is_quiet(recipe):
+    done = vitclinic("train", recipe, "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "nothing"], 2, "error: There is no recipe 'nothing'"),
+        (["train", "digits", "shapes"], 2, "error: One recipe at a time"),
+        (["train", "digits", "optimzer.lr=1"], 2, "Did you mean 'optimizer'?"),
+        (["train", "digits", "model=vit_tny"], 2, "error: There is no model 'vit_tny'"),
+        (["train", "data=/no/such/place"], 3, "error: There is no data at '/no/such/place'"),
+        (["train", "--resume", "/no/run"], 4, "error: '/no/run' is not a run directory"),
+        (["train", "digits", "out=/proc/x", "steps=1"], 4, "error: Cannot write '/proc/x"),
+        (["train", "digits", "--resume", "x"], 2, "remove 'digits'"),
+        (["list", "nonsense"], 2, "recipes"),
+    ],
+)
+def test_mistakes_are_one_sentence_and_an_exit_code(arguments, code, message):
+    done = vitclinic(*arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_divergence_has_its_own_exit_code(recipe):
+    words = ["optimizer=sgd", "optimizer.lr=1e4", "clip=null", "steps=60", "schedule=constant"]
+    done = vitclinic("train", recipe, *words)
+    assert done.returncode == 5
+    assert "diverged" in done.stdout
+    assert "the last good checkpoint is kept" in done.stdout
+
+
+def test_names_of_users_are_not_markup(tmp_path, picture):
+    root = tmp_path / "[red]set[/red]"
+    for name in ["[bold]a", "b"]:
+        (root / name).mkdir(parents=True)
+        for number in range(10):
+            picture(number, (8, 8)).save(root / name / f"{number}.png")
+    done = vitclinic("train", f"data={root}", "steps=1", "model.depth=1", f"out={tmp_path / '[i]run'}")
+    assert done.returncode == 0, done.stderr
+    assert "[red]set[/red]" in done.stdout
+    assert "[i]run" in done.stdout

@@ -1,0 +1,99 @@
+"""Two real gloo processes against one: the same recipe, the same numbers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from vitclinic.training import Run, resume, train
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def torchrun(arguments, processes=2, **options):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1"]
+    command = [sys.executable, *launcher, "--master-port", str(free_port()), "-m", "vitclinic", "train", *arguments]
+    return subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture
+def recipe(tiny, tmp_path, picture):
+    """130 images: 13 for validation and 13 for test, which two processes cannot share evenly."""
+    for name in ["a", "b"]:
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for number in range(65):
+            picture(number + 100 * (name == "b"), (8, 8)).save(tmp_path / "set" / name / f"{number}.png")
+
+    def make(**changes):
+        plain = {"steps": 20, "data": {"source": str(tmp_path / "set"), "augment": "light"}, **changes}
+        return tiny(**plain)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "accumulate": 2}, 1e-10),
+        ({"precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.05}}, 1e-6),
+    ],
+    ids=["float64 AdamW", "float32 SGD"],
+)
+def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, tolerance):
+    alone = train(recipe(**changes, out=str(tmp_path / "alone")))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe(**changes, out=str(tmp_path / "both"))))
+    process = torchrun(["-q", str(file)])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    both = Run(tmp_path / "both")
+    theirs = both.checkpoints.read_model("last")
+    for name, value in alone.checkpoints.read_model("last").items():
+        assert (value - theirs[name]).abs().max() <= tolerance, name
+    assert len(both.metrics) == len(alone.metrics)
+    for ours, row in zip(alone.metrics, both.metrics, strict=True):
+        assert row["loss"] == pytest.approx(ours["loss"], abs=10 * tolerance)
+        if row["kind"] in ("val", "test"):
+            assert (row["correct"], row["count"]) == (ours["correct"], ours["count"])
+            assert row["count"] == 13
+
+
+def test_an_error_is_one_sentence_also_from_many_processes(tmp_path):
+    process = torchrun([f"data={tmp_path / 'nowhere'}"])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert output.count("error: There is no data") == 1
+    assert "VitclinicError" not in output
+
+
+def test_a_batch_that_does_not_divide(recipe, tmp_path):
+    process = torchrun([*(f"data={recipe()['data']['source']}", "batch_size=41", f"out={tmp_path / 'x'}")])
+    output, _ = process.communicate(timeout=120)
+    assert output.count("error: batch_size 41 does not divide into 2 processes") == 1
+
+
+def test_all_processes_stop_after_the_same_step_and_one_goes_on(recipe, tmp_path):
+    whole = train(recipe(precision="fp64", steps=400, out=str(tmp_path / "whole")))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe(precision="fp64", steps=400, out=str(tmp_path / "stopped"))))
+    process = torchrun(["-q", str(file)])
+    run = Run(tmp_path / "stopped")
+    while not (run.path / "checkpoints" / "last").exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert run.status["status"] == "interrupted"
+    assert resume(run.path).status["status"] == "finished"  # with another number of processes
+    theirs = run.checkpoints.read_model("last")
+    for name, value in whole.checkpoints.read_model("last").items():
+        assert torch.allclose(value, theirs[name], atol=1e-8), name
