@@ -154,9 +154,7 @@ class RandAugment:
 
         fill = (124, 116, 104)
         self.transform = rand_augment_transform(policy, {"translate_const": int(min(size) * 0.45), "img_mean": fill})
-        for op in self.transform.ops:
-            if op.name.startswith("Posterize"):
-                op.level_fn = _AtLeastOneBit(op.level_fn)
+        keep_a_bit(self.transform)
 
     def __call__(self, x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
         # timm draws from the global generators: seed them for each sample, then give them back as they were.
@@ -174,8 +172,15 @@ class RandAugment:
         return with_channels(changed, image.shape[2])
 
 
+def keep_a_bit(randaugment: Any) -> None:
+    """Mend timm's policy, which posterises to 0 bits at full magnitude: current Pillow refuses that."""
+    for op in randaugment.ops:
+        if op.name.startswith("Posterize"):
+            op.level_fn = _AtLeastOneBit(op.level_fn)
+
+
 class _AtLeastOneBit:
-    """timm posterises to 0 bits at full magnitude, which Pillow refuses since 11.3."""
+    """A class rather than a closure, so that workers can receive it."""
 
     def __init__(self, level: Any) -> None:
         self.level = level

@@ -99,6 +99,10 @@ class Trainer:
         self.step += 1
         return self._row(losses, norm, rate, started) if with_row else None
 
+    def close(self) -> None:
+        """Let the reading processes go; a later `advance` starts new ones."""
+        self._batches = None
+
     def losses_and_gradients(self, batch: Batch, sync: bool = True) -> Losses:
         """Forward and backward of one micro-batch; see `treatments.LossesAndGradients`."""
         # The masks of dropout and stochastic depth belong to the samples, so that a second pass repeats them.

@@ -109,7 +109,10 @@ def _fit(
         trainer = Trainer(recipe, dataset, steps, world, device)
         if recipe.logging.tensorboard and world.leads:
             observers = [*observers, TensorBoard(run.path / "tensorboard")]
-        Session(run, trainer, observers, interrupt).fit()
+        try:
+            Session(run, trainer, observers, interrupt).fit()
+        finally:
+            trainer.close()
     except BaseException as error:
         if world.leads:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
