@@ -8,6 +8,7 @@ token.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -56,13 +57,20 @@ def _block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
     return transformer_block(name, stage, block, layout, attention=attention)
 
 
-def _class_block(name: str, stage: int, block: Any, tokens: Layout) -> Iterator[Unit]:
+def _class_block(name: str, stage: int, block: Any, tokens: Layout) -> list[Unit]:
     states = [into(block, OFF_GRID, first=1), into(block.norm2, OFF_GRID), out_of(block, OFF_GRID, first=1)]
     steps = [
-        Step("msa", block.attn, block.norm1, out_of(block.drop_path1), AttentionSpec(block.attn, tokens)),
-        Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2)),
+        Step(
+            "msa",
+            block.attn,
+            block.norm1,
+            out_of(block.drop_path1, OFF_GRID),
+            AttentionSpec(block.attn, tokens),
+        ),
+        Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, OFF_GRID)),
     ]
-    return residual_block(name, stage, states, steps)
+    msa, mlp = residual_block(name, stage, states, steps)
+    return [replace(msa, input=into(block, tokens)), replace(mlp, output=out_of(block, tokens))]
 
 
 def input_size(network: Any) -> tuple[int, int, int]:
