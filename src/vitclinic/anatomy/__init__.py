@@ -9,21 +9,28 @@ from vitclinic.anatomy.anatomy import Anatomy
 from vitclinic.anatomy.eager import double_differentiable
 from vitclinic.anatomy.families import Family, known_families, register_family
 from vitclinic.anatomy.recording import AttentionMap, record_attention
-from vitclinic.anatomy.sites import Layout, Site, into, out_of
+from vitclinic.anatomy.removal import Bypass, Erase, Silence
+from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
 from vitclinic.anatomy.taps import Activations, stream, taps
 from vitclinic.anatomy.units import AttentionSpec, Block, Kind, Residual, Unit
 from vitclinic.anatomy.windows import Windows
 
 __all__ = [
+    "NCHW",
+    "NHWC",
+    "OFF_GRID",
     "Activations",
     "Anatomy",
     "AttentionMap",
     "AttentionSpec",
     "Block",
+    "Bypass",
+    "Erase",
     "Family",
     "Kind",
     "Layout",
     "Residual",
+    "Silence",
     "Site",
     "Unit",
     "Windows",

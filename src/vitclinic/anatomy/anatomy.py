@@ -47,6 +47,8 @@ class Anatomy:
         core, family = recognise(network)
         units = tuple(replace(unit, depth=depth) for depth, unit in enumerate(family.units(core)))
         like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
+        if like.is_meta:
+            raise AnatomyError("the network is on the meta device and has no weights; load them first.")
         if example is None:
             generator = torch.Generator().manual_seed(0)
             example = torch.randn(1, *family.input_size(core), generator=generator)

@@ -141,8 +141,8 @@ class _Recorder(TorchFunctionMode):
         self._maps_in_call += 1
         if self._maps_in_call > 1 or weights.ndim != 4:
             raise AnatomyError(
-                f"the attention of {self.unit.name} is not one softmax of shape [B, heads, queries, keys], so "
-                "that it has no map; leave the unit out."
+                f"the attention of {self.unit.name} is not one softmax of shape [B, heads, queries, keys], "
+                "so that it has no map; leave the unit out."
             )
         self.seen = True
         windows = None if self._spec.windows is None else self._spec.windows(self._grid)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vitclinic.anatomy.families.building import Step, head, residual_block, stem
+from vitclinic.anatomy.families.building import Step, head, residual_block, stem, unknown_block
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, into, out_of
 from vitclinic.anatomy.units import Unit
-from vitclinic.errors import AnatomyError
 
 
 def units(network: Any) -> list[Unit]:
@@ -36,9 +35,7 @@ def _block(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
             Step("mlp", block.mlp_channels, block.norm2, branches[1]),
         ]
     else:
-        raise AnatomyError(
-            f"{name} is a {kind}, which the Mixer family does not know; register one (docs/anatomy.md)."
-        )
+        raise unknown_block(name, block)
     return residual_block(name, 0, states, steps)
 
 

@@ -13,12 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, stem
+from vitclinic.anatomy.families.building import conv_unit, head, stem, unknown_block
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.removal import Bypass
 from vitclinic.anatomy.sites import Site, into, out_of
 from vitclinic.anatomy.units import Residual, Unit
-from vitclinic.errors import AnatomyError
 
 _CONVS = {"BasicBlock": 2, "Bottleneck": 3}
 
@@ -28,12 +27,9 @@ def units(network: Any, *, shared_activation: bool) -> list[Unit]:
     walk = [stem(network.conv1, network, out_of(network.maxpool))]
     for stage in range(4):
         for index, block in enumerate(getattr(network, f"layer{stage + 1}")):
-            name, kind = f"layer{stage + 1}.{index}", type(block).__name__
-            if kind not in _CONVS:
-                raise AnatomyError(
-                    f"{name} is a {kind}, which the ResNet family does not know; "
-                    "register one (docs/anatomy.md)."
-                )
+            name = f"layer{stage + 1}.{index}"
+            if type(block).__name__ not in _CONVS:
+                raise unknown_block(name, block)
             residual = Residual(_skip(block), _branch(block), _total(block, shared_activation))
             walk.append(conv_unit(name, stage, block, residual, _removal(block)))
     return [*walk, head(network.fc, network, walk[-1])]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitclinic.anatomy.families.building import head, position, stem, transformer_block
+from vitclinic.anatomy.families.building import head, position, stem, transformer_block, unknown_block
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, out_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
-from vitclinic.errors import AnatomyError
 
 _POST_NORM = {"Block": False, "ResPostBlock": True}
 
@@ -25,10 +24,7 @@ def units(network: Any) -> list[Unit]:
     for index, block in enumerate(network.blocks):
         name, kind = f"blocks.{index}", type(block).__name__
         if kind not in _POST_NORM:
-            raise AnatomyError(
-                f"{name} is a {kind}, whose attention and MLP are not one step after the other, with a state "
-                "between them; register a family that says what its units are (docs/anatomy.md)."
-            )
+            raise unknown_block(name, block)
         attention = AttentionSpec(block.attn, tokens)
         walk += transformer_block(name, 0, block, tokens, attention=attention, post_norm=_POST_NORM[kind])
     return [*walk, head(network.head, network, walk[-1])]
