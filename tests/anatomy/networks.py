@@ -107,6 +107,9 @@ def _huggingface() -> dict[str, Builder]:
     }
     return {
         "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**small)),
+        "vit, eager attention": lambda: hf.ViTForImageClassification(
+            hf.ViTConfig(**small, attn_implementation="eager")
+        ),
         "deit": lambda: hf.DeiTForImageClassification(hf.DeiTConfig(**small)),
         "swin": lambda: hf.SwinForImageClassification(hf.SwinConfig(**swin)),
         "swin_absolute": lambda: hf.SwinForImageClassification(

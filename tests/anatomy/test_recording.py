@@ -93,6 +93,17 @@ def test_fused_and_written_out_attention_give_the_same_map() -> None:
         torch.testing.assert_close(fused[name].weights, written_out.weights)
 
 
+def test_fused_windowed_attention_carries_its_bias_and_mask_into_the_map() -> None:
+    network = shaken(cut("swin_transformer", "swin_tiny_patch4_window7_224")).eval()
+    images = torch.randn(2, 3, 64, 64)
+    written_out = maps_of(network, images)
+    for unit in Anatomy.of(network).of_kind("msa"):
+        unit.module.fused_attn = True
+    assert any(any(seen.windows.shift) for seen in written_out.values())
+    for name, fused in maps_of(network, images).items():
+        torch.testing.assert_close(fused.weights, written_out[name].weights, rtol=1e-4, atol=1e-6)
+
+
 def test_the_random_numbers_of_training_are_the_same_with_and_without_recording() -> None:
     for network, images in (
         (tiny_vit(attn_drop_rate=0.3, proj_drop_rate=0.3), IMAGES),

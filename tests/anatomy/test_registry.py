@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.anatomy.networks import CUTS, NETWORKS, cut
+from tests.anatomy.networks import CUTS, NETWORKS, cut, sample
 from vitclinic.anatomy import Anatomy, known_families
 from vitclinic.anatomy.families import recognise
 from vitclinic.errors import AnatomyError
@@ -43,7 +43,13 @@ def _other_modules() -> list[str]:
     return [names[0] for module in sorted(others) if (names := timm.list_models(module=module))]
 
 
-@pytest.mark.parametrize("name", _other_modules())
+OTHERS = _other_modules()
+SAMPLE = sample(OTHERS, 16)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+)
 def test_a_network_of_another_module_is_known_by_its_base_class_or_gets_a_clear_error(name: str) -> None:
     try:
         with torch.device("meta"):

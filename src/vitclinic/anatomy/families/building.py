@@ -80,6 +80,11 @@ def transformer_block(
     )
 
 
+def image_channels(network: nn.Module) -> int:
+    """The number of channels of the images that a network takes: those of its first convolution."""
+    return next(module.in_channels for module in network.modules() if isinstance(module, nn.Conv2d))
+
+
 def stem(module: nn.Module, network: nn.Module, output: Site) -> Unit:
     """The unit that turns the image into features."""
     return Unit("stem", "stem", 0, module, into(network), output)
@@ -95,9 +100,9 @@ def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) ->
     return Unit(f"{name}.pool", "pool", stage, module, before, after)
 
 
-def head(module: nn.Module, network: nn.Module, last: Unit) -> Unit:
-    """From the last state to the network's output."""
-    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID))
+def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
+    """From the last state, through the final norm, to the network's output."""
+    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), norm)
 
 
 def conv_unit(

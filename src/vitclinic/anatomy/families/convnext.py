@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, pool, stem
+from vitclinic.anatomy.families.building import conv_unit, head, image_channels, pool, stem
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import out_of
 from vitclinic.anatomy.units import Residual, Unit
@@ -22,12 +22,12 @@ def units(network: Any) -> list[Unit]:
         for index, block in enumerate(layer.blocks):
             residual = Residual(out_of(block.shortcut), out_of(block.drop_path), out_of(block))
             walk.append(conv_unit(f"{name}.blocks.{index}", stage, block, residual))
-    return [*walk, head(network.head, network, walk[-1])]
+    return [*walk, head(network.head, network, walk[-1], network.norm_pre)]
 
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """Any multiple of the total stride will do."""
-    return (network.in_chans, 64, 64)
+    return (image_channels(network), 64, 64)
 
 
 CONVNEXT = Family("timm ConvNeXt", ("timm.models.convnext.ConvNeXt",), units, input_size)

@@ -33,7 +33,8 @@ def vit(network: Any) -> list[Unit]:
         branches = [out_of(block.dropout, tokens, within=block, call=call) for call in range(2)]
         attention = AttentionSpec(block.attention, tokens)
         walk += _block(f"{prefix}layers.{index}", 0, block, tokens, branches, attention)
-    return [*walk, head(getattr(network, "classifier", body.layernorm), network, walk[-1])]
+    classifier = getattr(network, "classifier", body.layernorm)
+    return [*walk, head(classifier, network, walk[-1], body.layernorm)]
 
 
 def swin(network: Any) -> list[Unit]:
@@ -58,7 +59,8 @@ def swin(network: Any) -> list[Unit]:
             branches = [out_of(block.drop_path, layout), out_of(block.dropout, layout, within=block, call=1)]
             attention = AttentionSpec(block.attention, layout, partial(_windows, block))
             walk += _block(f"{name}.blocks.{index}", stage, block, layout, branches, attention)
-    return [*walk, head(getattr(network, "classifier", body.layernorm), network, walk[-1])]
+    classifier = getattr(network, "classifier", body.layernorm)
+    return [*walk, head(classifier, network, walk[-1], body.layernorm)]
 
 
 def _body(network: Any) -> tuple[Any, str]:

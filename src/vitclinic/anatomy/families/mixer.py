@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vitclinic.anatomy.families.building import Step, head, residual_block, stem, unknown_block
+from vitclinic.anatomy.families.building import (
+    Step,
+    head,
+    image_channels,
+    residual_block,
+    stem,
+    unknown_block,
+)
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, into, out_of
 from vitclinic.anatomy.units import Unit
@@ -17,7 +24,7 @@ def units(network: Any) -> list[Unit]:
     walk = [stem(network.stem, network, out_of(network.stem, tokens))]
     for index, block in enumerate(network.blocks):
         walk += _block(f"blocks.{index}", block, tokens)
-    return [*walk, head(network.head, network, walk[-1])]
+    return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
 def _block(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
@@ -41,7 +48,7 @@ def _block(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """The size the token-mixing weights were made for."""
-    return (network.in_chans, *network.stem.img_size)
+    return (image_channels(network), *network.stem.img_size)
 
 
 MIXER = Family("timm MLP-Mixer", ("timm.models.mlp_mixer.MlpMixer",), units, input_size)

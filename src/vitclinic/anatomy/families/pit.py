@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitclinic.anatomy.families.building import head, pool, position, stem, transformer_block
+from vitclinic.anatomy.families.building import head, image_channels, pool, position, stem, transformer_block
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, out_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
@@ -25,12 +25,12 @@ def units(network: Any) -> list[Unit]:
         for index, block in enumerate(transformer.blocks):
             attention = AttentionSpec(block.attn, tokens)
             walk += transformer_block(f"{name}.blocks.{index}", stage, block, tokens, attention=attention)
-    return [*walk, head(network.head, network, walk[-1])]
+    return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """The size the position embedding was made for."""
-    return (network.in_chans, *network.patch_embed.img_size)
+    return (image_channels(network), *network.patch_embed.img_size)
 
 
 PIT = Family("timm PiT", ("timm.models.pit.PoolingVisionTransformer",), units, input_size)

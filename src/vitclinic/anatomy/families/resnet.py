@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, stem, unknown_block
+from vitclinic.anatomy.families.building import conv_unit, head, image_channels, stem, unknown_block
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.removal import Bypass
 from vitclinic.anatomy.sites import Site, into, out_of
@@ -60,8 +60,7 @@ def _removal(block: Any) -> Bypass | None:
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """Any size will do."""
-    first = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
-    return (first.in_channels, 64, 64)
+    return (image_channels(network), 64, 64)
 
 
 RESNET = Family(

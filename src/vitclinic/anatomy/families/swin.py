@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from vitclinic.anatomy.families.building import head, pool, stem, transformer_block
+from vitclinic.anatomy.families.building import head, image_channels, pool, stem, transformer_block
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import NHWC, Layout, Size, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
@@ -29,7 +29,7 @@ def units(network: Any, *, post_norm: bool) -> list[Unit]:
             walk += transformer_block(
                 f"{name}.blocks.{index}", stage, block, layout, attention=attention, post_norm=post_norm
             )
-    return [*walk, head(network.head, network, walk[-1])]
+    return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
 def _windows(block: Any, grid: Size) -> Windows:
@@ -39,7 +39,7 @@ def _windows(block: Any, grid: Size) -> Windows:
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """The size the windows were fitted to."""
-    return (network.in_chans, *network.patch_embed.img_size)
+    return (image_channels(network), *network.patch_embed.img_size)
 
 
 SWIN = Family(

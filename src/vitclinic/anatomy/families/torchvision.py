@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from vitclinic.anatomy.families.building import (
     Step,
     conv_unit,
     head,
+    image_channels,
     pool,
     position,
     residual_block,
@@ -46,7 +45,7 @@ def vit(network: Any) -> list[Unit]:
                 Step("mlp", block.mlp, block.ln_2, out_of(block.mlp, tokens)),
             ],
         )
-    return [*walk, head(network.heads, network, walk[-1])]
+    return [*walk, head(network.heads, network, walk[-1], encoder.ln)]
 
 
 def swin(network: Any) -> list[Unit]:
@@ -60,7 +59,7 @@ def swin(network: Any) -> list[Unit]:
         layout = Layout(channels_last=True, grid_at=into(entry, NHWC))
         for place, block in enumerate(entry):
             walk += _swin_block(f"{name}.{place}", stage, block, layout)
-    return [*walk, head(network.head, network, walk[-1])]
+    return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
 def _swin_block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
@@ -106,12 +105,11 @@ def convnext(network: Any) -> list[Unit]:
 
 
 def _vit_input_size(network: Any) -> tuple[int, int, int]:
-    return (3, network.image_size, network.image_size)
+    return (image_channels(network), network.image_size, network.image_size)
 
 
 def _any_input_size(network: Any) -> tuple[int, int, int]:
-    first = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
-    return (first.in_channels, 64, 64)
+    return (image_channels(network), 64, 64)
 
 
 TORCHVISION = (

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitclinic.anatomy.families.building import head, position, stem, transformer_block, unknown_block
+from vitclinic.anatomy.families.building import (
+    head,
+    image_channels,
+    position,
+    stem,
+    transformer_block,
+    unknown_block,
+)
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, out_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
@@ -27,12 +34,12 @@ def units(network: Any) -> list[Unit]:
             raise unknown_block(name, block)
         attention = AttentionSpec(block.attn, tokens)
         walk += transformer_block(name, 0, block, tokens, attention=attention, post_norm=_POST_NORM[kind])
-    return [*walk, head(network.head, network, walk[-1])]
+    return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """The size the position embedding was made for."""
-    return (network.in_chans, *network.patch_embed.img_size)
+    return (image_channels(network), *network.patch_embed.img_size)
 
 
 VIT = Family("timm ViT", ("timm.models.vision_transformer.VisionTransformer",), units, input_size)

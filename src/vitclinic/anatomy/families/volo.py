@@ -16,6 +16,7 @@ from torch import nn
 from vitclinic.anatomy.families.building import (
     Step,
     head,
+    image_channels,
     pool,
     position,
     residual_block,
@@ -49,7 +50,7 @@ def units(network: Any) -> list[Unit]:
     tokens = Layout(prefix=1, grid_at=layout.grid_at)
     for index, block in enumerate(network.post_network or ()):
         walk += _class_block(f"post_network.{index}", stage, block, tokens)
-    return [*walk, head(network.head, network, walk[-1])]
+    return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
 def _block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
@@ -77,7 +78,7 @@ def input_size(network: Any) -> tuple[int, int, int]:
     """The size the position embedding was made for."""
     stem_stride = network.patch_embed.conv[0].stride[0] * network.patch_embed.proj.stride[0]
     height, width = (network.pos_embed.shape[axis] * stem_stride * network.pooling_scale for axis in (1, 2))
-    return (network.in_chans, height, width)
+    return (image_channels(network), height, width)
 
 
 VOLO = Family("timm VOLO", ("timm.models.volo.VOLO",), units, input_size)
