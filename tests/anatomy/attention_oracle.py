@@ -50,6 +50,8 @@ def output_from_map(seen: AttentionMap, forward: Callable[[], object]) -> tuple[
 
 
 def _projection(module: Any) -> nn.Module:
+    if hasattr(module, "output"):  # transformers 4
+        return module.output.dense
     names = ("proj", "o_proj", "out_proj")
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
@@ -57,6 +59,9 @@ def _projection(module: Any) -> nn.Module:
 def _value_weights(module: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(module, nn.MultiheadAttention):
         return module.in_proj_weight.chunk(3)[2], module.in_proj_bias.chunk(3)[2]
+    if hasattr(module, "output"):
+        layer = module.attention.value if hasattr(module, "attention") else module.self.value
+        return layer.weight, layer.bias
     if hasattr(module, "v_proj"):
         return module.v_proj.weight, module.v_proj.bias
     layer, parts = (module.kv, 2) if hasattr(module, "kv") else (module.qkv, 3)

@@ -94,6 +94,7 @@ def test_a_stream_keeps_nothing() -> None:
 
 def test_residuals_hold_in_training_mode_too() -> None:
     network = shaken(tiny_vit(drop_path_rate=0.5, proj_drop_rate=0.2)).train()
+    network.patch_embed.eval()
     modes = {name: module.training for name, module in network.named_modules()}
     anatomy = Anatomy.of(network)
     assert {name: module.training for name, module in network.named_modules()} == modes

@@ -54,6 +54,9 @@ class Anatomy:
             example = torch.randn(1, *family.input_size(core), generator=generator)
         return cls(family.name, core, units, checked_grids(core, units, example.to(like)))
 
+    def __repr__(self) -> str:
+        return f"Anatomy({self.family}, {len(self.units)} units)"
+
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks of the network, each with its units: for surgery on the attention or the MLP of each."""

@@ -57,10 +57,10 @@ class AttentionSpec:
 class Unit:
     """One step of the forward pass: what it is, where its ends can be read, and how to take it out.
 
-    `input` is the state before the unit and `output` the state after the residual addition (after the
-    block's last activation, if it has one). `module` is the unit's own module (the attention, the MLP, the conv
-    block, the stem ...) and `norm` its norm (a head's is the final norm), for surgery; `block` names the block
-    that it is part of.
+    `input` is the state before the unit and `output` the state after the residual addition (after the block's
+    last activation, if it has one). `module` is the unit's own module (the attention, the MLP, the block of
+    convs, the stem ...) and `norm` its norm (a head's is the final norm), for surgery; `block` names the
+    block that it is part of.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Hugging Face's ViT, DeiT and Swin (transformers 5), recognised by name: transformers is never imported."""
+"""Hugging Face's ViT, DeiT and Swin, of transformers 4 and 5, neither of which is ever imported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, Site, Size, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
 from vitclinic.anatomy.windows import Windows
-from vitclinic.errors import AnatomyError
 
 
 def vit(network: Any) -> list[Unit]:
     """Stem, position, and an MSA and an MLP per block; DeiT has a distillation token too."""
     body, prefix = _body(network)
-    if not hasattr(body, "layers"):
-        raise AnatomyError(
-            f"{type(network).__name__} is laid out as before transformers 5; install transformers>=5."
-        )
     embeddings = body.embeddings
     grid = out_of(embeddings.patch_embeddings.projection)
     special = 2 if hasattr(embeddings, "distillation_token") else 1
@@ -28,11 +23,11 @@ def vit(network: Any) -> list[Unit]:
     walk = [stem(embeddings.patch_embeddings, network, out_of(embeddings.patch_embeddings, patches))]
     after = out_of(embeddings.dropout, tokens)
     walk.append(position(embeddings.position_embeddings, embeddings.dropout, walk[-1].output, after))
-    for index, block in enumerate(body.layers):
-        # Both steps share one dropout, in this order.
-        branches = [out_of(block.dropout, tokens, within=block, call=call) for call in range(2)]
-        attention = AttentionSpec(block.attention, tokens)
-        walk += _block(f"{prefix}layers.{index}", 0, block, tokens, branches, attention)
+    layers, blocks = (
+        ("layers", body.layers) if hasattr(body, "layers") else ("encoder.layer", body.encoder.layer)
+    )
+    for index, block in enumerate(blocks):
+        walk += _block(f"{prefix}{layers}.{index}", 0, block, tokens, AttentionSpec(block.attention, tokens))
     classifier = getattr(network, "classifier", body.layernorm)
     return [*walk, head(classifier, network, walk[-1], body.layernorm)]
 
@@ -55,10 +50,8 @@ def swin(network: Any) -> list[Unit]:
             merging = body.encoder.layers[stage - 1].downsample
             walk.append(pool(name, stage, merging, walk[-1].output, out_of(merging, layout)))
         for index, block in enumerate(layer.blocks):
-            # The dropout's first call is inside the windows of the attention.
-            branches = [out_of(block.drop_path, layout), out_of(block.dropout, layout, within=block, call=1)]
             attention = AttentionSpec(block.attention, layout, partial(_windows, block))
-            walk += _block(f"{name}.blocks.{index}", stage, block, layout, branches, attention)
+            walk += _block(f"{name}.blocks.{index}", stage, block, layout, attention)
     classifier = getattr(network, "classifier", body.layernorm)
     return [*walk, head(classifier, network, walk[-1], body.layernorm)]
 
@@ -69,18 +62,29 @@ def _body(network: Any) -> tuple[Any, str]:
     return body, "" if body is network else f"{network.base_model_prefix}."
 
 
-def _block(
-    name: str, stage: int, block: Any, layout: Layout, branches: list[Site], attention: AttentionSpec
-) -> Iterator[Unit]:
+def _block(name: str, stage: int, block: Any, layout: Layout, attention: AttentionSpec) -> Iterator[Unit]:
+    msa, mlp = _branches(block, layout)
     return residual_block(
         name,
         stage,
         [into(block, layout), into(block.layernorm_after, layout), out_of(block, layout)],
         [
-            Step("msa", block.attention, block.layernorm_before, branches[0], attention),
-            Step("mlp", block.mlp, block.layernorm_after, branches[1]),
+            Step("msa", block.attention, block.layernorm_before, msa, attention),
+            # transformers 4 has no module for the whole MLP: this is its first half.
+            Step("mlp", getattr(block, "mlp", None) or block.intermediate, block.layernorm_after, mlp),
         ],
     )
+
+
+def _branches(block: Any, layout: Layout) -> tuple[Site, Site]:
+    """Where the two branches end; Swin's attention leaves its windows only at the drop_path."""
+    windowed = hasattr(block, "drop_path")
+    if hasattr(block, "mlp"):  # transformers 5: both steps share one dropout, in this order
+        msa, mlp = (out_of(block.dropout, layout, within=block, call=call) for call in range(2))
+    else:  # transformers 4: ViT's `output` has the residual inside, behind its dropout
+        msa = out_of(block.attention.output, layout)
+        mlp = out_of(block.output if windowed else block.output.dropout, layout)
+    return out_of(block.drop_path, layout) if windowed else msa, mlp
 
 
 def _windows(block: Any, grid: Size) -> Windows:
