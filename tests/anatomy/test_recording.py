@@ -12,7 +12,7 @@ import torch
 import torchvision.models as tv
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from tests.anatomy.networks import cut, shaken, tiny_vit
 from tests.anatomy.test_contract import hooks
@@ -164,6 +164,35 @@ def test_attention_that_is_not_one_softmax_is_an_error_and_the_network_works_on(
     assert not hooks(network)
     assert not torch.overrides._get_current_function_mode_stack()
     assert torch.equal(network(IMAGES), before)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_recording_ends_with_any_error(error: type[BaseException]) -> None:
+    network = tiny_vit().eval()
+    unit = Anatomy.of(network).unit("blocks.0.msa")
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with pytest.raises(error), record_attention([unit], fail):
+        network(IMAGES)
+    assert not hooks(network)
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_hook_that_fails_before_recording_starts_leaves_other_modes_alone() -> None:
+    network = tiny_vit().eval()
+    unit = Anatomy.of(network).unit("blocks.0.msa")
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = unit.module.register_forward_pre_hook(fail)
+    with BaseTorchFunctionMode() as outer:
+        with pytest.raises(ZeroDivisionError), record_attention([unit], print):
+            network(IMAGES)
+        assert torch.overrides._get_current_function_mode_stack() == [outer]
+    handle.remove()
 
 
 def test_the_grid_is_that_of_the_images_at_hand() -> None:

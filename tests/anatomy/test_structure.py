@@ -117,6 +117,19 @@ def test_wrappers_are_looked_through(wrap: Any) -> None:
     assert anatomy.network is network
 
 
+def test_a_network_under_ddp_is_read_through_its_wrapper(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Normalised(tiny_vit()))
+        anatomy = Anatomy.of(wrapped)
+        with taps({"x": anatomy.units[2].output}, grad=True) as seen:
+            wrapped(torch.rand(2, 3, 32, 48))
+        assert seen["x"].requires_grad
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_post_norm_network_walked_as_pre_norm_is_an_error_that_names_the_unit() -> None:
     class Misread(timm.models.SwinTransformerV2):
         pass

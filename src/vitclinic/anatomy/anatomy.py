@@ -37,8 +37,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
-        """Examine `network` by one forward pass of `example`, a batch of images (or of noise of a size that
-        fits).
+        """Examine `network` by one forward pass of `example`, a batch of images (by default, of noise).
 
         Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
         rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the

@@ -1,5 +1,4 @@
-"""Contexts in which a network runs as written: without compiled graphs, and with attention that can be
-differentiated twice."""
+"""Contexts in which a network runs uncompiled, and can be differentiated twice."""
 
 from __future__ import annotations
 

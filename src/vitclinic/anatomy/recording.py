@@ -5,8 +5,8 @@ for runs, and three cases:
 
 1. `scaled_dot_product_attention` never shows its map: it is computed from the same arguments,
    softmax(q k^T scale + mask), while the network goes on with the fused result;
-2. `multi_head_attention_forward` (torchvision's ViT) hides the first case: it is called once more with the
-weights asked for;
+2. `multi_head_attention_forward` (torchvision's ViT) hides the first case: it is called once more, and asked
+   for its weights;
 3. any other attention ends in a softmax over its last axis: its result is the map.
 
 Maps are those without dropout in the first two cases and before dropout in the third.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -90,6 +90,7 @@ class _Recorder(TorchFunctionMode):
         self._consumer = consumer
         self._grid: Size | None = None
         self._maps_in_call = 0
+        self._on = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -103,18 +104,23 @@ class _Recorder(TorchFunctionMode):
         try:
             yield
         finally:
+            self._stop()  # an interrupt, unlike an error, skips the module's last hook
             for handle in handles:
                 handle.remove()
 
     def _note_grid(self, value: Any) -> None:
         self._grid = self._grid_at.size_of(value)
 
-    def _start(self, _: nn.Module, __: Any) -> None:
+    def _start(self, *_: Any) -> None:
         self._maps_in_call = 0
+        self._on = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
-    def _stop(self, _: nn.Module, __: Any, ___: Any) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def _stop(self, *_: Any) -> None:
+        # The module's last hook also runs if an earlier hook failed before this mode was on.
+        if self._on:
+            self._on = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -129,7 +135,7 @@ class _Recorder(TorchFunctionMode):
             self._emit(_weights_of_sdpa(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
-        elif func in _SOFTMAX:
+        elif func in _SOFTMAX and kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1):
             self._emit(result.detach())
         return result
 
@@ -178,8 +184,7 @@ def _weights_of_sdpa(
 
 @torch.no_grad()
 def _weights_of_mha(*args: Any, **kwargs: Any) -> Tensor:
-    """The maps per head of `multi_head_attention_forward`, by calling it again; eval mode draws no random
-    numbers."""
+    """The maps per head of `multi_head_attention_forward`, run again without dropout, so no randomness."""
     call = _MHA_SIGNATURE.bind(*args, **kwargs)
     call.arguments |= {"need_weights": True, "average_attn_weights": False, "training": False}
     _, weights = F.multi_head_attention_forward(*call.args, **call.kwargs)

@@ -37,8 +37,7 @@ class Silence:
 
 @dataclass(frozen=True, eq=False)
 class Bypass:
-    """A convolution replaced by the identity or, if it has a stride s, by taking every s-th pixel
-    [park2022]."""
+    """A conv replaced by the identity or, if it has a stride s, by taking every s-th pixel [park2022]."""
 
     conv: nn.Conv2d
 

@@ -1,8 +1,7 @@
 """Where a tensor can be read in a network, and how its features lie on their grid.
 
 A `Site` is one end of one module: what goes into it or what comes out of it. Everything that looks into a
-network (taps, the residual check, the removal of a unit) does so through `watch`, so that hooks are written
-once.
+network (taps, the residual check, the removal of a unit) does so through `watch`.
 
 Shapes: B batch, C channels, H and W the grid, N = prefix tokens + H * W.
 """
@@ -117,8 +116,7 @@ def watch(site: Site, act: Callable[[Any], Tensor | None]) -> list[RemovableHand
 
 
 def onto_grid(layout: Layout, activation: Tensor, size: Size | None) -> Tensor:
-    """`activation` as [B, C, H, W] without prefix tokens; `size` is (H, W), needed for flattened grids
-    only."""
+    """`activation` as [B, C, H, W] without prefix tokens; `size` is (H, W), for flattened grids."""
     if not layout.spatial:
         raise AnatomyError(
             "these features have no grid: they are a class token, or the output of the network."

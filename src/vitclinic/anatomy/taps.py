@@ -50,8 +50,7 @@ def stream(
 
 
 class Activations(Mapping[Key, Tensor]):
-    """What the taps saw last, by key; reading one that the network has since overwritten in place is an
-    error."""
+    """What the taps saw last; reading what the network has since overwritten in place is an error."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, tuple[Tensor, int]] = {}

@@ -16,8 +16,7 @@ from vitclinic.anatomy.sites import Layout, Site, Size
 from vitclinic.anatomy.windows import Windows
 
 Kind = Literal["stem", "position", "msa", "mlp", "token_mlp", "conv", "pool", "head"]
-"""`pool` is the subsampling between stages; `token_mlp` mixes tokens with weights that do not depend on the
-image."""
+"""`pool` is the subsampling between stages; `token_mlp` mixes tokens by fixed weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +41,7 @@ class Removal(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """The module whose one call computes one softmax over the keys, how the keys lie on their grid, and the
-    windows.
+    """The module whose one call computes one softmax over keys, and how the keys lie on their grid.
 
     `windows` gives the windows into which a grid of a size is cut; None means that attention is global.
     """
@@ -79,8 +77,7 @@ class Unit:
 
     @property
     def branch(self) -> Site | None:
-        """Where the unit's own contribution, which is added to the state, can be read; None without a
-        residual."""
+        """Where what the unit adds to the state can be read; None without a residual."""
         return None if self.residual is None else self.residual.branch
 
     def __repr__(self) -> str:

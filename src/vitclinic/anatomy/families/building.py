@@ -26,8 +26,7 @@ def unknown_block(name: str, block: nn.Module) -> AnatomyError:
 
 
 class Step(NamedTuple):
-    """One residual step of a block: state + branch, where `branch` is read behind the last norm, scale and
-    drop."""
+    """One residual step of a block; `branch` is read behind the last norm, scale and drop."""
 
     kind: Kind
     module: nn.Module

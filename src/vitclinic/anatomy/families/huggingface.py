@@ -33,8 +33,7 @@ def vit(network: Any) -> list[Unit]:
 
 
 def swin(network: Any) -> list[Unit]:
-    """Stem, position (if it is absolute), and a pool after each stage but the last; all states are [B, N,
-    C]."""
+    """Stem, position (if it is absolute), pools, and an MSA and an MLP per block; all as [B, N, C]."""
     body, prefix = _body(network)
     embeddings = body.embeddings
     patches = Layout(grid_at=out_of(embeddings.patch_embeddings.projection))

@@ -1,5 +1,4 @@
-"""timm's PiT: stages of ViT blocks on a grid that a depthwise convolution halves, class tokens carried beside
-it."""
+"""timm's PiT: stages of ViT blocks on grids that a depthwise conv halves, class tokens beside them."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from vitclinic.errors import AnatomyError
 
 ENTRY_POINTS = "vitclinic.families"
 WRAPPERS = ("_orig_mod", "module", "backbone")
-"""The attributes under which torch.compile, DDP and a network with its own normalisation keep what they
-wrap."""
+"""Where torch.compile, DDP and a network with its own normalisation keep what they wrap."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ _POSITION_BEFORE = 2
 
 
 def units(network: Any) -> list[Unit]:
-    """Stem; stages, pools and the position embedding in the order of the network's list; class blocks;
-    head."""
+    """Stem; stages, pools and position in the order of the network's list; class blocks; head."""
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed))]
     layout, stage = NHWC, 0
     for index, entry in enumerate(network.network):
