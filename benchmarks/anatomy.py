@@ -95,9 +95,7 @@ def main() -> None:
     share = per_tap * len(anatomy.units) / plain / 1e4
     print(f"plain forward            {plain * 1e3:.1f} ms")
     print(f"taps on {len(anatomy.units)} units / plain  {ratio('tapped', 'fused')}")
-    print(
-        f"one tap, on and off      {per_tap:.1f} us; {len(anatomy.units)} of them {share:.2f}% of a plain forward"
-    )
+    print(f"one tap, on and off      {per_tap:.1f} us, or {share:.2f}% of a plain forward for all of them")
     print(f"recording / unfused      {ratio('recorded', 'unfused')}")
     print(f"recording / plain        {ratio('recorded', 'fused')}")
     print(f"unfused / plain          {ratio('unfused', 'fused')}")

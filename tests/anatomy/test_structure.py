@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -71,6 +72,12 @@ def test_the_documented_example_runs(capsys: pytest.CaptureFixture[str]) -> None
     exec(code, namespace)  # noqa: S102
     assert namespace["features"].shape == (2, 192, 14, 14)
     assert "blocks.11.msa torch.Size([2, 3, 197, 197])" in capsys.readouterr().out
+
+
+def test_no_library_of_networks_is_imported_to_recognise_them() -> None:
+    code = "import sys, vitclinic.anatomy; print({'timm', 'torchvision', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_an_unknown_network_is_described_and_can_be_registered() -> None:

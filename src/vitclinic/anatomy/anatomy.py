@@ -37,7 +37,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
-        """Examine `network` by one forward pass of `example`, a batch of images (by default, of noise).
+        """Examine `network` by a forward pass of the first image of `example`, a batch (by default, of noise).
 
         Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
         rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the
@@ -51,7 +51,7 @@ class Anatomy:
         if example is None:
             generator = torch.Generator().manual_seed(0)
             example = torch.randn(1, *family.input_size(core), generator=generator)
-        return cls(family.name, core, units, checked_grids(core, units, example.to(like)))
+        return cls(family.name, core, units, checked_grids(core, units, example[:1].to(like)))
 
     def __repr__(self) -> str:
         return f"Anatomy({self.family}, {len(self.units)} units)"
