@@ -37,7 +37,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
-        """Examine `network` by a forward pass of the first image of `example`, a batch (by default, of noise).
+        """Examine `network` by a forward pass of the first image of the batch `example` (by default, noise).
 
         Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
         rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the
