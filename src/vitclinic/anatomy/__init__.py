@@ -1,0 +1,45 @@
+"""A network seen as units: where each can be read, how to remove it, and its attention.
+
+>>> anatomy = Anatomy.of(network)
+>>> with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
+...     network(images)
+"""
+
+from vitclinic.anatomy.anatomy import Anatomy
+from vitclinic.anatomy.eager import double_differentiable
+from vitclinic.anatomy.families import Family, known_families, register_family
+from vitclinic.anatomy.recording import AttentionMap, record_attention
+from vitclinic.anatomy.removal import Bypass, Erase, Silence
+from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
+from vitclinic.anatomy.taps import Activations, stream, taps
+from vitclinic.anatomy.units import AttentionSpec, Block, Kind, Residual, Unit
+from vitclinic.anatomy.windows import Windows
+
+__all__ = [
+    "NCHW",
+    "NHWC",
+    "OFF_GRID",
+    "Activations",
+    "Anatomy",
+    "AttentionMap",
+    "AttentionSpec",
+    "Block",
+    "Bypass",
+    "Erase",
+    "Family",
+    "Kind",
+    "Layout",
+    "Residual",
+    "Silence",
+    "Site",
+    "Unit",
+    "Windows",
+    "double_differentiable",
+    "into",
+    "known_families",
+    "out_of",
+    "record_attention",
+    "register_family",
+    "stream",
+    "taps",
+]

@@ -1,0 +1,99 @@
+"""A network as an ordered list of units, checked against a real forward pass."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from vitclinic.anatomy.checking import checked_grids
+from vitclinic.anatomy.families import recognise
+from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid
+from vitclinic.anatomy.units import Block, Kind, Unit
+from vitclinic.errors import AnatomyError, did_you_mean
+
+
+class Anatomy:
+    """The units of a network, in the order of its forward pass.
+
+    >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224"))
+    >>> [unit.name for unit in anatomy.units][:4]
+    ['stem', 'position', 'blocks.0.msa', 'blocks.0.mlp']
+
+    `network` is the network inside all wrappers (torch.compile, DDP, normalisation); names and modules are
+    its own. An anatomy describes the modules it saw: after surgery, make a new one.
+    """
+
+    def __init__(
+        self, family: str, network: nn.Module, units: tuple[Unit, ...], grids: dict[Layout, Size]
+    ) -> None:
+        self.family = family
+        self.network = network
+        self.units = units
+        self._grids = grids
+
+    @classmethod
+    def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
+        """Examine `network` by a forward pass of the first image of the batch `example` (by default, noise).
+
+        Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
+        rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the
+        first unit that fails.
+        """
+        core, family = recognise(network)
+        units = tuple(replace(unit, depth=depth) for depth, unit in enumerate(family.units(core)))
+        like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
+        if like.is_meta:
+            raise AnatomyError("the network is on the meta device and has no weights; load them first.")
+        if example is None:
+            generator = torch.Generator().manual_seed(0)
+            example = torch.randn(1, *family.input_size(core), generator=generator)
+        return cls(family.name, core, units, checked_grids(core, units, example[:1].to(like)))
+
+    def __repr__(self) -> str:
+        return f"Anatomy({self.family}, {len(self.units)} units)"
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of the network, each with its units: for surgery on the attention or the MLP of each."""
+        inside = (unit for unit in self.units if unit.block is not None)
+        groups = ((str(name), tuple(units)) for name, units in groupby(inside, key=lambda unit: unit.block))
+        return tuple(Block(name, units[0].stage, units) for name, units in groups)
+
+    def of_kind(self, *kinds: Kind) -> tuple[Unit, ...]:
+        """The units of these kinds, in order."""
+        return tuple(unit for unit in self.units if unit.kind in kinds)
+
+    def unit(self, name: str) -> Unit:
+        """The unit of that name."""
+        named = {unit.name: unit for unit in self.units}
+        if name not in named:
+            raise AnatomyError(f"{self.family} has no unit '{name}'.{did_you_mean(name, named)}")
+        return named[name]
+
+    def path(self, module: nn.Module) -> str:
+        """The dotted name of one of the network's modules, for `network.set_submodule`."""
+        names: dict[int, str] = {id(candidate): name for name, candidate in self.network.named_modules()}
+        if id(module) not in names:
+            kind = type(module).__name__
+            raise AnatomyError(f"this {kind} is no longer part of the network; make its anatomy anew.")
+        return names[id(module)]
+
+    def grid(self, site: Site, activation: Tensor) -> Tensor:
+        """What a tap read at `site`, as [B, C, H, W] with prefix tokens stripped."""
+        return onto_grid(site.layout, activation, self._grids.get(site.layout))
+
+    def prefix(self, site: Site, activation: Tensor) -> Tensor:
+        """The class, distillation and register tokens of what a tap read at `site`, [B, prefix, C]."""
+        if activation.ndim != 3:
+            raise AnatomyError(f"an activation of shape {tuple(activation.shape)} holds no prefix tokens.")
+        return activation[:, : site.layout.prefix]
+
+    def removed(self, unit: Unit) -> AbstractContextManager[None]:
+        """The network without `unit` until the context ends; `unit.removal.how` says what that means."""
+        if unit.removal is None:
+            raise AnatomyError(f"{unit.name} cannot be removed: what follows needs the shape that it makes.")
+        return unit.removal.applied()

@@ -1,0 +1,29 @@
+"""Contexts in which a network runs uncompiled, and can be differentiated twice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def eager() -> AbstractContextManager[None]:
+    """Run compiled modules as plain Python: a graph compiled earlier does not see hooks added later."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second or two
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+@contextmanager
+def double_differentiable() -> Iterator[None]:
+    """Attention that has a second derivative, in eager mode.
+
+    Fused attention has neither a double backward nor forward-mode derivatives, on any device, so the plain
+    mathematical kernel must be the only one allowed; whatever timm decided when the network was built, this
+    holds for each call inside the context. Compiled networks run uncompiled.
+    """
+    with sdpa_kernel(SDPBackend.MATH), eager():
+        yield

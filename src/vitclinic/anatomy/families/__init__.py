@@ -1,0 +1,21 @@
+"""Families of networks: the only code that knows the insides of timm, torchvision and Hugging Face."""
+
+from vitclinic.anatomy.families.convnext import CONVNEXT
+from vitclinic.anatomy.families.huggingface import HUGGINGFACE
+from vitclinic.anatomy.families.mixer import MIXER
+from vitclinic.anatomy.families.pit import PIT
+from vitclinic.anatomy.families.registry import Family, known_families, recognise, register_family
+from vitclinic.anatomy.families.resnet import RESNET, TORCHVISION_RESNET
+from vitclinic.anatomy.families.swin import SWIN, SWIN_V2
+from vitclinic.anatomy.families.torchvision import TORCHVISION
+from vitclinic.anatomy.families.vit import VIT
+from vitclinic.anatomy.families.volo import VOLO
+
+for _family in (
+    *(VIT, PIT, SWIN, SWIN_V2, MIXER, RESNET, CONVNEXT, VOLO),
+    *(TORCHVISION_RESNET, *TORCHVISION),
+    *HUGGINGFACE,
+):
+    register_family(_family)
+
+__all__ = ["Family", "known_families", "recognise", "register_family"]

@@ -1,0 +1,121 @@
+"""What families share: the walks over a residual block and over the ends of a network.
+
+A family describes where its states can be read; the functions here make units of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from vitclinic.anatomy.removal import Erase, Silence
+from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, into, out_of
+from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
+from vitclinic.errors import AnatomyError
+
+
+def unknown_block(name: str, block: nn.Module) -> AnatomyError:
+    """The error for a block that a family does not know how to take apart."""
+    return AnatomyError(
+        f"{name} is a {type(block).__name__}, for which no units with a state between them are known; "
+        "register a family that says what its units are (docs/anatomy.md)."
+    )
+
+
+class Step(NamedTuple):
+    """One residual step of a block; `branch` is read behind the last norm, scale and drop."""
+
+    kind: Kind
+    module: nn.Module
+    norm: nn.Module | None
+    branch: Site
+    attention: AttentionSpec | None = None
+
+
+def residual_block(name: str, stage: int, states: list[Site], steps: list[Step]) -> Iterator[Unit]:
+    """The units of a block whose residual steps lead from one of `states` to the next, named `name`.kind."""
+    for step, (before, after) in zip(steps, pairwise(states), strict=True):
+        yield Unit(
+            name=f"{name}.{step.kind}",
+            kind=step.kind,
+            stage=stage,
+            module=step.module,
+            norm=step.norm,
+            block=name,
+            input=before,
+            output=after,
+            residual=Residual(before, step.branch, after),
+            removal=Silence(step.branch),
+            attention=step.attention,
+        )
+
+
+def transformer_block(
+    name: str,
+    stage: int,
+    block: Any,
+    layout: Layout,
+    *,
+    attention: AttentionSpec | None = None,
+    post_norm: bool = False,
+) -> Iterator[Unit]:
+    """A block with timm's names: norm1, attn, drop_path1, norm2, mlp, drop_path2.
+
+    Pre-norm: x + attn(norm1(x)), so the state between the steps enters norm2. Post-norm: x + norm1(attn(x)),
+    so it enters the MLP, and the input of norm2 is another quantity.
+    """
+    between = block.mlp if post_norm else block.norm2
+    return residual_block(
+        name,
+        stage,
+        [into(block, layout), into(between, layout), out_of(block, layout)],
+        [
+            Step("msa", block.attn, block.norm1, out_of(block.drop_path1, layout), attention),
+            Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, layout)),
+        ],
+    )
+
+
+def image_channels(network: nn.Module) -> int:
+    """The number of channels of the images that a network takes: those of its first convolution."""
+    return next(module.in_channels for module in network.modules() if isinstance(module, nn.Conv2d))
+
+
+def stem(module: nn.Module, network: nn.Module, output: Site) -> Unit:
+    """The unit that turns the image into features."""
+    return Unit("stem", "stem", 0, module, into(network), output)
+
+
+def position(parameter: nn.Parameter, module: nn.Module, before: Site, after: Site, stage: int = 0) -> Unit:
+    """The addition of a position embedding between two sites; removing it means an embedding of zero."""
+    return Unit("position", "position", stage, module, before, after, removal=Erase(parameter))
+
+
+def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) -> Unit:
+    """The subsampling that leads into `stage`."""
+    return Unit(f"{name}.pool", "pool", stage, module, before, after)
+
+
+def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
+    """From the last state, through the final norm, to the network's output."""
+    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), norm)
+
+
+def conv_unit(
+    name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None
+) -> Unit:
+    """A convolutional block on [B, C, H, W] with one addition; by default removing it silences its branch."""
+    return Unit(
+        name=f"{name}.conv",
+        kind="conv",
+        stage=stage,
+        module=block,
+        block=name,
+        input=into(block),
+        output=out_of(block),
+        residual=residual,
+        removal=removal or Silence(residual.branch),
+    )

@@ -1,0 +1,74 @@
+"""ResNet and ResNeXt, timm's and torchvision's: one conv unit per block.
+
+A post-activation block computes relu(skip + branch): the residual is checked before that activation and the
+unit's output read after it. Both libraries add in place, so branch and sum are overwritten by the network
+itself. Removing a bottleneck replaces its 3 x 3 conv by the identity, or by subsampling if it has a stride
+[park2022]; a basic block, where no conv can be left out alone in general, has its branch set to zero.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from vitclinic.anatomy.families.building import conv_unit, head, image_channels, stem, unknown_block
+from vitclinic.anatomy.families.registry import Family
+from vitclinic.anatomy.removal import Bypass
+from vitclinic.anatomy.sites import Site, into, out_of
+from vitclinic.anatomy.units import Residual, Unit
+
+_CONVS = {"BasicBlock": 2, "Bottleneck": 3}
+
+
+def units(network: Any, *, shared_activation: bool) -> list[Unit]:
+    """Stem (with its max-pooling), then a conv unit per block; stages subsample in their first block."""
+    walk = [stem(network.conv1, network, out_of(network.maxpool))]
+    for stage in range(4):
+        for index, block in enumerate(getattr(network, f"layer{stage + 1}")):
+            name = f"layer{stage + 1}.{index}"
+            if type(block).__name__ not in _CONVS:
+                raise unknown_block(name, block)
+            residual = Residual(_skip(block), _branch(block), _total(block, shared_activation))
+            walk.append(conv_unit(name, stage, block, residual, _removal(block)))
+    return [*walk, head(network.fc, network, walk[-1])]
+
+
+def _skip(block: Any) -> Site:
+    return into(block) if block.downsample is None else out_of(block.downsample)
+
+
+def _branch(block: Any) -> Site:
+    norm = getattr(block, f"bn{_CONVS[type(block).__name__]}")
+    later = [getattr(block, name, None) for name in ("drop_path", "se")]
+    return out_of(next((module for module in later if module is not None), norm), overwritten=True)
+
+
+def _total(block: Any, shared_activation: bool) -> Site:
+    convs = _CONVS[type(block).__name__]
+    if shared_activation:  # torchvision: the last call of the block's one ReLU follows the addition
+        return into(block.relu, within=block, call=convs - 1, overwritten=True)
+    return into(getattr(block, f"act{convs}"), overwritten=True)
+
+
+def _removal(block: Any) -> Bypass | None:
+    conv: nn.Conv2d = block.conv2
+    bypassable = type(block).__name__ == "Bottleneck" and conv.in_channels == conv.out_channels
+    return Bypass(conv) if bypassable else None
+
+
+def input_size(network: Any) -> tuple[int, int, int]:
+    """Any size will do."""
+    return (image_channels(network), 64, 64)
+
+
+RESNET = Family(
+    "timm ResNet", ("timm.models.resnet.ResNet",), partial(units, shared_activation=False), input_size
+)
+TORCHVISION_RESNET = Family(
+    "torchvision ResNet",
+    ("torchvision.models.resnet.ResNet",),
+    partial(units, shared_activation=True),
+    input_size,
+)

@@ -1,0 +1,126 @@
+"""torchvision's ViT, Swin (V1 and V2) and ConvNeXt. Its ResNet shares the walk of timm's (`resnet.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from vitclinic.anatomy.families.building import (
+    Step,
+    conv_unit,
+    head,
+    image_channels,
+    pool,
+    position,
+    residual_block,
+    stem,
+)
+from vitclinic.anatomy.families.registry import Family
+from vitclinic.anatomy.sites import NHWC, Layout, Size, into, out_of
+from vitclinic.anatomy.units import AttentionSpec, Residual, Unit
+from vitclinic.anatomy.windows import Windows
+
+
+def vit(network: Any) -> list[Unit]:
+    """Stem, position, and an MSA and an MLP per block."""
+    encoder = network.encoder
+    tokens = Layout(prefix=1, grid_at=out_of(network.conv_proj))
+    walk = [stem(network.conv_proj, network, out_of(network.conv_proj))]
+    after = out_of(encoder.dropout, tokens)
+    walk.append(position(encoder.pos_embedding, encoder.dropout, walk[-1].output, after))
+    for index, block in enumerate(encoder.layers):
+        walk += residual_block(
+            f"encoder.layers.encoder_layer_{index}",
+            0,
+            [into(block, tokens), into(block.ln_2, tokens), out_of(block, tokens)],
+            [
+                Step(
+                    "msa",
+                    block.self_attention,
+                    block.ln_1,
+                    out_of(block.dropout, tokens),
+                    AttentionSpec(block.self_attention, tokens),
+                ),
+                Step("mlp", block.mlp, block.ln_2, out_of(block.mlp, tokens)),
+            ],
+        )
+    return [*walk, head(network.heads, network, walk[-1], encoder.ln)]
+
+
+def swin(network: Any) -> list[Unit]:
+    """Stem, then stages and pools in turn, with an MSA and an MLP per block."""
+    walk = [stem(network.features[0], network, out_of(network.features[0], NHWC))]
+    for index, entry in enumerate(network.features[1:], start=1):
+        stage, name = index // 2, f"features.{index}"
+        if index % 2 == 0:
+            walk.append(pool(name, stage, entry, walk[-1].output, out_of(entry, NHWC)))
+            continue
+        layout = Layout(channels_last=True, grid_at=into(entry, NHWC))
+        for place, block in enumerate(entry):
+            walk += _swin_block(f"{name}.{place}", stage, block, layout)
+    return [*walk, head(network.head, network, walk[-1], network.norm)]
+
+
+def _swin_block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
+    post_norm = type(block).__name__ == "SwinTransformerBlockV2"
+    between = into(block.mlp if post_norm else block.norm2, layout)
+    # Both steps share one stochastic depth, in this order.
+    branches = [out_of(block.stochastic_depth, layout, within=block, call=call) for call in range(2)]
+    attention = AttentionSpec(block.attn, layout, partial(_windows, block.attn))
+    return residual_block(
+        name,
+        stage,
+        [into(block, layout), between, out_of(block, layout)],
+        [
+            Step("msa", block.attn, block.norm1, branches[0], attention),
+            Step("mlp", block.mlp, block.norm2, branches[1]),
+        ],
+    )
+
+
+def _windows(attention: Any, grid: Size) -> Windows:
+    """torchvision decides at each call that an axis with a single window is not shifted."""
+    height, width = (
+        0 if window >= length else shift
+        for window, length, shift in zip(attention.window_size, grid, attention.shift_size, strict=True)
+    )
+    return Windows(tuple(attention.window_size), (height, width), pad_first=True)
+
+
+def convnext(network: Any) -> list[Unit]:
+    """Stem, then stages and pools in turn, with a conv unit per block."""
+    walk = [stem(network.features[0], network, out_of(network.features[0]))]
+    for index, entry in enumerate(network.features[1:], start=1):
+        stage, name = index // 2, f"features.{index}"
+        if index % 2 == 0:
+            walk.append(pool(name, stage, entry, walk[-1].output, out_of(entry)))
+            continue
+        for place, block in enumerate(entry):
+            # The block's input is added to the branch in place.
+            branch = out_of(block.stochastic_depth, overwritten=True)
+            residual = Residual(into(block), branch, out_of(block))
+            walk.append(conv_unit(f"{name}.{place}", stage, block, residual))
+    return [*walk, head(network.classifier, network, walk[-1])]
+
+
+def _vit_input_size(network: Any) -> tuple[int, int, int]:
+    return (image_channels(network), network.image_size, network.image_size)
+
+
+def _any_input_size(network: Any) -> tuple[int, int, int]:
+    return (image_channels(network), 64, 64)
+
+
+TORCHVISION = (
+    Family(
+        "torchvision ViT",
+        ("torchvision.models.vision_transformer.VisionTransformer",),
+        vit,
+        _vit_input_size,
+    ),
+    Family(
+        "torchvision Swin", ("torchvision.models.swin_transformer.SwinTransformer",), swin, _any_input_size
+    ),
+    Family("torchvision ConvNeXt", ("torchvision.models.convnext.ConvNeXt",), convnext, _any_input_size),
+)

@@ -1,0 +1,192 @@
+"""Recording attention maps of any library's attention, one layer at a time, keeping none of them.
+
+One mechanism, a torch function mode that is switched on while the attention module of a unit that was asked
+for runs, and three cases:
+
+1. `scaled_dot_product_attention` never shows its map: it is computed from the same arguments,
+   softmax(q k^T scale + mask), while the network goes on with the fused result;
+2. `multi_head_attention_forward` (torchvision's ViT) hides the first case: it is called once more, and asked
+   for its weights;
+3. any other attention ends in a softmax over its last axis: its result is the map.
+
+Maps are those without dropout in the first two cases and before dropout in the third.
+Shapes: B batch (times windows), H heads, Q queries, K keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vitclinic.anatomy.eager import eager
+from vitclinic.anatomy.sites import Size, watch
+from vitclinic.anatomy.units import AttentionSpec, Unit
+from vitclinic.anatomy.windows import Windows
+from vitclinic.errors import AnatomyError
+
+_MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMap:
+    """The attention of one unit for one batch: `weights` [B * windows, H, Q, K], each row summing to 1.
+
+    The first `prefix` keys (and queries, unless the only query is the class token) are off the grid.
+    """
+
+    unit: Unit
+    weights: Tensor
+    prefix: int
+    grid: Size
+    windows: Windows | None
+
+    def positions(self) -> Tensor:
+        """(row, column) on the grid of each spatial key, [windows, keys - prefix, 2]; (-1, -1) is padding."""
+        return (self.windows or Windows(self.grid)).positions(self.grid)
+
+
+Consumer = Callable[[AttentionMap], None]
+
+
+@contextmanager
+def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None]:
+    """Call `consumer` with the attention map of each of `units` at every forward pass inside the context.
+
+    The network's outputs stay what they are (torchvision's ViT under no_grad leaves PyTorch's fast path,
+    which changes the last bits). A unit without a map, or whose attention was never seen, is an error.
+    """
+    recorders = [_Recorder(unit, consumer) for unit in units]
+    with ExitStack() as stack, eager():
+        for recorder in recorders:
+            stack.enter_context(recorder.attached())
+        yield
+    if unseen := [recorder.unit.name for recorder in recorders if not recorder.seen]:
+        raise AnatomyError(
+            f"no attention was seen in {', '.join(unseen)}: call the network inside the context; if it was "
+            "called, its attention uses no softmax that vitclinic knows."
+        )
+
+
+class _Recorder(TorchFunctionMode):
+    """The function mode of one unit, on only while its attention module runs: other units cost nothing."""
+
+    def __init__(self, unit: Unit, consumer: Consumer) -> None:
+        super().__init__()
+        if unit.attention is None or unit.attention.keys.grid_at is None:
+            raise AnatomyError(f"attention maps do not apply to {unit.name}: it has no softmax over tokens.")
+        self.unit = unit
+        self.seen = False
+        self._spec: AttentionSpec = unit.attention
+        self._grid_at = unit.attention.keys.grid_at
+        self._consumer = consumer
+        self._grid: Size | None = None
+        self._maps_in_call = 0
+        self._on = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks that learn the grid of each forward pass and turn the mode on and off around the module."""
+        module = self._spec.module
+        handles = [
+            *watch(self._grid_at, self._note_grid),
+            module.register_forward_pre_hook(self._start),
+            module.register_forward_hook(self._stop, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            self._stop()  # an interrupt, unlike an error, skips the module's last hook
+            for handle in handles:
+                handle.remove()
+
+    def _note_grid(self, value: Any) -> None:
+        self._grid = self._grid_at.size_of(value)
+
+    def _start(self, *_: Any) -> None:
+        self._maps_in_call = 0
+        self._on = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self, *_: Any) -> None:
+        # The module's last hook also runs if an earlier hook failed before this mode was on.
+        if self._on:
+            self._on = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            self._emit(_weights_of_sdpa(*args, **kwargs))
+        elif func is F.multi_head_attention_forward:
+            self._emit(_weights_of_mha(*args, **kwargs))
+        elif func in _SOFTMAX and kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1):
+            self._emit(result.detach())
+        return result
+
+    def _emit(self, weights: Tensor) -> None:
+        if self._grid is None:
+            raise AnatomyError(
+                f"{self.unit.name} ran before its grid was seen: its family does not fit the network."
+            )
+        self._maps_in_call += 1
+        if self._maps_in_call > 1 or weights.ndim != 4:
+            raise AnatomyError(
+                f"the attention of {self.unit.name} is not one softmax of shape [B, heads, queries, keys], "
+                "so that it has no map; leave the unit out."
+            )
+        self.seen = True
+        windows = None if self._spec.windows is None else self._spec.windows(self._grid)
+        self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows))
+
+
+@torch.no_grad()
+def _weights_of_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The map that `scaled_dot_product_attention` applies to `value`, without dropout."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    else:
+        scores = scores + attn_mask
+    # A query that may see no key attends to nothing, as in PyTorch's own kernels.
+    return scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+
+
+@torch.no_grad()
+def _weights_of_mha(*args: Any, **kwargs: Any) -> Tensor:
+    """The maps per head of `multi_head_attention_forward`, run again without dropout, so no randomness."""
+    call = _MHA_SIGNATURE.bind(*args, **kwargs)
+    call.arguments |= {"need_weights": True, "average_attn_weights": False, "training": False}
+    _, weights = F.multi_head_attention_forward(*call.args, **call.kwargs)
+    assert weights is not None  # they were asked for
+    return weights

@@ -1,0 +1,237 @@
+"""Recognising networks: wrappers, registered families, errors, and surgery by blocks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from tests.anatomy.networks import Normalised, cut, shaken, tiny_vit
+from vitclinic.anatomy import Anatomy, Family, register_family, taps
+from vitclinic.anatomy.families import registry, swin
+from vitclinic.errors import AnatomyError
+
+DOCS = Path(__file__).parents[2] / "docs" / "anatomy.md"
+
+
+@pytest.fixture(autouse=True)
+def _families_as_they_were() -> Iterator[None]:
+    before = list(registry._families)
+    yield
+    registry._families[:] = before
+
+
+class ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x)
+
+
+class MyNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 4, stride=4)
+        self.blocks = nn.Sequential(ConvBlock(), ConvBlock())
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+MyNet.__module__, MyNet.__qualname__ = "mypackage.nets", "MyNet"
+
+
+def documented_family() -> Family:
+    """The family that docs/anatomy.md registers."""
+    code = next(
+        code for code in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "FAMILY =" in code
+    )
+    assert len([line for line in code.splitlines() if line.strip()]) <= 14
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)  # noqa: S102
+    return namespace["FAMILY"]
+
+
+def test_the_documented_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)[0]
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)  # noqa: S102
+    assert namespace["features"].shape == (2, 192, 14, 14)
+    assert "blocks.11.msa torch.Size([2, 3, 197, 197])" in capsys.readouterr().out
+
+
+def test_no_library_of_networks_is_imported_to_recognise_them() -> None:
+    code = "import sys, vitclinic.anatomy; print({'timm', 'torchvision', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_an_unknown_network_is_described_and_can_be_registered() -> None:
+    with pytest.raises(AnatomyError) as caught:
+        Anatomy.of(MyNet())
+    for part in (
+        "mypackage.nets.MyNet",
+        "stem (Conv2d)",
+        "blocks (2 x ConvBlock)",
+        "docs/anatomy.md",
+        "timm ViT",
+    ):
+        assert part in str(caught.value)
+    register_family(documented_family())
+    anatomy = Anatomy.of(Normalised(MyNet()))
+    assert [unit.name for unit in anatomy.units] == ["stem", "blocks.0.conv", "blocks.1.conv", "head"]
+
+
+def test_a_family_can_come_from_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("mypackage_family")
+    module.FAMILY = documented_family()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mypackage_family", module)
+    point = EntryPoint("my-nets", "mypackage_family:FAMILY", registry.ENTRY_POINTS)
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group: [point] if group == "vitclinic.families" else []
+    )
+    registry._load_entry_points.cache_clear()
+    assert Anatomy.of(MyNet()).family == "my nets"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Normalised,
+        nn.DataParallel,
+        partial(torch.compile, backend="eager"),
+        lambda network: nn.DataParallel(torch.compile(Normalised(network), backend="eager")),
+    ],
+    ids=["normalised", "data parallel", "compiled", "all of them"],
+)
+def test_wrappers_are_looked_through(wrap: Any) -> None:
+    network = tiny_vit()
+    anatomy = Anatomy.of(wrap(network))
+    assert anatomy.network is network
+
+
+def test_a_network_under_ddp_is_read_through_its_wrapper(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Normalised(tiny_vit()))
+        anatomy = Anatomy.of(wrapped)
+        with taps({"x": anatomy.units[2].output}, grad=True) as seen:
+            wrapped(torch.rand(2, 3, 32, 48))
+        assert seen["x"].requires_grad
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_post_norm_network_walked_as_pre_norm_is_an_error_that_names_the_unit() -> None:
+    class Misread(timm.models.SwinTransformerV2):
+        pass
+
+    network = Misread(
+        img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2), num_classes=5
+    )
+    name = f"{Misread.__module__}.{Misread.__qualname__}"
+    register_family(Family("wrong", (name,), partial(swin.units, post_norm=False), swin.input_size))
+    with pytest.raises(
+        AnatomyError, match=r"in layers\.0\.blocks\.0\.msa the state after is not the state before"
+    ):
+        Anatomy.of(network)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_networks_of_other_precisions_can_be_examined(dtype: torch.dtype) -> None:
+    assert Anatomy.of(shaken(tiny_vit()).to(dtype)).units
+
+
+def test_blocks_give_surgery_its_attention_and_mlp() -> None:
+    network = shaken(tiny_vit()).eval()
+    anatomy = Anatomy.of(network)
+    assert [block.name for block in anatomy.blocks] == ["blocks.0", "blocks.1"]
+    for block in anatomy.blocks:
+        msa, mlp = block.unit("msa"), block.unit("mlp")
+        assert (anatomy.path(msa.module), anatomy.path(msa.norm)) == (
+            f"{block.name}.attn",
+            f"{block.name}.norm1",
+        )
+        assert block.unit("conv") is None
+        anatomy.network.set_submodule(anatomy.path(mlp.module), nn.Sequential(mlp.module, nn.Dropout(0.1)))
+    treated = Anatomy.of(network)
+    assert isinstance(treated.unit("blocks.1.mlp").module, nn.Sequential)
+    with pytest.raises(AnatomyError, match="anew"):
+        anatomy.path(nn.Identity())
+    with pytest.raises(AnatomyError, match=r"no unit 'blocks\.1\.mpl'\. Did you mean 'blocks\.1\.mlp'"):
+        treated.unit("blocks.1.mpl")
+
+
+def test_another_image_size_needs_another_example() -> None:
+    network = tiny_vit(dynamic_img_size=True).eval()
+    images = torch.randn(1, 3, 64, 24)
+    anatomy = Anatomy.of(network)
+    site = anatomy.unit("blocks.0.msa").output
+    with taps({"x": site}) as seen:
+        network(images)
+    # 24 tokens either way, so the size must be the one that was examined.
+    assert anatomy.grid(site, seen["x"]).shape[-2:] == (4, 6)
+    anatomy = Anatomy.of(network, example=images)
+    assert anatomy.grid(anatomy.unit("blocks.0.msa").output, seen["x"]).shape[-2:] == (8, 3)
+    larger = torch.randn(1, 1 + 99, 24)
+    with pytest.raises(AnatomyError, match="99 spatial tokens do not fit"):
+        anatomy.grid(site, larger)
+
+
+def test_what_has_no_grid_or_cannot_be_removed_says_so() -> None:
+    anatomy = Anatomy.of(tiny_vit())
+    head, stem = anatomy.unit("head"), anatomy.unit("stem")
+    with pytest.raises(AnatomyError, match="no grid"):
+        anatomy.grid(head.output, torch.zeros(2, 5))
+    with pytest.raises(AnatomyError, match="stem cannot be removed"):
+        anatomy.removed(stem)
+    with pytest.raises(AnatomyError, match="no prefix tokens"):
+        anatomy.prefix(stem.output, torch.zeros(2, 4, 4, 3))
+
+
+def test_a_bottleneck_is_removed_by_bypassing_its_conv() -> None:
+    network = shaken(cut("resnet", "resnet50")).eval()
+    anatomy = Anatomy.of(network)
+    ways = [unit.removal.how for unit in anatomy.of_kind("conv")]
+    assert ways == ["conv replaced by the identity"] * 2 + ["conv replaced by subsampling"] * 3
+    for unit in anatomy.of_kind("conv"):
+        caught: list[tuple[Tensor, Tensor]] = []
+        with anatomy.removed(unit):
+            conv = unit.module.conv2
+            handle = conv.register_forward_hook(lambda _, args, out, seen=caught: seen.append((args[0], out)))
+            network(torch.randn(1, 3, 64, 64))
+            handle.remove()
+        before, after = caught[0]
+        step = conv.stride[0]
+        assert torch.equal(after, before[..., ::step, ::step])
+    basic = Anatomy.of(cut("resnet", "resnet18"))
+    assert {unit.removal.how for unit in basic.of_kind("conv")} == {"branch set to zero"}
+
+
+def test_removal_is_undone_on_exceptions() -> None:
+    network = shaken(tiny_vit()).eval()
+    anatomy = Anatomy.of(network)
+    images = torch.randn(1, 3, 32, 48)
+    whole = network(images)
+    pointer = network.pos_embed.data_ptr()
+    for unit in anatomy.units:
+        if unit.removal:
+            with pytest.raises(ZeroDivisionError), anatomy.removed(unit):
+                raise ZeroDivisionError
+            assert torch.equal(network(images), whole)
+    assert network.pos_embed.data_ptr() == pointer
