@@ -63,7 +63,7 @@ def test_lists_are_plain_when_piped_and_json_when_asked():
 
 @pytest.fixture
 def recipe(tmp_path):
-    from training.conftest import TINY
+    from tests.training.conftest import TINY
 
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump({**TINY, "out": str(tmp_path / "run")}))

@@ -19,6 +19,7 @@ from vitclinic.errors import AnatomyError, did_you_mean
 class Anatomy:
     """The units of a network, in the order of its forward pass.
 
+    >>> import timm
     >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224"))
     >>> [unit.name for unit in anatomy.units][:4]
     ['stem', 'position', 'blocks.0.msa', 'blocks.0.mlp']

@@ -78,9 +78,9 @@ class Activations(Mapping[Key, Tensor]):
 def taps(sites: Mapping[Key, Site], *, grad: bool = False) -> Iterator[Activations[Key]]:
     """Keep the last activation at each of `sites`, as `stream` would hand it out.
 
-    >>> with taps({"last": anatomy.units[-2].output}, grad=True) as seen:
-    ...     logits = network(images)
-    >>> seen["last"].shape
+        with taps({"last": anatomy.units[-2].output}, grad=True) as seen:
+            logits = network(images)
+        seen["last"].shape
     """
     seen: Activations[Key] = Activations()
 
