@@ -156,9 +156,8 @@ def main() -> None:
         shown = ratio(name, reference) if reference else ""
         print(f"{name:26s}{statistics.median(rates[name]):9.0f}   {shown:26s}{wanted or ''}")
     for level, workers in [("light", "1 worker"), ("deit", "1 worker"), ("deit", "in process")]:
-        print(
-            f"vitclinic {level} / timm {level}, {workers}: {ratio(f'vitclinic {level}', f'timm {level}, {workers}')}, wanted 0.97"
-        )
+        peer = f"timm {level}, {workers}"
+        print(f"vitclinic {level} / {peer}: {ratio(f'vitclinic {level}', peer)}, wanted 0.97")
 
 
 if __name__ == "__main__":
