@@ -71,7 +71,7 @@ def our_turn(source: str, augment: str) -> Turn:
         {"model": MODEL, "data": {"source": source, "augment": augment}, "batch_size": BATCH, "steps": 10**6}
     )
     trainer = Trainer(recipe, open_data(recipe.data), 10**6, World(), torch.device("cpu"))
-    return lambda steps: timed(steps, lambda: trainer.advance())
+    return lambda steps: timed(steps, trainer.advance)
 
 
 class InMemory(torch.utils.data.Dataset[tuple[Tensor, int]]):

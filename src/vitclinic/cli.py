@@ -198,7 +198,7 @@ def main() -> None:
         app()
     except VitclinicError as error:
         if os.environ.get("RANK", "0") == "0":
-            typer.secho(f"error: {error}", fg="red", err=True)
+            typer.secho(f"error: {error}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
         sys.exit(error.exit_code)
 
 

@@ -102,14 +102,42 @@ def test_one_image(tmp_path, picture):
     assert {split: len(images) for split, images in data.splits.items()} == {"train": 1, "val": 0, "test": 0}
 
 
-def test_streamed_sets_name_and_skip_unreadable_images(photo_folder, monkeypatch, caplog):
+def test_streamed_sets_name_and_skip_unreadable_images(photo_folder, monkeypatch):
     monkeypatch.setattr(dataset_module, "SMALL_SET_BYTES", 0)
     (photo_folder / "cat" / "0.png").write_bytes(b"broken")
-    rows = np.arange(32)
+    plain = open_data(str(photo_folder), size=32)
+    holder = next(split for split in plain.splits.values() if 0 in split.rows)
     with pytest.raises(DataError, match=r"0\.png: not a readable image"):
-        open_data(str(photo_folder), size=32).train.read(rows)
+        list(holder.read(np.arange(len(holder))))
     data = open_data(DataConfig(source=str(photo_folder), on_error="skip"), size=32)
-    split = next(s for s in data.splits.values() if 0 in s.rows)
-    read = split.read(np.flatnonzero(split.rows == 0))
-    assert np.array_equal(read[0], split.images.read(np.array([1]))[0])  # the next of its class stands in
-    assert "0.png" in caplog.text
+    assert len(data.skipped) == 1
+    assert "0.png" in data.skipped[0]
+    assert sum(len(list(split.read(np.arange(len(split))))) for split in data.splits.values()) == 39
+    cached = _cached(photo_folder, monkeypatch)
+    for name, split in data.splits.items():
+        assert np.array_equal(split.rows, cached.splits[name].rows)
+        assert np.array_equal(split.labels, cached.splits[name].labels)
+        assert np.array_equal(
+            np.stack(list(split.read(np.arange(len(split))))), cached.splits[name].read(np.arange(len(split)))
+        )
+
+
+def _cached(folder, monkeypatch):
+    monkeypatch.setattr(dataset_module, "SMALL_SET_BYTES", 2**30)
+    return open_data(DataConfig(source=str(folder), on_error="skip"), size=32)
+
+
+def test_streamed_sets_notice_that_a_file_has_changed(photo_folder, picture, monkeypatch):
+    monkeypatch.setattr(dataset_module, "SMALL_SET_BYTES", 0)
+    before = open_data(str(photo_folder)).digest
+    picture(5, (90, 90)).save(photo_folder / "cat" / "0.png")
+    assert open_data(str(photo_folder)).digest != before
+
+
+def test_links_in_a_circle_and_links_to_nowhere(photo_folder):
+    (photo_folder / "cat" / "again").symlink_to(photo_folder / "cat")
+    assert sum(len(s) for s in open_data(str(photo_folder)).splits.values()) == 40
+    (photo_folder / "cat" / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(DataError, match=r"gone\.png: not a readable image"):
+        open_data(str(photo_folder))
+    assert len(open_data(DataConfig(source=str(photo_folder), on_error="skip")).skipped) == 1

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 
@@ -49,10 +51,17 @@ def test_an_interrupted_build_leaves_nothing(empty_cache, photo_folder):
 def test_the_least_recently_used_entries_go_when_it_is_full(empty_cache, monkeypatch):
     open_data("digits", size=8)
     open_data("digits", size=16)
-    assert len(entries(empty_cache)) == 2
-    monkeypatch.setenv("VITCLINIC_CACHE_SIZE", "2M")
+    old = entries(empty_cache)
+    assert len(old) == 2
+    for entry in old:
+        os.utime(entry, (0, 0))
+    (empty_cache / "images" / ".building-killed").mkdir()
+    os.utime(empty_cache / "images" / ".building-killed", (0, 0))
+    monkeypatch.setenv("VITCLINIC_CACHE_SIZE", "1M")
     open_data("digits", size=32)
-    assert len(entries(empty_cache)) == 1
+    left = list((empty_cache / "images").iterdir())
+    assert len(left) == 1  # what was just made stays, however large
+    assert left[0] not in old
 
 
 def test_a_size_that_is_none(monkeypatch):

@@ -12,8 +12,12 @@ def test_sixteen_bits_scale_to_eight():
     assert pixels(Image.fromarray(values), 3)[0, 2].tolist() == [255, 255, 255]
 
 
-def test_sixteen_bit_files_with_eight_bit_values_stay_as_they_are():
-    values = np.array([[0, 7, 255]], dtype=np.uint16)
+def test_a_dark_sixteen_bit_image_stays_dark():
+    assert pixels(Image.fromarray(np.array([[0, 255]], dtype=np.uint16)), 1)[:, :, 0].tolist() == [[0, 1]]
+
+
+def test_thirty_two_bit_images_with_eight_bit_values_stay_as_they_are():
+    values = np.array([[0, 7, 255]], dtype=np.int32)
     assert pixels(Image.fromarray(values), 1)[:, :, 0].tolist() == [[0, 7, 255]]
 
 

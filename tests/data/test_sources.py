@@ -32,8 +32,19 @@ def test_folder_of_classes(photo_folder):
     data = open_data(str(photo_folder))
     assert data.classes == ("cat", "dog")
     assert {split: len(images) for split, images in data.splits.items()} == {"train": 32, "val": 4, "test": 4}
-    assert data.size == (224, 224)
+    assert data.size == (32, 32)  # sizes vary about 24: the smallest size that varied images are brought to
     assert data.channels == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "side"),
+    [([(40, 40)], 40), ([(300, 260)], 224), ([(100, 90), (120, 95)], 80), ([(900, 500), (500, 700)], 224)],
+)
+def test_the_size_comes_from_the_images(tmp_path, picture, sizes, side):
+    (tmp_path / "a").mkdir()
+    for number, size in enumerate(sizes):
+        picture(number, size).save(tmp_path / "a" / f"{number}.png")
+    assert open_data(str(tmp_path)).size == (side, side)
 
 
 def test_folder_with_splits(tmp_path, picture):

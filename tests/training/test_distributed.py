@@ -68,6 +68,25 @@ def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, toleranc
             assert row["count"] == 13
 
 
+def test_scores_of_two_processes_are_those_of_the_network_they_store(recipe, tmp_path):
+    """BatchNorm and averaged weights: every process must score the same network."""
+    from vitclinic.data import open_data
+    from vitclinic.training import load
+    from vitclinic.training.distributed import World
+    from vitclinic.training.evaluation import evaluate
+
+    model = {"name": "resnet18", "channels": [4, 4, 8, 8]}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe(model=model, ema=0.9, steps=12)))
+    process = torchrun(["-q", str(file)])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    run = Run(tmp_path / "run")
+    score = evaluate(load(run.path), open_data(run.recipe.data), "val", World())
+    assert score.correct == run.results["val"]["correct"]
+    assert score.nll == pytest.approx(run.results["val"]["nll"], rel=1e-5)
+
+
 def test_an_error_is_one_sentence_also_from_many_processes(tmp_path):
     process = torchrun([f"data={tmp_path / 'nowhere'}"])
     output, _ = process.communicate(timeout=120)

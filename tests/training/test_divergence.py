@@ -33,6 +33,23 @@ def test_a_divergence_is_a_result_and_keeps_the_last_good_checkpoint(tiny):
         resume(run.path)
 
 
+@pytest.mark.parametrize("words", [{}, {"validation": {"every": "1 steps"}}, {"logging": {"every": 7}}])
+def test_weights_that_exploded_just_before_a_checkpoint_do_not_replace_good_ones(tiny, words):
+    """The step's loss is that of the weights before it: a checkpoint right after it is checked by what comes next."""
+    run = train(
+        tiny(steps=20, checkpoint={"every": "1 steps"}, validation={"every": 100}, **words)
+        if "validation" not in words
+        else tiny(steps=20, checkpoint={"every": "1 steps"}, **words),
+        observers=[Poison(12)],
+    )
+    assert run.status["status"] == "diverged"
+    for name in run.checkpoints.names():
+        model, state = run.checkpoints.read(name)
+        assert state["step"] <= 12
+        if name in ("last", "best"):
+            assert all(torch.isfinite(value).all() for value in model.values()), name
+
+
 def test_a_learning_rate_that_is_far_too_high_diverges(tiny):
     run = train(tiny(steps=60, optimizer={"name": "sgd", "lr": 1e4}, schedule="constant", clip=None))
     assert run.status["status"] == "diverged"

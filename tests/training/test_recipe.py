@@ -47,6 +47,8 @@ def test_words_win_over_the_file_also_for_the_length(tmp_path):
         (["data.limit=3", "data.fraction=0.5"], "limit or fraction"),
         (["batch_size=10", "accumulate=3"], "not a multiple"),
         (["max_time=soon"], "such as 90s"),
+        (["model.img_size=[32]"], "img_size"),
+        (["data.augment.randaugment=strong"], "randaugment"),
         (["schedule.warmup=long"], "'500 steps'"),
         (["epochs"], "not of the form key=value"),
         (["model={"], "not YAML"),

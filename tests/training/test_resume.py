@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitclinic.training import Run, train
+from vitclinic.training import Observer, Run, resume, train
 from vitclinic.training.metrics import without_timing
 
 HARD = {
@@ -46,7 +46,7 @@ def same(first, second):
     for name in ("last", "best", "epoch-3"):
         a, b = first.checkpoints.read(name), second.checkpoints.read(name)
         assert all(torch.equal(value, b[0][key]) for key, value in a[0].items()), name
-        assert torch.equal(a[1]["raw_network"]["mean"], b[1]["raw_network"]["mean"])
+        assert all(torch.equal(value, b[1]["raw_network"][key]) for key, value in a[1]["raw_network"].items()), name
         for index, entry in a[1]["optimizer"]["state"].items():
             for key, value in entry.items():
                 assert torch.equal(value, b[1]["optimizer"]["state"][index][key]), (name, index, key)
@@ -122,6 +122,34 @@ def test_a_damaged_last_checkpoint_resumes_from_the_previous_one_to_the_same_bit
     )
     assert "damaged" in done.stderr
     same(whole, run)
+
+
+def test_cut_off_between_the_last_checkpoint_and_the_test(tiny, tmp_path, whole):
+    class Stop(Observer):
+        def on_row(self, row):
+            if row["kind"] == "test":
+                raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError):
+        train(tiny(**HARD, out=str(tmp_path / "late")), observers=[Stop()])
+    same(whole, resume(tmp_path / "late"))
+
+
+def test_cut_off_before_last_keeps_what_the_epoch_asked_for(tiny, tmp_path, whole, monkeypatch):
+    from vitclinic.training import checkpoint
+
+    real = checkpoint.publish
+
+    def dying(staging, target, retired):
+        if target.name == "last" and (target.parent / "epoch-3").exists():
+            raise RuntimeError("power cut")
+        real(staging, target, retired)
+
+    monkeypatch.setattr(checkpoint, "publish", dying)
+    with pytest.raises(RuntimeError):
+        train(tiny(**HARD, out=str(tmp_path / "cut")))
+    monkeypatch.undo()
+    same(whole, resume(tmp_path / "cut"))
 
 
 def test_metrics_cut_off_in_the_middle_of_a_line(tmp_path):

@@ -59,6 +59,7 @@ def test_nothing_is_written_over(tiny, tmp_path):
     (tmp_path / "full" / "thesis.txt").write_text("precious")
     with pytest.raises(RunError, match="not empty"):
         train(tiny(out=str(tmp_path / "full")))
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
 def test_not_a_run(tmp_path):
@@ -127,11 +128,35 @@ def test_a_resumed_run_keeps_its_recipe(tiny):
 
     with pytest.raises(RuntimeError, match="power cut"):
         train(tiny(), observers=[Stop()])
-    run = Run(tiny()["out"] and __import__("pathlib").Path(tiny()["out"]))
+    run = Run.open(tiny()["out"])
     assert run.status["status"] == "failed"
     with pytest.raises(RecipeError, match="seed cannot change"):
         resume(run.path, "seed=4")
     assert resume(run.path, "workers=1").status["status"] == "finished"
+
+
+def test_moved_data_can_be_named_anew(tiny, tmp_path, picture):
+    from vitclinic.training import Observer
+
+    class Stop(Observer):
+        def on_step(self, trainer):
+            raise RuntimeError("power cut")
+
+    for number in range(20):
+        (tmp_path / "set" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        picture(number, (8, 8)).save(tmp_path / "set" / "ab"[number % 2] / f"{number}.png")
+    with pytest.raises(RuntimeError):
+        train(tiny(data=str(tmp_path / "set")), observers=[Stop()])
+    (tmp_path / "set").rename(tmp_path / "moved")
+    with pytest.raises(RecipeError, match="out cannot change"):
+        resume(tmp_path / "run", f"data={tmp_path / 'moved'}", "out=elsewhere")
+    assert resume(tmp_path / "run", f"data={tmp_path / 'moved'}").status["status"] == "finished"
+
+
+def test_a_directory_whose_making_was_cut_off_can_be_used(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "environment.json").write_text("{}")
+    assert train(tiny()).status["status"] == "finished"
 
 
 def test_changed_data_cannot_be_resumed(tiny, tmp_path, picture):

@@ -14,7 +14,6 @@ Shapes: B images, H x W pixels as stored, h x w as the network takes them, C cha
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -26,8 +25,9 @@ from torch import Tensor
 
 from vitclinic.config import Config
 from vitclinic.data.decoding import Pixels, Size, as_image, with_channels
-from vitclinic.data.framing import centre_view, is_photo
+from vitclinic.data.framing import Images, centre_view, is_photo
 from vitclinic.data.randomness import Keys, uniforms
+from vitclinic.errors import RecipeError
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(ge=0)]
@@ -39,7 +39,9 @@ class Augment(Config):
     main_key: ClassVar[str | None] = "level"
 
     level: Literal["none", "light", "deit"] = "light"
-    randaugment: str | None = Field(None, description="timm's policy string, or 'off'")
+    randaugment: Annotated[str, Field(pattern=r"^(off|rand(-[a-z]+[\d.]+)*)$")] | None = Field(
+        None, description="timm's policy string, or 'off'"
+    )
     erasing: Share | None = Field(None, description="probability of random erasing")
     mixup: Positive | None = Field(None, description="alpha of mixup's Beta distribution; 0 is off")
     cutmix: Positive | None = Field(None, description="alpha of CutMix's Beta distribution; 0 is off")
@@ -88,14 +90,14 @@ class Augmenter:
         """Whether it works image by image, so that workers are worth their while."""
         return self.randaugment is not None or (self.config.level != "none" and is_photo(self.size))
 
-    def __call__(self, images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys) -> Tensor:
+    def __call__(self, images: Images, keys: Keys) -> Tensor:
         x_bhwc = self._framed(images, keys)
         if self.randaugment is not None:
             x_bhwc = self.randaugment(x_bhwc, keys)
         x_bchw = to_unit_interval(x_bhwc)
         return erase(x_bchw, keys, self.config.erasing or 0.0)
 
-    def _framed(self, images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys) -> NDArray[np.uint8]:
+    def _framed(self, images: Images, keys: Keys) -> NDArray[np.uint8]:
         if self.config.level == "none":
             return centre_view(images, self.size)
         if is_photo(self.size):
@@ -123,7 +125,7 @@ def flip(x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
     return np.where(mirrored[:, None, None, None], x_bhwc[:, :, ::-1], x_bhwc)
 
 
-def resized_crop(images: NDArray[np.uint8] | Sequence[Pixels], keys: Keys, size: Size) -> NDArray[np.uint8]:
+def resized_crop(images: Images, keys: Keys, size: Size) -> NDArray[np.uint8]:
     """A crop of 8 to 100% of the area and of aspect 3/4 to 4/3, resized to `size`."""
     draws = uniforms(keys, "resized crop", 4)
     views = [_resized(image, _crop_box(image.shape, draw), size) for image, draw in zip(images, draws, strict=True)]
@@ -152,8 +154,11 @@ class RandAugment:
     def __init__(self, policy: str, size: Size) -> None:
         from timm.data.auto_augment import rand_augment_transform
 
-        fill = (124, 116, 104)
-        self.transform = rand_augment_transform(policy, {"translate_const": int(min(size) * 0.45), "img_mean": fill})
+        hparams = {"translate_const": int(min(size) * 0.45), "img_mean": (124, 116, 104)}
+        try:
+            self.transform = rand_augment_transform(policy, hparams)
+        except (AssertionError, ValueError) as error:
+            raise RecipeError(f"'data.augment.randaugment': timm does not know '{policy}' ({error}).") from error
         keep_a_bit(self.transform)
 
     def __call__(self, x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:

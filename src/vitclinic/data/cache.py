@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +30,7 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many are done, how many there are)."""
 
 _FORMAT = 2
+_HOUR = 3600
 
 
 def cache_folder() -> Path:
@@ -81,7 +83,7 @@ def cached_images(
             raise DataError(f"The cache '{folder.parent}' cannot be written ({error}); set VITCLINIC_CACHE.") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        _evict(folder)
+        _evict(folder.parent)
     with suppress(OSError):  # a cache that others own can be read, too
         os.utime(folder)
     return CachedImages(folder)
@@ -154,12 +156,21 @@ def _publish(staging: Path, folder: Path) -> None:
             raise
 
 
-def _evict(keep: Path) -> None:
-    entries = [p for p in keep.parent.iterdir() if p.is_dir() and not p.name.startswith(".")]
+def _evict(folder: Path) -> None:
+    """Remove what was not used for longest until the rest fits, and what killed builds left.
+
+    Nothing that was used within the hour goes: another split of the same set, or another process, may be about to
+    open it.
+    """
+    now = time.time()
+    for staging in folder.glob(".building-*"):
+        if now - staging.stat().st_mtime > 24 * _HOUR:
+            shutil.rmtree(staging, ignore_errors=True)
+    entries = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
     sizes = {p: sum(f.stat().st_size for f in p.iterdir()) for p in entries}
     excess = sum(sizes.values()) - cache_limit()
-    for entry in sorted((p for p in entries if p != keep), key=lambda p: p.stat().st_mtime):
-        if excess <= 0:
+    for entry in sorted(entries, key=lambda p: p.stat().st_mtime):
+        if excess <= 0 or now - entry.stat().st_mtime < _HOUR:
             return
         shutil.rmtree(entry, ignore_errors=True)  # a process that maps it keeps its pages
         excess -= sizes[entry]

@@ -15,10 +15,10 @@ from pydantic import Field, model_validator
 from vitclinic.config import Config
 from vitclinic.data.augment import Augment
 from vitclinic.data.cache import Progress, cache_key, cached_images
-from vitclinic.data.decoding import Pixels, Size
+from vitclinic.data.decoding import Size
 from vitclinic.data.embedded import open_digits, open_shapes
 from vitclinic.data.folder import open_folder
-from vitclinic.data.framing import centre_view, framed_size
+from vitclinic.data.framing import Images, centre_view, framed_size
 from vitclinic.data.hub import open_hub
 from vitclinic.data.parquet import is_parquet, open_parquet
 from vitclinic.data.source import SPLITS, Source, fingerprint
@@ -55,28 +55,29 @@ class DataConfig(Config):
         return self
 
 
-class Images(Protocol):
-    """Pixels by index: an array where all images have one size, else a list."""
+class Store(Protocol):
+    """The readable images of a source split."""
 
     digest: str
     skipped: list[str]
     kept: NDArray[np.int64]
+    """Which of the source's records are in it."""
 
-    def read(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | list[Pixels]: ...
+    def read(self, indices: NDArray[np.int64]) -> Images: ...
 
 
 @dataclass(frozen=True)
 class Split:
     """Some of the images of a source split, with their labels."""
 
-    images: Images
+    images: Store
     rows: NDArray[np.int64]
     labels: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, indices: NDArray[np.int64]) -> NDArray[np.uint8] | list[Pixels]:
+    def read(self, indices: NDArray[np.int64]) -> Images:
         """The pixels of images `indices` of this split."""
         return self.images.read(self.rows[indices])
 
@@ -98,8 +99,13 @@ class Dataset:
         """Mean and standard deviation of each channel, in [0, 1], over (2,000 of) the training images."""
         count = len(self.train)
         rows = np.unique(np.linspace(0, count - 1, min(count, _STATISTICS_FROM)).astype(np.int64))
-        values = centre_view(self.train.read(rows), self.size).reshape(-1, self.channels) / 255.0
-        return values.mean(axis=0).tolist(), np.maximum(values.std(axis=0), 1e-3).tolist()
+        total, squares, pixels = np.zeros(self.channels), np.zeros(self.channels), 0
+        for part in np.array_split(rows, -(-len(rows) // 100)):  # large photographs are many bytes
+            values = centre_view(self.train.read(part), self.size).reshape(-1, self.channels) / 255.0
+            total, squares, pixels = total + values.sum(0), squares + (values**2).sum(0), pixels + len(values)
+        mean = total / pixels
+        deviation = np.sqrt(np.maximum(squares / pixels - mean**2, 1e-6))
+        return mean.tolist(), deviation.tolist()
 
     @property
     def train(self) -> Split:
@@ -163,20 +169,20 @@ def _nearby(path: Path) -> str:
 
 def _stores(
     source: Source, config: DataConfig, size: Size, framed: Size, channels: int, progress: Progress
-) -> dict[str, Images]:
+) -> dict[str, Store]:
     count = sum(len(records) for records in source.splits.values())
     small = count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
-    stores: dict[str, Images] = {}
+    stores: dict[str, Store] = {}
     for split, records in source.splits.items():
         if small:
             key = cache_key(source.fingerprint, split, framed, channels, config.on_error)
             stores[split] = cached_images(records, key, framed, channels, config.on_error, progress)
         else:
-            stores[split] = StreamedImages(records, size, channels, config.on_error)
+            stores[split] = StreamedImages(records, size, framed, channels, config.on_error, progress)
     return stores
 
 
-def _dataset(source: Source, config: DataConfig, stores: dict[str, Images], size: Size, channels: int) -> Dataset:
+def _dataset(source: Source, config: DataConfig, stores: dict[str, Store], size: Size, channels: int) -> Dataset:
     labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
     if not len(labels["train"]):
         raise DataError(f"'{source.name}' has no readable training image.")

@@ -6,6 +6,8 @@ modes become RGB; transparent pixels are laid over white; of an animation the fi
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
@@ -20,6 +22,9 @@ Size = tuple[int, int]
 
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 """What Pillow raises for files that are not images, are cut off, or would not fit into memory."""
+
+# Pillow warns above 89 million pixels and refuses above 179 million: the first are only large photographs.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 _GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 
@@ -57,7 +62,7 @@ def with_channels(image: Image.Image, channels: int) -> Pixels:
     if image.mode == "F":
         raise DataError("floating-point pixels have no agreed range: save the image with 8 or 16 bits")
     if image.mode.startswith("I"):
-        image = Image.fromarray(_eight_bits(np.asarray(image)))
+        image = Image.fromarray(_eight_bits(np.asarray(image), sixteen=image.mode.startswith("I;16")))
     if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
@@ -65,10 +70,10 @@ def with_channels(image: Image.Image, channels: int) -> Pixels:
     return array[:, :, None] if array.ndim == 2 else array
 
 
-def _eight_bits(values: NDArray[np.generic]) -> Pixels:
-    """16-bit values scaled to 0..255; values that already fit 8 bits are left alone."""
+def _eight_bits(values: NDArray[np.generic], sixteen: bool) -> Pixels:
+    """16-bit values scaled to 0..255; of a 32-bit image without values beyond 8 bits, the values themselves."""
     wide = np.asarray(values, dtype=np.int64)
     low, high = int(wide.min()), int(wide.max())
     if low < 0 or high > 65535:
         raise DataError("pixel values lie outside 0..65535: save the image with 8 or 16 bits")
-    return (wide if high <= 255 else np.rint(wide / 257)).astype(np.uint8)
+    return (np.rint(wide / 257) if sixteen or high > 255 else wide).astype(np.uint8)

@@ -33,6 +33,9 @@ class ArrayRecords:
     def read(self, index: int) -> Image.Image:
         return Image.fromarray(self.images[index])
 
+    def contents(self) -> list[int]:
+        return list(range(len(self)))
+
 
 class ShapesRecords:
     """Images of the procedural set, drawn when they are read."""
@@ -50,6 +53,9 @@ class ShapesRecords:
     def read(self, index: int) -> Image.Image:
         image, _, _ = shapes.example(self.seed, self.split, index, self.texture_cue)
         return Image.fromarray(image)
+
+    def contents(self) -> list[int]:
+        return list(range(len(self)))
 
 
 def open_digits() -> Source:

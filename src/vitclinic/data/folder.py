@@ -42,6 +42,9 @@ class FileRecords:
     def read(self, index: int) -> Image.Image:
         return Image.open(self.root / self.paths[index])
 
+    def contents(self) -> list[tuple[str, int]]:
+        return [(path, _stamp(self.root / path)[0]) for path in self.paths]
+
 
 def open_folder(path: Path, on_error: str) -> Source:
     """The folder as a source; empty classes are an error, or left out with `on_error: skip`."""
@@ -106,7 +109,14 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _images(path: Path) -> Iterator[Path]:
+    """All image files below `path`; a folder that links lead to twice counts once."""
+    seen: set[str] = set()
     for folder, inner, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            inner.clear()
+            continue
+        seen.add(real)
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for file in files:
             if Path(file).suffix.lower() in IMAGE_SUFFIXES and not file.startswith("."):
@@ -114,5 +124,8 @@ def _images(path: Path) -> Iterator[Path]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Size and time of change; of a link that leads nowhere, which decoding will name, neither."""
+    if not path.exists():
+        return 0, 0
     status = path.stat()
     return status.st_size, status.st_mtime_ns

@@ -6,7 +6,8 @@ they are large enough, and evaluation sees the centre (the usual 0.875 crop). Sm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,20 @@ from PIL import Image, ImageOps
 from vitclinic.data.decoding import Pixels, Size, as_image
 
 PHOTO_SIZE = 64
+
+
+class Originals(Protocol):
+    """Images at their own sizes, to be looked at one by one; `framed` is the size at which evaluation fits them."""
+
+    framed: Size
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Pixels]: ...
+
+
+Images = NDArray[np.uint8] | Originals
+"""Stored images of one size, [B, H, W, C], or originals."""
 
 
 def is_photo(size: Size) -> bool:
@@ -27,18 +42,16 @@ def framed_size(size: Size, shorter_side: float) -> Size:
     return with_margin if is_photo(size) and shorter_side >= max(with_margin) else size
 
 
-def centre_view(images: NDArray[np.uint8] | Sequence[Pixels], size: Size) -> NDArray[np.uint8]:
-    """What evaluation sees of stored images (an array) or of originals (a list), [B, h, w, C]."""
+def centre_view(images: Images, size: Size) -> NDArray[np.uint8]:
+    """What evaluation sees of images, [B, h, w, C]."""
     if not isinstance(images, np.ndarray):
-        images = np.stack([_framed(image, size) for image in images])
+        images = np.stack([_fitted(image, images.framed) for image in images])
     top, left = (images.shape[1] - size[0]) // 2, (images.shape[2] - size[1]) // 2
     return images[:, top : top + size[0], left : left + size[1]]
 
 
-def _framed(image: Pixels, size: Size) -> Pixels:
-    wanted = (round(size[0] * 8 / 7), round(size[1] * 8 / 7)) if is_photo(size) else size
-    if image.shape[:2] == wanted:
+def _fitted(image: Pixels, size: Size) -> Pixels:
+    if image.shape[:2] == size:
         return image
-    view = as_image(image)
-    fitted = ImageOps.fit(view, (wanted[1], wanted[0]), Image.Resampling.BICUBIC)
-    return np.asarray(fitted).reshape(*wanted, image.shape[2])
+    fitted = ImageOps.fit(as_image(image), (size[1], size[0]), Image.Resampling.BICUBIC)
+    return np.asarray(fitted).reshape(*size, image.shape[2])

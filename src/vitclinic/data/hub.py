@@ -37,6 +37,9 @@ class HubRecords:
             return Image.open(io.BytesIO(record["bytes"]))
         return Image.open(record["path"])
 
+    def contents(self) -> list[int]:
+        return list(range(len(self)))
+
 
 def open_hub(spec: str) -> Source:
     try:

@@ -51,6 +51,10 @@ class TableRecords:
             raise OSError("the row holds no image bytes")
         return Image.open(io.BytesIO(record["bytes"]))
 
+    def contents(self) -> list[Any]:
+        lengths = [pc.binary_length(pc.struct_field(chunk, "bytes")) for chunk in self.images.chunks]
+        return [length for chunk in lengths for length in chunk.to_pylist()]
+
 
 def open_parquet(path: Path) -> Source:
     files = _files_by_split(path)

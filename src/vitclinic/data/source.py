@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,9 @@ class Records(Protocol):
 
     def read(self, index: int) -> Image.Image:
         """Open image `index`; may raise any of `decoding.UNREADABLE`."""
+
+    def contents(self) -> Sequence[Any]:
+        """What identifies the images without decoding them, wherever they lie: one item each."""
 
 
 @dataclass(frozen=True)

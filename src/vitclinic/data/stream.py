@@ -108,39 +108,65 @@ class TrainingStream(TorchDataset[Batch]):
         rows[outside] = len(places) + np.arange(len(outside))
         return rows
 
-    @property
-    def default_workers(self) -> int:
-        """None where reading is a copy out of memory; else what the machine can spare, at least one."""
-        heavy = self.augmenter.is_heavy or isinstance(self.split.images, StreamedImages)
-        return max(1, min(8, (os.cpu_count() or 1) - 1)) if heavy else 0
-
     def batches(self, requests: Iterable[Places], workers: int | None, pin: bool = False) -> Iterator[Batch]:
         """The batch of each request, in order, read ahead by `workers` processes."""
-        workers = self.default_workers if workers is None else workers
-        if workers == 0:
-            return (self[places] for places in requests)
-        return iter(
-            DataLoader(
-                self,
-                batch_size=None,
-                sampler=requests,
-                num_workers=workers,
-                collate_fn=_as_it_is,
-                worker_init_fn=_own_session,
-                pin_memory=pin,
-            )
-        )
+        if workers is None:
+            workers = spare_workers() if self.augmenter.is_heavy or is_streamed(self.split) else 0
+        return read_ahead(self, requests, workers, pin)
+
+
+class EvaluationStream(TorchDataset[Batch]):
+    """Batches of a split by its rows, unaugmented."""
+
+    def __init__(self, dataset: Dataset, split: str) -> None:
+        self.images, self.size = dataset.splits[split], dataset.size
+
+    def __getitem__(self, rows: range) -> Batch:
+        indices = np.arange(rows.start, rows.stop, dtype=np.int64)
+        x_bhwc = np.ascontiguousarray(centre_view(self.images.read(indices), self.size))
+        index = torch.from_numpy(indices)
+        return Batch(to_unit_interval(x_bhwc), torch.from_numpy(self.images.labels[indices]), index, index)
 
 
 def evaluation_batches(dataset: Dataset, split: str, batch_size: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
     """All images of a split, unaugmented, in order; or the `part`-th of `parts` nearly equal shares of them."""
-    images = dataset.splits[split]
-    for rows in np.array_split(np.arange(len(images), dtype=np.int64), parts)[part : part + 1]:
-        for start in range(0, len(rows), batch_size):
-            indices = rows[start : start + batch_size]
-            x_bhwc = np.ascontiguousarray(centre_view(images.read(indices), dataset.size))
-            index = torch.from_numpy(indices)
-            yield Batch(to_unit_interval(x_bhwc), torch.from_numpy(images.labels[indices]), index, index)
+    stream = EvaluationStream(dataset, split)
+    mine = np.array_split(np.arange(len(stream.images)), parts)[part]
+    if not len(mine):
+        return iter(())
+    stop = int(mine[-1]) + 1
+    requests = [range(start, min(start + batch_size, stop)) for start in range(int(mine[0]), stop, batch_size)]
+    workers = spare_workers() if is_streamed(stream.images) else 0
+    return read_ahead(stream, requests, workers)
+
+
+def is_streamed(split: Split) -> bool:
+    """Whether reading decodes files, rather than copying out of memory."""
+    return isinstance(split.images, StreamedImages)
+
+
+def spare_workers() -> int:
+    """What the machine can spare beside this process and its siblings, at least one."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, (os.cpu_count() or 1) // processes - 1))
+
+
+def read_ahead(
+    stream: TorchDataset[Batch], requests: Iterable[range], workers: int, pin: bool = False
+) -> Iterator[Batch]:
+    if workers == 0:
+        return (stream[places] for places in requests)
+    return iter(
+        DataLoader(
+            stream,
+            batch_size=None,
+            sampler=requests,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_own_session,
+            pin_memory=pin,
+        )
+    )
 
 
 def _as_it_is(batch: Any) -> Any:

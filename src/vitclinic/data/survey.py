@@ -11,10 +11,12 @@ from vitclinic.data.cache import Progress, cache_folder, write_atomically
 from vitclinic.data.decoding import UNREADABLE, Size, is_grey
 from vitclinic.data.source import Source
 
-LARGEST_DEFAULT = 224
-"""Images of different sizes, or larger than this, are brought to this size unless another is asked for."""
+LARGEST_DEFAULT, STEP, SMALLEST_VARIED = 224, 16, 32
+"""Unless a size is asked for: images of one size keep it up to 224; of different sizes they are brought to the largest
+multiple of 16, from 32 to 224, that is not above the median shorter side."""
 
 _AT_MOST = 50_000
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ def survey(source: Source, progress: Progress) -> Survey:
     if source.uniform is not None:
         size, channels = source.uniform
         return Survey(size, channels, float(min(size)))
-    stored = cache_folder() / "surveys" / f"{source.fingerprint[:32]}.json"
+    stored = cache_folder() / "surveys" / f"{source.fingerprint[:32]}-{_FORMAT}.json"
     if stored.exists():
         values = json.loads(stored.read_text())
         return Survey(tuple(values["size"]), values["channels"], values["shorter_side"])
@@ -54,6 +56,7 @@ def _survey(source: Source, progress: Progress) -> Survey:
                 grey = grey and is_grey(image)
         except UNREADABLE:
             continue  # decoding it will say so, with the file's name
-    shorter = [min(size) for size in sizes]
-    side = min(*shorter[:1], LARGEST_DEFAULT) if len(set(sizes)) == 1 else LARGEST_DEFAULT
-    return Survey((side, side), 1 if grey and sizes else 3, float(np.median(shorter or [LARGEST_DEFAULT])))
+    shorter = float(np.median([min(size) for size in sizes] or [LARGEST_DEFAULT]))
+    varied = len(set(sizes)) != 1
+    side = min(max(SMALLEST_VARIED, int(shorter) // STEP * STEP) if varied else int(shorter), LARGEST_DEFAULT)
+    return Survey((side, side), 1 if grey and sizes else 3, shorter)

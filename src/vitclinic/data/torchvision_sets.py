@@ -58,6 +58,9 @@ class TorchvisionRecords:
         image: Image.Image = self.dataset[index][0]
         return image
 
+    def contents(self) -> list[int]:
+        return list(range(len(self)))
+
 
 def open_torchvision(spec: str) -> Source:
     name, _, root = spec.removeprefix("torchvision:").partition("@")

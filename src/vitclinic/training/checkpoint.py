@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitclinic.errors import RunError
-from vitclinic.training.files import publish, recover, sync, write_errors
+from vitclinic.training.files import publish, sync, write_errors
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +47,30 @@ class Checkpoints:
                     shutil.rmtree(self._retired(name), ignore_errors=True)
 
     def newest_whole(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Model and state to resume from: `last`, or `previous` (with a message) if `last` is damaged."""
+        """Model and state to resume from: `last`, or `previous` (with a message) if `last` is damaged.
+
+        A damaged `last` is removed, so that it cannot take the place of a whole `previous` at the next save.
+        """
         present = [name for name in ("last", "previous") if (self.folder / name).exists()]
         for name in present:
             try:
-                return self.read(name)
+                found = self.read(name)
             except RunError as error:
                 log.warning("%s", error)
+                continue
+            if name == "previous":
+                shutil.rmtree(self.folder / "last", ignore_errors=True)
+            return found
         if present:
             raise RunError(f"No checkpoint in '{self.folder}' is whole; nothing to resume from.")
         return None
+
+    def withdraw_last(self, from_step: int) -> None:
+        """Put `previous` in the place of `last` if that is of `from_step` or later."""
+        last, previous = self.folder / "last", self.folder / "previous"
+        if last.exists() and previous.exists() and self.read("last")[1]["step"] >= from_step:
+            shutil.rmtree(last)
+            previous.rename(last)
 
     def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         folder = self._existing(name)
@@ -73,14 +87,16 @@ class Checkpoints:
         """The checkpoints there are."""
         if not self.folder.is_dir():
             return []
-        recover(self.folder / "best", self._retired("best"))
-        return sorted(p.name for p in self.folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+        folders = [p.name for p in self.folder.iterdir() if p.is_dir()]
+        cut_off = [name[1:-4] for name in folders if name.startswith(".") and name.endswith(".old")]
+        return sorted({name for name in folders if not name.startswith(".")}.union(cut_off))
 
     def _existing(self, name: str) -> Path:
         if name not in self.names():
             known = ", ".join(self.names()) or "none"
             raise RunError(f"'{self.folder.parent}' has no checkpoint '{name}'; it has {known}.")
-        return self.folder / name
+        # While it is being replaced, or after a kill in between, the one before it is there under another name.
+        return self.folder / name if (self.folder / name).exists() else self._retired(name)
 
     def _retired(self, name: str) -> Path:
         return self.folder / ("previous" if name == "last" else f".{name}.old")

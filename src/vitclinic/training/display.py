@@ -61,7 +61,10 @@ class Display(Observer):
             soft_wrap=True,
         )
         if data.skipped:
-            self.console.print(f"[yellow]skipped {len(data.skipped)} unreadable images[/], first: {data.skipped[0]}")
+            self.console.print(
+                f"[yellow]skipped {len(data.skipped)} unreadable images[/], first: {escape(data.skipped[0])}",
+                soft_wrap=True,
+            )
         if trainer.recipe.batch_size > len(data.train):
             self.console.print(
                 f"[yellow]batch_size {trainer.recipe.batch_size} exceeds the {len(data.train)} training images:[/]"
@@ -118,7 +121,8 @@ def show_result(run: Run, console: Console) -> None:
         if status["status"] == "interrupted":
             console.print(f"saved; go on with: vitclinic train --resume {path}", soft_wrap=True)
         else:
-            console.print(f"recorded in {path}; the last good checkpoint is kept", soft_wrap=True)
+            kept = "the last good checkpoint is kept" if run.checkpoints.names() else "before any checkpoint"
+            console.print(f"recorded in {path}; {kept}", soft_wrap=True)
         return
     console.print(_results_table(run))
     console.print(f"run directory: [bold]{path}[/]", soft_wrap=True)

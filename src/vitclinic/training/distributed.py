@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from vitclinic.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ def joined_world(device: torch.device) -> Iterator[World]:
     if size == 1 or dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what the collective operations on objects use
+    # The others wait while the leading process decodes a set for the first time.
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
     try:
         yield World(dist.get_rank(), dist.get_world_size())
     finally:
@@ -73,9 +79,15 @@ def joined_world(device: torch.device) -> Iterator[World]:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """`auto`: this process's GPU where there is one, else the CPU."""
-    if wanted != "auto":
-        return torch.device(wanted)
-    if torch.cuda.is_available():
+    """`auto`: the GPU where there is one, else the CPU; `cuda` is this process's own GPU."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise RecipeError(f"'device': there is no device '{wanted}'; write auto, cpu, cuda or cuda:1.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("'device': torch finds no CUDA here; write auto or cpu.")
+    if wanted == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    return device

@@ -68,16 +68,10 @@ def sync(path: Path) -> None:
 def publish(staging: Path, target: Path, retired: Path) -> None:
     """Make the folder `staging` visible as `target` by one rename; what was there becomes `retired`.
 
-    At every moment `target` or `retired` is whole: see `recover`.
+    At every moment `target` or `retired` is there and whole.
     """
-    shutil.rmtree(retired, ignore_errors=True)
-    if target.exists():
+    if target.exists():  # else a publish was cut off here, and `retired` is all there is
+        shutil.rmtree(retired, ignore_errors=True)
         target.rename(retired)
     staging.rename(target)
     sync(target.parent)
-
-
-def recover(target: Path, retired: Path) -> None:
-    """Undo a `publish` that was cut off between its two renames."""
-    if not target.exists() and retired.exists():
-        retired.rename(target)

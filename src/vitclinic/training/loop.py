@@ -51,6 +51,8 @@ class Trainer:
         case = Case(len(dataset.classes), dataset.channels, dataset.size)
         treatments = recipe.parsed_treatments()
         network = build_network(recipe, dataset).to(device, self.dtype)
+        # Copied before any objective hooks into the network.
+        self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
         objectives: dict[str, Objective] = {}
         for treatment in treatments:
             objectives.update(treatment.objectives(network.backbone, case))
@@ -59,11 +61,12 @@ class Trainer:
 
         self.network: Normalised = network
         self.task = Task(network, recipe.loss, objectives).to(device, self.dtype).train()
-        self.wrapped = self._wrap(self.task)
+        self.ddp = self._distributed(self.task)
+        module = self.ddp or self.task
+        self.wrapped: nn.Module = torch.compile(module) if recipe.compile else module  # type: ignore[assignment]
         self.optimizer = build_optimizer(recipe.optimizer, self.task, network)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
-        self.ema = ModelEmaV3(network, decay=recipe.ema) if recipe.ema else None
         self.stream = TrainingStream(dataset, recipe.data.augment, recipe.seed)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
@@ -79,15 +82,17 @@ class Trainer:
         """How many epochs are done."""
         return self.step * self.recipe.batch_size // len(self.dataset.train)
 
-    def advance(self, with_row: bool = True) -> Row | None:
-        """One step: read, differentiate, clip, update. Returns its metrics (a synchronisation), or None."""
+    def advance(self) -> Row:
+        """One step: read, differentiate, clip, update. Returns its metrics, the same in every process.
+
+        Reading the loss waits for the device; without it a divergence could not be told from its first step on.
+        """
         if self._batches is None:
             self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
         started = time.perf_counter()
         batches = [self._prepared(next(self._batches)) for _ in range(self.recipe.accumulate)]
-        rate = self.recipe.optimizer.lr * self.schedule(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rate(self.step)
         losses = self.rule(batches, self.losses_and_gradients)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
@@ -95,9 +100,13 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
-            self.ema.update(self.network)
+            self.ema.update(self.network, self.step + 1)
         self.step += 1
-        return self._row(losses, norm, rate, started) if with_row else None
+        return self._row(losses, norm, started)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, numbered from 0."""
+        return self.recipe.optimizer.lr * self.schedule(step)
 
     def close(self) -> None:
         """Let the reading processes go; a later `advance` starts new ones."""
@@ -107,8 +116,7 @@ class Trainer:
         """Forward and backward of one micro-batch; see `treatments.LossesAndGradients`."""
         # The masks of dropout and stochastic depth belong to the samples, so that a second pass repeats them.
         torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
-        separate = isinstance(self.wrapped, DistributedDataParallel) and not sync
-        with self.wrapped.no_sync() if separate else nullcontext():  # type: ignore[operator]
+        with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
             with self._autocast():
                 losses: Losses = self.wrapped(batch)
             total = sum(losses.values(), torch.zeros((), device=self.device)) / self.recipe.accumulate
@@ -116,11 +124,13 @@ class Trainer:
         return {name: value.detach() for name, value in losses.items()}
 
     def diverged(self, row: Row) -> str | None:
-        """Why this step's loss counts as a divergence, or None."""
+        """Why a row of metrics shows a divergence, or None."""
+        if not math.isfinite(row["loss"]):
+            return f"the {row['kind']} loss became {row['loss']} at step {row['step']}"
+        if row["kind"] != "train":
+            return None
         if self.first_loss is None:
             self.first_loss = row["loss"]
-        if not math.isfinite(row["loss"]):
-            return f"the loss became {row['loss']} at step {row['step']}"
         if row["loss"] > EXPLODED * max(abs(self.first_loss), 1.0):
             return f"the loss rose to {row['loss']:.3g} at step {row['step']}, from {self.first_loss:.3g} at first"
         return None
@@ -165,14 +175,13 @@ class Trainer:
         dtype = _AUTOCAST.get(self.recipe.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def _wrap(self, task: Task) -> nn.Module:
-        module: nn.Module = task
-        if self.world.size > 1:
-            ids = [self.device.index] if self.device.type == "cuda" else None
-            module = DistributedDataParallel(task, device_ids=ids)
-        return torch.compile(module) if self.recipe.compile else module  # type: ignore[return-value]
+    def _distributed(self, task: Task) -> DistributedDataParallel | None:
+        if self.world.size == 1:
+            return None
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(task, device_ids=ids)
 
-    def _row(self, losses: Losses, norm: Tensor, rate: float, started: float) -> Row:
+    def _row(self, losses: Losses, norm: Tensor, started: float) -> Row:
         means = self.world.sum(torch.stack([v.double() for v in losses.values()])) / self.world.size
         named = dict(zip(losses, means.tolist(), strict=True))
         duration = time.perf_counter() - started
@@ -182,7 +191,7 @@ class Trainer:
             "epoch": self.epoch,
             "loss": sum(named.values()),
             "losses": named,
-            "lr": rate,
+            "lr": self.rate(self.step - 1),
             "grad_norm": float(norm),
             "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
         }

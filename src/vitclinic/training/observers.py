@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,14 @@ class TensorBoard(Observer):
     """Writes every number of every row as TensorBoard events."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtraError("logging.tensorboard", "tensorboard") from None
-        self.writer = SummaryWriter(str(folder))
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError("logging.tensorboard", "tensorboard")
+        self.folder = folder
+
+    def on_start(self, trainer: Trainer) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=trainer.step + 1)
 
     def on_row(self, row: Row) -> None:
         named = {**row, **{f"loss/{name}": value for name, value in row["losses"].items()}}

@@ -36,7 +36,8 @@ def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalise
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas)
     from timm.optim.lamb import Lamb
 
-    optimizer: torch.optim.Optimizer = Lamb(groups, lr=config.lr, betas=betas)
+    # Clipping is the recipe's business, not also LAMB's.
+    optimizer: torch.optim.Optimizer = Lamb(groups, lr=config.lr, betas=betas, max_grad_norm=None)
     return optimizer
 
 

@@ -92,6 +92,8 @@ def _read(base: str | Path | None) -> dict[str, Any]:
         text = shipped[str(base)]
     elif Path(base).is_file():
         text = Path(base).read_text(encoding="utf-8")
+    elif Path(base).is_dir():
+        raise RecipeError(f"'{base}' is a folder, not a recipe; to train on it write data={base}.")
     else:
         raise RecipeError(
             f"There is no recipe '{base}', shipped or as a file.{did_you_mean(str(base), shipped)}"

@@ -45,6 +45,9 @@ def _checked_time(value: str | int | float) -> str | int | float:
     return value
 
 
+Side = Annotated[int, Field(ge=1)]
+
+
 class ModelConfig(Config):
     """`model` of a recipe: a name, and whatever keywords that network takes."""
 
@@ -53,7 +56,7 @@ class ModelConfig(Config):
 
     name: str = Field("vit_tiny_fitted", description="any name of `vitclinic list models`")
     pretrained: bool = Field(False, description="start from timm's published weights")
-    img_size: Annotated[int, Field(ge=1)] | list[int] | None = Field(
+    img_size: Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         None, description="pixels a side; the data's own unless given"
     )
     in_chans: Literal[1, 3] | None = Field(None, description="1 (grey) or 3; the data's own unless given")
@@ -113,6 +116,12 @@ class Recipe(Config):
     workers: Annotated[int, Field(ge=0)] | None = Field(None, description="reading processes; chosen unless given")
     device: str = "auto"
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def image_size(self) -> int | tuple[int, int] | None:
+        """What `model.img_size` asks of the data."""
+        size = self.model.img_size
+        return (size[0], size[1]) if isinstance(size, list) else size
 
     unidentified: ClassVar[frozenset[str]] = frozenset({"out", "workers", "device", "logging"})
     """Keys that do not change what is computed, and so are no part of the digest."""

@@ -32,7 +32,7 @@ class Run:
     """A training run on disk.
 
     Example:
-        >>> run = Run.open("runs/shapes-vit")  # doctest: +SKIP
+        >>> run = Run.open("runs/demo")  # doctest: +SKIP
         >>> run.status["status"], run.results["test"]["accuracy"]  # doctest: +SKIP
     """
 
@@ -50,17 +50,23 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, dataset: Dataset) -> Run:
-        """A new run; the directory must be new or empty."""
+        """A new run; the directory must be new or empty, or one whose making was cut off."""
+        run = cls(path)
+        run.refuse_foreign_files()
         with write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            if any(entry.name != ".lock" for entry in path.iterdir()):
-                raise RunError(f"'{path}' is not empty; choose another out=.")
-        run = cls(path)
         write_json(path / "environment.json", _environment())
         write_json(path / "data.json", _data_facts(dataset))
         run.write_status("running", step=0, digest=recipe.digest(dataset.digest))
-        write_text(path / "recipe.yaml", yaml.safe_dump(recipe.plain(), sort_keys=False))
+        # With all defaults, so that a later change of one changes no stored run; and last: it makes this a run.
+        write_text(path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
         return run
+
+    def refuse_foreign_files(self) -> None:
+        """A directory with files that are not a run's own is never written to."""
+        ours = {".lock", "environment.json", "data.json", "status.json"}
+        if self.path.is_dir() and any(p.name not in ours and not p.name.endswith(".tmp") for p in self.path.iterdir()):
+            raise RunError(f"'{self.path}' is not empty; choose another out=.")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -101,9 +107,10 @@ class Run:
         return read_rows(self.path / "metrics.jsonl")
 
     def write_status(self, status: str, **fields: Any) -> None:
-        """Replace `status.json`, keeping fields that are not given anew."""
+        """Replace `status.json`, keeping fields that are not given anew, but for what an earlier end left."""
         path = self.path / "status.json"
         before = self.status if path.exists() else {"schema": SCHEMA, "started": _now()}
+        before = {key: value for key, value in before.items() if key not in ("reason", "signal")}
         write_json(path, {**before, "status": status, "updated": _now(), "process": os.getpid(), **fields})
 
     def _json(self, name: str) -> dict[str, Any]:

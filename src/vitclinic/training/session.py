@@ -30,7 +30,6 @@ class Session:
         self.world: World = trainer.world
         self.observers = observers if self.world.leads else ()
         self.best: dict[str, Any] | None = None
-        self.last_row: Row | None = None
         self._resume()
         self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.world.leads else None
 
@@ -39,30 +38,36 @@ class Session:
         trainer = self.trainer
         self._tell("on_start", trainer)
         if trainer.step == 0:
-            self._epochs_done(-1)
+            self._save(self._epochs_done(-1))
         while trainer.step < trainer.total_steps:
             epochs_before = trainer.epoch
-            names = self._due_checkpoints()
+            names = ["last"] if self._due(trainer.recipe.checkpoint.every) else []
             validates = len(trainer.dataset.val) > 0 and self._due(trainer.recipe.validation.every)
-            logs = (trainer.step + 1) % trainer.recipe.logging.every == 0
-            row = trainer.advance(with_row=logs or validates or bool(names))
-            if row is not None:
+            row = trainer.advance()
+            reason = trainer.diverged(row)
+            if reason or validates or names or trainer.step % trainer.recipe.logging.every == 0:
                 self._record(row)
-                reason = trainer.diverged(row)
-                if reason is not None:
-                    return self._end("diverged", reason=reason, step=row["step"])
+            if reason:
+                return self._diverged(reason)
             self._tell("on_step", trainer)
-            if validates and self._validate():
-                names.append("best")
+            if validates:
+                score = self._score("val")
+                if reason := trainer.diverged(score):
+                    return self._diverged(reason)
+                names += self._improved(score)
+            names += self._epochs_done(epochs_before)
             stopping = self._signal()
-            if stopping and "last" not in names:
-                names.append("last")
-            self._save(names)
-            self._epochs_done(epochs_before)
+            self._save([*names, "last"] if stopping else names)
             if stopping and trainer.step < trainer.total_steps:
                 reason = f"{signal.Signals(stopping).name} at step {trainer.step}"
                 return self._end("interrupted", step=trainer.step, reason=reason, signal=stopping)
         return self._end("finished", step=trainer.step, results=self._results())
+
+    def _diverged(self, reason: str) -> str:
+        """End; a checkpoint of the very weights whose loss went wrong gives way to the one before it."""
+        if self.world.leads:
+            self.run.checkpoints.withdraw_last(from_step=self.trainer.step - 1)
+        return self._end("diverged", step=self.trainer.step, reason=reason)
 
     def _resume(self) -> None:
         """Continue from the newest whole checkpoint, if there is one."""
@@ -83,41 +88,35 @@ class Session:
         step, tiny = trainer.step + 1, 1e-9
         return step == trainer.total_steps or int(step / interval + tiny) > int((step - 1) / interval + tiny)
 
-    def _due_checkpoints(self) -> list[str]:
-        return ["last"] if self._due(self.trainer.recipe.checkpoint.every) else []
-
     def _signal(self) -> int:
         """The signal that any of the processes received, or 0: all of them then stop after the same step."""
         return self.world.largest(int(self.interrupt.signal or 0))
 
-    def _validate(self) -> bool:
-        """Score the val split; whether it is the best score so far."""
-        score = self._score("val")
-        improved = self.best is None or score["accuracy"] > self.best["accuracy"]
-        if improved:
-            self.best = {**score, "step": self.trainer.step, "epoch": self.trainer.epoch}
-        return improved
+    def _improved(self, score: Row) -> list[str]:
+        """The checkpoint to write if this validation score is the best so far."""
+        if self.best is not None and score["accuracy"] <= self.best["accuracy"]:
+            return []
+        self.best = score
+        return ["best"]
 
-    def _score(self, split: str) -> dict[str, Any]:
+    def _score(self, split: str) -> Row:
         started = time.perf_counter()
         trainer = self.trainer
-        self.world.share_buffers(trainer.network)
+        self.world.share_buffers(trainer.evaluated)
         score = evaluate(trainer.evaluated, trainer.dataset, split, self.world).plain()
         rate = score["count"] / (time.perf_counter() - started)
-        self._record(
-            {
-                "kind": split,
-                "step": trainer.step,
-                "epoch": trainer.epoch,
-                "loss": score["nll"],
-                "losses": {"nll": score["nll"]},
-                "lr": self.last_row["lr"] if self.last_row else 0.0,
-                "grad_norm": None,
-                **score,
-                "timing": {"images_per_second": round(rate, 1)},
-            }
-        )
-        return score
+        row = {
+            "kind": split,
+            "step": trainer.step,
+            "epoch": trainer.epoch,
+            "loss": score["nll"],
+            "losses": {"nll": score["nll"]},
+            "lr": trainer.rate(trainer.step - 1),
+            "grad_norm": None,
+            **score,
+        }
+        self._record({**row, "timing": {"images_per_second": round(rate, 1)}})
+        return row
 
     def _results(self) -> dict[str, Any]:
         """The best checkpoint's validation score, and its test score: the only time that test images are read."""
@@ -131,8 +130,6 @@ class Session:
         return results
 
     def _record(self, row: Row) -> None:
-        if row["kind"] == "train":
-            self.last_row = row
         if self.metrics is not None:
             self.metrics.append(row)
         self._tell("on_row", row)
@@ -143,16 +140,17 @@ class Session:
         self.metrics.sync()
         state = {**self.trainer.state_dict(), "best": self.best}
         # `last` comes last: a kill in between repeats the step that leads to the others.
-        ordered = sorted(names, key=lambda name: name == "last")
+        ordered = sorted(set(names), key=lambda name: (name == "last", name))
         self.run.checkpoints.save(ordered, self.trainer.evaluated.state_dict(), state)
         self.run.write_status("running", step=self.trainer.step)
 
-    def _epochs_done(self, before: int) -> None:
-        for epoch in range(before + 1, self.trainer.epoch + 1):
-            if epoch in self.trainer.recipe.checkpoint.keep_epochs:
-                self._save([f"epoch-{epoch}"])
-            for observer in self.observers:
+    def _epochs_done(self, before: int) -> list[str]:
+        """Tell observers of the epochs that the last step completed; the checkpoints to keep of them."""
+        done = range(before + 1, self.trainer.epoch + 1)
+        for observer in self.observers:
+            for epoch in done:
                 observer.on_epoch(self.trainer, epoch)
+        return [f"epoch-{epoch}" for epoch in done if epoch in self.trainer.recipe.checkpoint.keep_epochs]
 
     def _tell(self, event: str, subject: Any) -> None:
         for observer in self.observers:

@@ -41,7 +41,7 @@ def train(
     Returns the finished, interrupted or diverged run. Under torchrun every process calls this.
 
     Example:
-        >>> run = train("shapes-vit", "epochs=1", "out=/tmp/run")  # doctest: +SKIP
+        >>> run = train("shapes", "epochs=1", "out=/tmp/run")  # doctest: +SKIP
         >>> run.results["test"]["accuracy"]  # doctest: +SKIP
     """
     if isinstance(recipe, Recipe):
@@ -57,12 +57,13 @@ def train(
 def resume(path: str | Path, *words: str, observers: Sequence[Observer] = (), progress: Progress = _silent) -> Run:
     """Continue a run from its newest whole checkpoint, to the same numbers as without the interruption.
 
-    Only what does not change the numbers may be given anew: workers, device, logging.
+    Only what does not change the numbers may be given anew: workers, device, logging, and where the same data now lies
+    (`data=`).
     """
     run = Run.open(path)
     recipe = build_recipe(run.recipe.plain(), words)
-    changed = {key for key, value in recipe if value != getattr(run.recipe, key)} - Recipe.unidentified
-    if changed:
+    changed = {key for key, value in recipe if value != getattr(run.recipe, key)}
+    if recipe.digest("") != run.recipe.digest("") or "out" in changed:
         raise RecipeError(f"A resumed run keeps its recipe; {', '.join(sorted(changed))} cannot change.")
     if run.status["status"] == "finished":
         raise RunError(f"'{path}' is finished; there is nothing to resume.")
@@ -80,6 +81,8 @@ def _in_world(recipe: Recipe, run: Run | None, observers: Sequence[Observer], pr
         # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
         # process looks for it and makes it, since the others would find it made.
         path = Path(_leader_only(world, lambda: str(_checked_path(recipe, run, dataset))))
+        if recipe.logging.tensorboard and world.leads:
+            observers = [*observers, TensorBoard(path / "tensorboard")]
         steps = run.status.get("total_steps") if run is not None else None
         trainer = Trainer(recipe, dataset, steps or total_steps(recipe, dataset, world, device), world, device)
         _leader_only(world, lambda: _claim(path, recipe, run, dataset, stack))
@@ -105,8 +108,6 @@ def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack:
 def _fit(run: Run, trainer: Trainer, observers: Sequence[Observer]) -> Run:
     leads = trainer.world.leads
     try:
-        if trainer.recipe.logging.tensorboard and leads:
-            observers = [*observers, TensorBoard(run.path / "tensorboard")]
         with listening() as interrupt:
             Session(run, trainer, observers, interrupt).fit()
     except BaseException as error:
@@ -121,20 +122,19 @@ def _fit(run: Run, trainer: Trainer, observers: Sequence[Observer]) -> Run:
 
 
 def _open_data(recipe: Recipe, progress: Progress) -> Dataset:
-    size = recipe.model.img_size
-    wanted = (size[0], size[1]) if isinstance(size, list) else size
-    return open_data(recipe.data, size=wanted, channels=recipe.model.in_chans, progress=progress)
+    return open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans, progress=progress)
 
 
 def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
     """`out`, or a name of its own for every recipe; a run that is already there is never written over."""
     digest = recipe.digest(dataset.digest)
     name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])
-    path = Path(recipe.out) if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
+    path = Path(recipe.out).expanduser() if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
     if (path / "recipe.yaml").is_file():
         status = Run(path).status
         advice = "give another out=" if status["status"] in ("finished", "diverged") else f"--resume {path}"
         raise RunError(f"'{path}' already holds a run ({status['status']}): {advice}.")
+    Run(path).refuse_foreign_files()
     return path
 
 
