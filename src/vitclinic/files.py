@@ -58,8 +58,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As `write_bytes`; strict JSON, in which NaN and infinity do not exist."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    """As `write_bytes`."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSe
 
 from vitclinic.config import Config, validate
 from vitclinic.errors import RecipeError, RunError
-from vitclinic.files import write_bytes, write_errors, write_json
+from vitclinic.files import write_bytes, write_errors, write_text
 
 SCHEMA = 1
 
@@ -97,13 +97,13 @@ class Measurement(Config):
     """Digest of the network: its structure and its weights."""
     data: str
     """Digest of the images and labels it was measured on."""
-    conditions: dict[str, Any] = {}
+    conditions: dict[str, Any] = Field(default_factory=dict)
     """What else the result depends on: for timings, the machine."""
     status: Status = "ok"
     reason: str | None = None
-    scalars: dict[str, Scalar] = {}
-    units: list[UnitRow] = []
-    arrays: dict[str, NDArray[Any]] = Field({}, exclude=True)
+    scalars: dict[str, Scalar] = Field(default_factory=dict)
+    units: list[UnitRow] = Field(default_factory=list)
+    arrays: dict[str, NDArray[Any]] = Field(default_factory=dict, exclude=True)
     provenance: Provenance
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class Measurement(Config):
             content = _packed(self.arrays)
             write_bytes(path.with_suffix(".npz"), content)
             record["arrays"] = {"names": sorted(self.arrays), "sha256": hashlib.sha256(content).hexdigest()}
-        write_json(path, record)
+        write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
@@ -143,7 +143,7 @@ class Measurement(Config):
         record = _read_json(path)
         if record.pop("schema", None) != SCHEMA:
             raise RunError(
-                f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or remove the file to measure anew."
+                f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or remove it to measure anew."
             )
         listed = record.pop("arrays", None)
         arrays = {} if listed is None else _read_arrays(path, listed)

@@ -32,8 +32,8 @@ def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Int
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
     """The interval for the median between two order statistics: exact for any distribution.
 
-    It lies between the k-th smallest and the k-th largest value, k as large as the binomial distribution of the number of
-    values below the median allows; None for fewer than six values, which cannot give 95%.
+    It lies between the k-th smallest and the k-th largest value, k as large as the binomial distribution of the
+    number of values below the median allows; None for fewer than six values, which cannot give 95%.
 
     Example:
         >>> median_interval([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
