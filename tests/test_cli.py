@@ -29,6 +29,12 @@ def test_the_surface_grows_on_purpose():
     assert surface == {
         "train": ["--quiet", "--resume", "--verbose", "-q", "-v", "words"],
         "demo": ["--out", "--quiet", "-q"],
+        "examine": sorted(
+            [
+                *("targets", "--data", "--probes", "--set", "--split", "--limit", "--size", "--batch-size", "--seed"),
+                *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "list": ["--json", "pattern", "what"],
     }
 

@@ -67,9 +67,9 @@ def show_exams(exams: Sequence[Exam], console: Console) -> None:
         for row in rows:
             table.add_row(*(escape(value) for value in row.values()))
         console.print(table)
-    elif rows:
-        for line in (list(rows[0]), *(row.values() for row in rows)):
-            console.print("\t".join(line), markup=False, highlight=False, soft_wrap=True)
+    elif rows and not console.quiet:
+        for line in (rows[0].keys(), *(row.values() for row in rows)):
+            print("\t".join(line), file=console.file)  # not by rich, which makes spaces of tabs
     for exam in exams:
         for probe, measurement in exam.items():
             if measurement.status != "ok":
@@ -105,14 +105,16 @@ def scalar_rows(exams: Sequence[Exam]) -> list[dict[str, str]]:
 
 
 def written(scalar: Scalar | None) -> str:
-    """A scalar in four digits, with its interval.
+    """A count in full; any other scalar in four digits, with its interval.
 
     Example:
         >>> written(Scalar(value=1234567.0)), written(Scalar(value=0.51239, low=0.5, high=0.525))
-        ('1.235e+06', '0.5124 [0.5, 0.525]')
+        ('1,234,567', '0.5124 [0.5, 0.525]')
     """
     if scalar is None:
         return "-"
+    if scalar.low is None and scalar.value.is_integer():
+        return f"{scalar.value:,.0f}"
     interval = f" [{scalar.low:.4g}, {scalar.high:.4g}]" if scalar.low is not None and scalar.high is not None else ""
     return f"{scalar.value:.4g}{interval}"
 

@@ -55,7 +55,15 @@ class _Tally(Tally):
             for unit in self.units
         ]
         scalars = {"weight_norm": _exact(everything), "weight_norm_outside_units": _exact(outside)}
-        return Result(scalars, rows)
+        return Result(scalars | self._blocks(), rows)
+
+    def _blocks(self) -> dict[str, Scalar]:
+        """The state after the first, the middle and the last block: of twelve, blocks 1, 6 and 12 as in Table 4."""
+        last_units = [block.units[-1].name for block in self.subject.anatomy.blocks]
+        if not last_units:
+            return {}
+        picked = {"first": 0, "middle": (len(last_units) - 1) // 2, "last": -1}
+        return {f"activation_norm_{place}": _mean(self.norms[last_units[at]]) for place, at in picked.items()}
 
 
 def _exact(parameters: Iterable[Tensor]) -> Scalar:
