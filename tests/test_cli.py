@@ -101,6 +101,7 @@ def test_quiet_is_quiet(recipe):
         (["train", "--resume", "/no/run"], 4, "error: '/no/run' is not a run directory"),
         (["train", "digits", "out=/proc/x", "steps=1"], 4, "error: Cannot write '/proc/x"),
         (["train", "digits", "--resume", "x"], 2, "remove 'digits'"),
+        (["examine", "resnet18", "--data", "digits"], 2, "error: 'resnet18' is not a target: write timm:resnet18."),
         (["list", "nonsense"], 2, "recipes"),
     ],
 )

@@ -89,7 +89,7 @@ def test_arrays_that_do_not_belong_are_noticed(tmp_path):
     with pytest.raises(RunError, match=r"does not belong to 'm\.json'"):
         Measurement.read(tmp_path / "m.json")
     (tmp_path / "m.npz").unlink()
-    with pytest.raises(RunError, match="arrays of .* cannot be read"):
+    with pytest.raises(RunError, match=r"arrays of .* cannot be read"):
         Measurement.read(tmp_path / "m.json")
 
 
