@@ -178,6 +178,17 @@ def test_mistakes_are_sentences(arguments, error, message):
     assert message in str(caught.value)
 
 
+def test_want_of_memory_does_not_stop_an_exam():
+    class Small(Counting):
+        def forward(self, x):
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(x)
+
+    exam = vitclinic.examine(Small(), noise(), probes=["norms"], batch_size=16)
+    assert (exam["norms"].status, exam["norms"].provenance.batch_size) == ("ok", 4)
+
+
 def test_a_network_that_returns_no_logits_is_a_sentence():
     class Tokens(nn.Conv2d):
         pass

@@ -70,7 +70,7 @@ def test_peak_memory_holds_weights_input_and_activations():
     patient = subject(Unknown())
     (measurement,) = measure(patient, parse_probes([{"cost": {"batch": 8, "repeats": 1}}]))
     weights = sum(t.nbytes for t in (*patient.network.parameters(), *patient.network.buffers()))
-    peak = measurement.scalars["peak_memory"].value
+    peak = measurement.scalars["peak_memory_bytes"].value
     assert peak > weights + 8 * 3 * SIZE * SIZE * 4 + 8 * 6 * 7 * 7 * 4
     (twice,) = measure(patient, parse_probes([{"cost": {"batch": 4, "repeats": 1}}]))
-    assert peak - weights == pytest.approx(2 * (twice.scalars["peak_memory"].value - weights), rel=0.01)
+    assert peak - weights == pytest.approx(2 * (twice.scalars["peak_memory_bytes"].value - weights), rel=0.01)

@@ -45,7 +45,7 @@ class Display(Watcher):
 
     def on_subject(self, subject: Subject, to_do: Sequence[Probe], seconds: float) -> None:
         self.console.print(
-            f"[bold]{escape(subject.name)}[/] on {len(subject)} {subject.split} images of"
+            f"[bold]{escape(subject.name)}[/] on {len(subject)} {subject.split} image{'s' * (len(subject) != 1)} of"
             f" [bold]{escape(subject.dataset.name)}[/]: {', '.join(probe.name for probe in to_do)},"
             f" about {_duration(seconds)}",
             soft_wrap=True,
@@ -68,7 +68,7 @@ def show_exams(exams: Sequence[Exam], console: Console) -> None:
             table.add_row(*(escape(value) for value in row.values()))
         console.print(table)
     elif rows and not console.quiet:
-        for line in (rows[0].keys(), *(row.values() for row in rows)):
+        for line in (list(rows[0]), *(list(row.values()) for row in rows)):
             print("\t".join(line), file=console.file)  # not by rich, which makes spaces of tabs
     for exam in exams:
         for probe, measurement in exam.items():

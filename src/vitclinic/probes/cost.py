@@ -62,8 +62,10 @@ class Cost(OwningProbe):
             "parameters": Scalar(value=float(sum(p.numel() for p in subject.network.parameters()))),
             "flops": Scalar(value=float(flops(subject, images[:1]))),
             "images_per_second": _median(rates.tolist()),
-            "latency": _median(seconds[:, 0].tolist()),
-            "peak_memory": Scalar(value=float(held + peak_bytes(lambda: subject.network(images), subject.device))),
+            "latency_seconds": _median(seconds[:, 0].tolist()),
+            "peak_memory_bytes": Scalar(
+                value=float(held + peak_bytes(lambda: subject.network(images), subject.device))
+            ),
             "batch": Scalar(value=float(batch)),
         }
         return Result(scalars, arrays={"seconds": seconds})

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 _PACKAGES = ("vitclinic", "torch", "timm", "numpy")
 
+_TRIAL = 16
+"""How many images are timed before measuring."""
+
 
 def measure(
     subject: Subject, probes: Sequence[Probe], done: Callable[[Measurement], None] = lambda measurement: None
@@ -89,7 +92,12 @@ def estimated_seconds(subject: Subject, probes: Iterable[Probe]) -> float:
     """What measuring will take: the shared pass, and each probe's own work, in forward passes timed beforehand."""
     applicable = [probe for probe in probes if why_not(probe, subject) is None]
     shared = len(subject) if any(isinstance(probe, StreamingProbe) for probe in applicable) else 0
-    return (shared + sum(probe.forwards(subject) for probe in applicable)) * subject.seconds_per_image
+    batch_size, subject.batch_size = subject.batch_size, min(_TRIAL, subject.batch_size)
+    try:
+        seconds = halving(subject, f"{subject.name}, a trial", lambda: subject.seconds_per_image)
+    finally:
+        subject.batch_size = batch_size
+    return seconds * (shared + sum(probe.forwards(subject) for probe in applicable))
 
 
 def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[str, Outcome]]) -> dict[str, Outcome]:

@@ -78,9 +78,9 @@ class Subject:
         tensors = (*self.network.parameters(), *self.network.buffers())
         return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
 
-    def batches(self, split: str | None = None) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """All images in order, unaugmented, where the network can take them; the last batch may be smaller."""
-        for batch in evaluation_batches(self.dataset, split or self.split, self.batch_size):
+        for batch in evaluation_batches(self.dataset, self.split, self.batch_size):
             yield batch.to(self.device, self.dtype)
 
     def logits(self, images: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ class Subject:
 
     @cached_property
     def seconds_per_image(self) -> float:
-        """What one image of a forward pass costs, from a small batch run twice."""
-        images = next(self.batches()).images[:16]
+        """What one image of a forward pass costs, from one batch run twice."""
+        images = next(self.batches()).images
         with left_as_it_was(self.network, self.seed), torch.no_grad():
             self.network(images)
             start = time.perf_counter()
