@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.probes.subjects import subject, vit
+from vitclinic.anatomy import out_of
 from vitclinic.measurement import Scalar
 from vitclinic.probes import DoesNotApply, OwningProbe, Result, StreamingProbe, Subject, Tally, measure, parse_probes
 
@@ -120,6 +121,21 @@ def test_a_failing_probe_does_not_disturb_the_others():
     assert (never.status, never.reason) == ("failed", "ValueError: no beginning")
     assert mean.scalars == alone.scalars
     assert {measurement.probe for measurement in told} == {"refuses", "breaks", "mean", "never_begins"}
+
+
+def test_a_tap_that_nothing_passes_is_borne_by_its_probe_alone():
+    class Elsewhere(StreamingProbe):
+        name = "elsewhere"
+
+        def begin(self, subject):
+            tally = MeanTally(subject, "tap")
+            tally.taps = lambda: {"tap": out_of(nn.Identity())}
+            return tally
+
+    elsewhere, mean = measure(subject(Counting()), [Elsewhere(), Mean()])
+    assert elsewhere.status == "does_not_apply"
+    assert "nothing passed the taps" in elsewhere.reason
+    assert mean.scalars == measure(subject(Counting()), [Mean()])[0].scalars
 
 
 def test_a_network_that_fails_fails_each_probe_with_its_reason():

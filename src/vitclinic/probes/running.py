@@ -55,7 +55,7 @@ def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe
             owning.append(probe)
     if streaming:
         started = time.perf_counter()
-        outcomes = _attempted(subject, streaming, lambda: shared_pass(subject, streaming))
+        outcomes = _streamed(subject, streaming)
         seconds = time.perf_counter() - started
         yield from ((streaming[name], outcome, seconds) for name, outcome in outcomes.items())
     for probe in owning:
@@ -63,6 +63,15 @@ def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe
         started = time.perf_counter()
         outcomes = _attempted(subject, [probe.name], partial(_measured, subject, probe))
         yield probe, outcomes[probe.name], time.perf_counter() - started
+
+
+def _streamed(subject: Subject, probes: dict[str, StreamingProbe]) -> dict[str, Outcome]:
+    """The outcomes of the shared pass; if a tap or a recording fails it, of a pass for each, so that one bears it."""
+    outcomes = _attempted(subject, probes, lambda: shared_pass(subject, probes))
+    common = set(map(id, outcomes.values()))
+    if len(probes) == 1 or len(common) > 1 or not isinstance(next(iter(outcomes.values())), AnatomyError):
+        return outcomes
+    return {name: _streamed(subject, {name: probe})[name] for name, probe in probes.items()}
 
 
 def _measured(subject: Subject, probe: OwningProbe) -> dict[str, Outcome]:
@@ -144,7 +153,7 @@ def _recorded(probe: Probe, subject: Subject, outcome: Outcome, duration: float)
 
 
 def _status(error: Exception) -> tuple[Status, str]:
-    if isinstance(error, DoesNotApply):
+    if isinstance(error, DoesNotApply | AnatomyError):
         return "does_not_apply", str(error)
     text = " ".join(str(error).split())
     return "failed", text if isinstance(error, VitclinicError) and text else f"{type(error).__name__}: {text}"
