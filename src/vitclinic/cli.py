@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 DIVERGED = 5
 PROBE_FAILED = 6
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="vitclinic",
@@ -159,7 +162,7 @@ def examine(
     from vitclinic.clinic.display import Display, plain, show_exams
 
     console = _console(verbose, quiet or as_json)
-    with Display(console) as display:
+    with _resumable(), Display(console) as display:
         exams = run_exams(
             targets,
             data,
@@ -180,6 +183,18 @@ def examine(
     show_exams(exams, console)
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
         raise typer.Exit(PROBE_FAILED)
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Ctrl-C ends an exam without a traceback, and the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.secho(
+            "interrupted; what has been measured is stored, and the same command goes on", fg="yellow", err=True
+        )
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dict[str, Any]]]:

@@ -234,6 +234,16 @@ def test_the_command_compares_and_stores(tmp_path, command):
     assert command(*words, "-q") == (0, "", "")
 
 
+def test_ctrl_c_is_not_a_traceback(command, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vitclinic.clinic.examine", interrupt)
+    code, _, error = command("examine", "timm:resnet18", "--data", "digits")
+    assert code == 130
+    assert error == "interrupted; what has been measured is stored, and the same command goes on\n"
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

@@ -63,7 +63,7 @@ def show_exams(exams: Sequence[Exam], console: Console) -> None:
     if rows and console.is_terminal:
         table = Table(box=None, header_style="bold")
         for number, name in enumerate(rows[0]):
-            table.add_column(escape(name), justify="left" if number == 0 else "right")
+            table.add_column(escape(name), justify="left" if number == 0 else "right", overflow="fold")
         for row in rows:
             table.add_row(*(escape(value) for value in row.values()))
         console.print(table)
