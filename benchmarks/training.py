@@ -1,12 +1,12 @@
 """Images per second of `vitclinic train`, beside a bare PyTorch loop and timm's training-script pattern.
 
-    python benchmarks/training.py CIFAR10 [--rounds 8] [--steps 12]
+    python benchmarks/training.py CIFAR10 [--rounds 12] [--steps 6]
 
 CIFAR10 is anything `data=` takes (a folder of parquet files, torchvision:CIFAR10@ROOT). The network is the ViT
-of width 96, depth 6, patch 4 at 32 x 32, the batch 128, AdamW, clipping at 1. All arms run in one process, one
-after the other, again and again: each turn builds its loader, makes two steps unmeasured, then `--steps` measured
-ones, and shuts its workers down. Printed are the medians over turns, and the median over rounds of each arm's
-ratio to its reference in the same round: the machine's moods cancel.
+of width 96, depth 6, patch 4 at 32 x 32, the batch 128, AdamW, clipping at 1. All arms take turns in one process:
+two steps unmeasured (they use up what a worker read ahead while others ran), then `--steps` measured ones, of which
+the median counts. Printed is the median over rounds of each arm's ratio to its reference in the same round, with
+quartiles: the machine's moods cancel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCH = 128
 WARM_UP = 2
 MODEL = {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 96, "depth": 6, "num_heads": 3}
 Turn = Callable[[int], float]
-"""Makes a number of steps after the warm-up, and returns the seconds that they took."""
+"""Makes a number of steps after the warm-up, and returns the median seconds of one."""
 
 
 def bare_step(network: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, targets: Tensor) -> None:
@@ -45,12 +45,12 @@ def bare_step(network: nn.Module, optimizer: torch.optim.Optimizer, images: Tens
 
 
 def timed(steps: int, step: Callable[[], None]) -> float:
-    for _ in range(WARM_UP):
+    times = []
+    for _ in range(WARM_UP + steps):
+        started = time.perf_counter()
         step()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return time.perf_counter() - started
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[WARM_UP:])
 
 
 def reference_network() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -71,13 +71,7 @@ def our_turn(source: str, augment: str) -> Turn:
         {"model": MODEL, "data": {"source": source, "augment": augment}, "batch_size": BATCH, "steps": 10**6}
     )
     trainer = Trainer(recipe, open_data(recipe.data), 10**6, World(), torch.device("cpu"))
-
-    def turn(steps: int) -> float:
-        seconds = timed(steps, lambda: trainer.advance())
-        trainer.close()
-        return seconds
-
-    return turn
+    return lambda steps: timed(steps, lambda: trainer.advance())
 
 
 class InMemory(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -115,31 +109,27 @@ def timm_turn(source: str, level: str, workers: int) -> Turn:
     network = reference_network()[0].backbone
     optimizer = create_optimizer_v2(network, "adamw", lr=1e-3, weight_decay=0.05)
     meter = AverageMeter()
+    batches: Iterator[tuple[Tensor, Tensor]] = iter(loader)
 
-    def turn(steps: int) -> float:
-        batches: Iterator[tuple[Tensor, Tensor]] = iter(loader)
+    def step() -> None:
+        x, y = next(batches)
+        if mix is not None:
+            x, y = mix(x, y)
+        optimizer.zero_grad()
+        loss = criterion(network(x), y)
+        loss.backward()
+        dispatch_clip_grad(network.parameters(), 1.0)
+        optimizer.step()
+        meter.update(loss.item(), len(x))
 
-        def step() -> None:
-            x, y = next(batches)
-            if mix is not None:
-                x, y = mix(x, y)
-            optimizer.zero_grad()
-            loss = criterion(network(x), y)
-            loss.backward()
-            dispatch_clip_grad(network.parameters(), 1.0)
-            optimizer.step()
-            meter.update(loss.item(), len(x))
-
-        return timed(steps, step)
-
-    return turn
+    return lambda steps: timed(steps, step)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     arms: dict[str, tuple[Turn, str | None, float]] = {
         "bare loop, ready tensors": (bare_turn(), None, 0),
@@ -153,22 +143,21 @@ def main() -> None:
     rates: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(options.rounds):
         for name, (turn, _, _) in arms.items():
-            rates[name].append(options.steps * BATCH / turn(options.steps))
+            rates[name].append(BATCH / turn(options.steps))
         print(f"round {number + 1}/{options.rounds}", {name: round(r[-1]) for name, r in rates.items()}, flush=True)
 
-    def ratio(name: str, reference: str) -> float:
-        return statistics.median(a / b for a, b in zip(rates[name], rates[reference], strict=True))
+    def ratio(name: str, reference: str) -> str:
+        ratios = [a / b for a, b in zip(rates[name], rates[reference], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        return f"{middle:6.3f} ({low:.3f} to {high:.3f})"
 
-    print(f"\n{'arm':28s}{'images/s':>10s}{'ratio':>8s}{'wanted':>8s}")
+    print(f"\n{'arm':26s}{'images/s':>9s}   ratio to the bare loop    wanted")
     for name, (_, reference, wanted) in arms.items():
-        shown = f"{ratio(name, reference):8.3f}" if reference else f"{'1':>8s}"
-        print(f"{name:28s}{statistics.median(rates[name]):10.0f}{shown}{wanted or '':>8}")
-    for ours, theirs in [
-        ("vitclinic light", "timm light, 1 worker"),
-        ("vitclinic deit", "timm deit, 1 worker"),
-        ("vitclinic deit", "timm deit, in process"),
-    ]:
-        print(f"{ours} / {theirs}: {ratio(ours, theirs):.3f} (wanted 0.97)")
+        shown = ratio(name, reference) if reference else ""
+        print(f"{name:26s}{statistics.median(rates[name]):9.0f}   {shown:26s}{wanted or ''}")
+    for level, workers in [("light", "1 worker"), ("deit", "1 worker"), ("deit", "in process")]:
+        peer = f"timm {level}, {workers}"
+        print(f"vitclinic {level} / {peer}: {ratio(f'vitclinic {level}', peer)}, wanted 0.97")
 
 
 if __name__ == "__main__":

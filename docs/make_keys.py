@@ -1,7 +1,7 @@
 """Write the table of recipe keys in docs/train.md from the configs, so that it cannot drift.
 
-    python docs/make_keys.py            rewrite the table
-    python docs/make_keys.py --check    fail if it is not current (a test does this)
+python docs/make_keys.py            rewrite the table
+python docs/make_keys.py --check    fail if it is not current (a test does this)
 """
 
 from __future__ import annotations
@@ -53,5 +53,7 @@ def page() -> str:
 
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        sys.exit(0 if page() == PAGE.read_text(encoding="utf-8") else "docs/train.md is not current: run docs/make_keys.py")
+        sys.exit(
+            0 if page() == PAGE.read_text(encoding="utf-8") else "docs/train.md is not current: run docs/make_keys.py"
+        )
     PAGE.write_text(page(), encoding="utf-8")

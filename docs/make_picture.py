@@ -1,6 +1,6 @@
 """Draw docs/demo.svg, the README's picture: a real run of the demo, with one look at its progress bar.
 
-    python docs/make_picture.py
+python docs/make_picture.py
 """
 
 from __future__ import annotations

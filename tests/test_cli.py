@@ -105,11 +105,13 @@ def test_quiet_is_quiet(recipe):
         (["list", "nonsense"], 2, "recipes"),
     ],
 )
-def test_mistakes_are_one_sentence_and_an_exit_code(arguments, code, message):
+def test_mistakes_are_one_sentence_and_an_exit_code(arguments, code, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     done = vitclinic(*arguments)
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
 
 
 def test_a_divergence_has_its_own_exit_code(recipe):

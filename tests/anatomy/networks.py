@@ -74,9 +74,7 @@ def _torchvision() -> dict[str, Builder]:
             4, block=swin_transformer.SwinTransformerBlockV2, downsample_layer=swin_transformer.PatchMergingV2
         ),
         "resnet": lambda: tv.ResNet(resnet.BasicBlock, [2, 1, 1, 1], num_classes=5),
-        "resnext": lambda: tv.ResNet(
-            resnet.Bottleneck, [2, 1, 1, 1], num_classes=5, groups=4, width_per_group=8
-        ),
+        "resnext": lambda: tv.ResNet(resnet.Bottleneck, [2, 1, 1, 1], num_classes=5, groups=4, width_per_group=8),
         "convnext": lambda: tv.ConvNeXt(
             [convnext.CNBlockConfig(8, 16, 2), convnext.CNBlockConfig(16, None, 1)], num_classes=5
         ),
@@ -112,9 +110,7 @@ def _huggingface() -> dict[str, Builder]:
         ),
         "deit": lambda: hf.DeiTForImageClassification(hf.DeiTConfig(**small)),
         "swin": lambda: hf.SwinForImageClassification(hf.SwinConfig(**swin)),
-        "swin_absolute": lambda: hf.SwinForImageClassification(
-            hf.SwinConfig(**swin, use_absolute_embeddings=True)
-        ),
+        "swin_absolute": lambda: hf.SwinForImageClassification(hf.SwinConfig(**swin, use_absolute_embeddings=True)),
     }
 
 

@@ -69,14 +69,10 @@ def hooks(network: nn.Module) -> list[object]:
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
-    return actual.shape == expected.shape and bool(
-        (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
-    )
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
-def test_units_come_in_the_order_of_the_forward_pass(
-    anatomy: Anatomy, network: nn.Module, images: Tensor
-) -> None:
+def test_units_come_in_the_order_of_the_forward_pass(anatomy: Anatomy, network: nn.Module, images: Tensor) -> None:
     fired: list[int] = []
     sites = {unit.depth: unit.output for unit in anatomy.units}
     with stream(sites, lambda depth, _: fired.append(depth)):
@@ -126,9 +122,7 @@ def test_after_is_before_plus_branch(anatomy: Anatomy, network: nn.Module, image
         assert branch.abs().max() > 1e-3 * total.abs().max()
 
 
-def test_taps_change_nothing_and_can_carry_gradients(
-    anatomy: Anatomy, network: nn.Module, images: Tensor
-) -> None:
+def test_taps_change_nothing_and_can_carry_gradients(anatomy: Anatomy, network: nn.Module, images: Tensor) -> None:
     sites = {(unit.name, end): getattr(unit, end) for unit in anatomy.units for end in ("input", "output")}
     sites |= {(unit.name, "branch"): unit.branch for unit in anatomy.units if unit.branch}
     plain = logits(network, images, grad=True)

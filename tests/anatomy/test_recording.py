@@ -56,8 +56,7 @@ def test_the_map_of_fused_attention_times_v_is_its_output(options: dict[str, Any
     query = torch.randn(2, 4, 5, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, 2, groups, 7, 8, generator=generator, dtype=torch.float64)
     options = {
-        name: o.double() if isinstance(o, Tensor) and o.is_floating_point() else o
-        for name, o in options.items()
+        name: o.double() if isinstance(o, Tensor) and o.is_floating_point() else o for name, o in options.items()
     }
     weights = _weights_of_sdpa(query, key, value, **options)
     expected = F.scaled_dot_product_attention(query, key, value, **options)

@@ -57,9 +57,7 @@ MyNet.__module__, MyNet.__qualname__ = "mypackage.nets", "MyNet"
 
 def documented_family() -> Family:
     """The family that docs/anatomy.md registers."""
-    code = next(
-        code for code in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "FAMILY =" in code
-    )
+    code = next(code for code in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "FAMILY =" in code)
     assert len([line for line in code.splitlines() if line.strip()]) <= 14
     namespace: dict[str, Any] = {}
     exec(code, namespace)  # noqa: S102
@@ -101,9 +99,7 @@ def test_a_family_can_come_from_another_package(monkeypatch: pytest.MonkeyPatch)
     module.FAMILY = documented_family()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mypackage_family", module)
     point = EntryPoint("my-nets", "mypackage_family:FAMILY", registry.ENTRY_POINTS)
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: [point] if group == "vitclinic.families" else []
-    )
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "vitclinic.families" else [])
     registry._load_entry_points.cache_clear()
     assert Anatomy.of(MyNet()).family == "my nets"
 
@@ -141,14 +137,10 @@ def test_a_post_norm_network_walked_as_pre_norm_is_an_error_that_names_the_unit(
     class Misread(timm.models.SwinTransformerV2):
         pass
 
-    network = Misread(
-        img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2), num_classes=5
-    )
+    network = Misread(img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2), num_classes=5)
     name = f"{Misread.__module__}.{Misread.__qualname__}"
     register_family(Family("wrong", (name,), partial(swin.units, post_norm=False), swin.input_size))
-    with pytest.raises(
-        AnatomyError, match=r"in layers\.0\.blocks\.0\.msa the state after is not the state before"
-    ):
+    with pytest.raises(AnatomyError, match=r"in layers\.0\.blocks\.0\.msa the state after is not the state before"):
         Anatomy.of(network)
 
 

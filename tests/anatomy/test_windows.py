@@ -13,9 +13,7 @@ from vitclinic.anatomy import Anatomy, AttentionMap, Windows, into, out_of, reco
 
 
 def _swin(kind: type[nn.Module], img_size: tuple[int, int]) -> nn.Module:
-    return kind(
-        img_size=img_size, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 2), num_classes=5
-    )
+    return kind(img_size=img_size, window_size=4, embed_dim=12, depths=(2, 2), num_heads=(2, 2), num_classes=5)
 
 
 CASES = {
@@ -34,10 +32,7 @@ def test_windows_hold_the_grid_cells_that_their_positions_say(name: str) -> None
     units = anatomy.of_kind("msa")
     post_norm = isinstance(network, timm.models.SwinTransformerV2)
     sites = {(unit.name, "windows"): into(unit.attention.module) for unit in units}
-    sites |= {
-        (unit.name, "grid"): unit.input if post_norm else out_of(unit.norm, unit.input.layout)
-        for unit in units
-    }
+    sites |= {(unit.name, "grid"): unit.input if post_norm else out_of(unit.norm, unit.input.layout) for unit in units}
     maps: dict[str, AttentionMap] = {}
     images = torch.randn(2, 3, *getattr(getattr(network, "patch_embed", None), "img_size", (64, 64)))
     with (

@@ -79,6 +79,19 @@ def test_parquet_with_string_labels(tmp_path, picture):
     assert data.channels == 1
 
 
+def test_large_parquet_is_read_through_a_memory_mapped_copy(tmp_path, picture, monkeypatch):
+    from vitclinic.data import parquet
+
+    images = [png(picture(i, (8, 8))) for i in range(30)]
+    write_parquet(tmp_path / "train.parquet", images, [i % 3 for i in range(30)], ["x", "y", "z"])
+    small = open_data(str(tmp_path))
+    monkeypatch.setattr(parquet, "IN_MEMORY_BYTES", 0)
+    mapped = parquet.open_parquet(tmp_path)
+    assert mapped.classes == small.classes
+    assert mapped.splits["train"].labels.tolist() == [i % 3 for i in range(30)]
+    assert np.array_equal(np.asarray(mapped.splits["train"].read(7)), np.asarray(picture(7, (8, 8))))
+
+
 def test_parquet_label_out_of_range_names_the_row(tmp_path, picture):
     images = [png(picture(i, (8, 8))) for i in range(4)]
     write_parquet(tmp_path / "p.parquet", images, [0, 1, 5, 1], ["x", "y"])

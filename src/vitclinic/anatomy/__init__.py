@@ -1,8 +1,8 @@
 """A network seen as units: where each can be read, how to remove it, and its attention.
 
-    anatomy = Anatomy.of(network)
-    with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
-        network(images)
+anatomy = Anatomy.of(network)
+with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
+    network(images)
 """
 
 from vitclinic.anatomy.anatomy import Anatomy

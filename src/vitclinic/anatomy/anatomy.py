@@ -28,9 +28,7 @@ class Anatomy:
     its own. An anatomy describes the modules it saw: after surgery, make a new one.
     """
 
-    def __init__(
-        self, family: str, network: nn.Module, units: tuple[Unit, ...], grids: dict[Layout, Size]
-    ) -> None:
+    def __init__(self, family: str, network: nn.Module, units: tuple[Unit, ...], grids: dict[Layout, Size]) -> None:
         self.family = family
         self.network = network
         self.units = units

@@ -66,9 +66,7 @@ def _measured(layouts: set[Layout]) -> Iterator[dict[Layout, Size]]:
         grids[layout] = site.size_of(value)
 
     seen_at = {layout: layout.grid_at for layout in layouts if layout.grid_at is not None}
-    handles = [
-        handle for layout, site in seen_at.items() for handle in watch(site, partial(note, layout, site))
-    ]
+    handles = [handle for layout, site in seen_at.items() for handle in watch(site, partial(note, layout, site))]
     try:
         yield grids
     finally:

@@ -141,9 +141,7 @@ class _Recorder(TorchFunctionMode):
 
     def _emit(self, weights: Tensor) -> None:
         if self._grid is None:
-            raise AnatomyError(
-                f"{self.unit.name} ran before its grid was seen: its family does not fit the network."
-            )
+            raise AnatomyError(f"{self.unit.name} ran before its grid was seen: its family does not fit the network.")
         self._maps_in_call += 1
         if self._maps_in_call > 1 or weights.ndim != 4:
             raise AnatomyError(
@@ -174,10 +172,8 @@ def _weights_of_sdpa(
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is None:
         return scores.softmax(-1)
-    if attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    else:
-        scores = scores + attn_mask
+    allowed = attn_mask.dtype == torch.bool
+    scores = scores.masked_fill(~attn_mask, -torch.inf) if allowed else scores + attn_mask
     # A query that may see no key attends to nothing, as in PyTorch's own kernels.
     return scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
 

@@ -118,9 +118,7 @@ def watch(site: Site, act: Callable[[Any], Tensor | None]) -> list[RemovableHand
 def onto_grid(layout: Layout, activation: Tensor, size: Size | None) -> Tensor:
     """`activation` as [B, C, H, W] without prefix tokens; `size` is (H, W), for flattened grids."""
     if not layout.spatial:
-        raise AnatomyError(
-            "these features have no grid: they are a class token, or the output of the network."
-        )
+        raise AnatomyError("these features have no grid: they are a class token, or the output of the network.")
     if activation.ndim == 4:
         return activation.permute(0, 3, 1, 2) if layout.channels_last else activation
     tokens_bnc = activation[:, layout.prefix :]

@@ -19,9 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @contextmanager
-def stream(
-    sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *, grad: bool = False
-) -> Iterator[None]:
+def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *, grad: bool = False) -> Iterator[None]:
     """Call `consumer(key, activation)` for every activation that passes one of `sites` inside the context.
 
     Without `grad` activations come detached. A consumer that keeps a tensor of a site marked `overwritten`
@@ -62,9 +60,7 @@ class Activations(Mapping[Key, Tensor]):
     def __getitem__(self, key: Key) -> Tensor:
         activation, version = self._seen[key]
         if activation._version != version:
-            raise AnatomyError(
-                f"the network wrote into the activation {key!r} in place; mark its site `overwritten`."
-            )
+            raise AnatomyError(f"the network wrote into the activation {key!r} in place; mark its site `overwritten`.")
         return activation
 
     def __iter__(self) -> Iterator[Key]:
@@ -78,9 +74,9 @@ class Activations(Mapping[Key, Tensor]):
 def taps(sites: Mapping[Key, Site], *, grad: bool = False) -> Iterator[Activations[Key]]:
     """Keep the last activation at each of `sites`, as `stream` would hand it out.
 
-        with taps({"last": anatomy.units[-2].output}, grad=True) as seen:
-            logits = network(images)
-        seen["last"].shape
+    with taps({"last": anatomy.units[-2].output}, grad=True) as seen:
+        logits = network(images)
+    seen["last"].shape
     """
     seen: Activations[Key] = Activations()
 

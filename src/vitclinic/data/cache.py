@@ -1,8 +1,8 @@
 """Small sets, decoded once: a memory-mapped array of uint8 pixels, shared by all later runs.
 
-An entry is a folder `VITCLINIC_CACHE/images/KEY` with `images.npy` [n, height, width, channels], `kept.npy`
-(which records are in it) and `entry.json`. It appears by one rename, so a killed build leaves nothing half
-done. When all entries together exceed `VITCLINIC_CACHE_SIZE`, those not used for longest go.
+An entry is a folder `VITCLINIC_CACHE/images/KEY` with `images.bin` (uint8 [n, height, width, channels], the shape
+being in `entry.json`) and `kept.npy` (which records are in it). It appears by one rename, so a killed build leaves
+nothing half done. When all entries together exceed `VITCLINIC_CACHE_SIZE`, those not used for longest go.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from vitclinic.errors import DataError
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many are done, how many there are)."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def cache_folder() -> Path:
@@ -54,7 +55,9 @@ class CachedImages:
         self.digest: str = entry["digest"]
         self.skipped: list[str] = entry["skipped"]
         self.kept: NDArray[np.int64] = np.load(folder / "kept.npy")
-        self.images: NDArray[np.uint8] = np.load(folder / "images.npy", mmap_mode="r")
+        self.images: NDArray[np.uint8] = np.empty(entry["shape"], np.uint8)
+        if self.images.size:  # an empty file cannot be mapped
+            self.images = np.memmap(folder / "images.bin", np.uint8, "r", shape=tuple(entry["shape"]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CachedImages, (self.folder,)
@@ -74,10 +77,13 @@ def cached_images(
         try:
             _decode_all(records, staging, size, channels, on_error, progress)
             _publish(staging, folder)
+        except OSError as error:
+            raise DataError(f"The cache '{folder.parent}' cannot be written ({error}); set VITCLINIC_CACHE.") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         _evict(folder)
-    os.utime(folder)
+    with suppress(OSError):  # a cache that others own can be read, too
+        os.utime(folder)
     return CachedImages(folder)
 
 
@@ -102,36 +108,26 @@ def _make_parent(folder: Path) -> None:
 
 
 def _decode_all(records: Records, folder: Path, size: Size, channels: int, on_error: str, progress: Progress) -> None:
-    shape = (len(records), *size, channels)
-    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
     kept: list[int] = []
     skipped: list[str] = []
-    for index, result in enumerate(_decoded(records, size, channels)):
-        if isinstance(result, str):
-            if on_error != "skip":
-                raise DataError(f"{result} Remove it, or pass data.on_error=skip.")
-            skipped.append(result)
-        else:
-            images[len(kept)] = result
-            kept.append(index)
-        progress("decoding", index + 1, len(records))
-    if skipped:
-        images = _shortened(images, len(kept), folder)
-    images.flush()
-    digest = hashlib.sha256(images.data)
-    digest.update(np.ascontiguousarray(records.labels[kept]).data)
+    digest = hashlib.sha256()
+    # Written like any file, not through a map: on a full disk that is an error, not a crash.
+    with (folder / "images.bin").open("wb") as file:
+        for index, result in enumerate(_decoded(records, size, channels)):
+            if isinstance(result, str):
+                if on_error != "skip":
+                    raise DataError(f"{result} Remove it, or pass data.on_error=skip.")
+                skipped.append(result)
+            else:
+                data = np.ascontiguousarray(result).tobytes()
+                file.write(data)
+                digest.update(data)
+                kept.append(index)
+            progress("decoding", index + 1, len(records))
+    digest.update(np.ascontiguousarray(records.labels[kept]).tobytes())
     np.save(folder / "kept.npy", np.asarray(kept, dtype=np.int64))
-    entry = {"digest": digest.hexdigest(), "skipped": skipped}
+    entry = {"digest": digest.hexdigest(), "skipped": skipped, "shape": [len(kept), *size, channels]}
     (folder / "entry.json").write_text(json.dumps(entry))
-
-
-def _shortened(images: NDArray[np.uint8], count: int, folder: Path) -> Any:
-    """The first `count` images in a file of their own size, in place of the longer one."""
-    shape = (count, *images.shape[1:])
-    shorter = np.lib.format.open_memmap(folder / "shorter.npy", "w+", np.uint8, shape)
-    shorter[:] = images[:count]
-    (folder / "shorter.npy").replace(folder / "images.npy")
-    return shorter
 
 
 def _decoded(records: Records, size: Size, channels: int) -> Iterator[Pixels | str]:

@@ -128,7 +128,7 @@ def open_data(
     if isinstance(config, str):
         config = DataConfig(source=config)
     source = open_source(config)
-    found = survey(source)
+    found = survey(source, progress)
     wanted = (size, size) if isinstance(size, int) else size or found.size
     depth = channels or found.channels
     framed = framed_size(wanted, found.shorter_side)

@@ -59,7 +59,7 @@ def open_digits() -> Source:
     bunch = load_digits()
     images = np.rint(bunch.images * (255 / 16)).astype(np.uint8)
     records = ArrayRecords("digits", images, bunch.target)
-    return Source("digits", tuple(str(d) for d in range(10)), {"train": records}, fingerprint("digits", 1))
+    return Source("digits", tuple(str(d) for d in range(10)), {"train": records}, fingerprint("digits", 1), ((8, 8), 1))
 
 
 def open_shapes(spec: str, seed: int) -> Source:
@@ -68,7 +68,8 @@ def open_shapes(spec: str, seed: int) -> Source:
     count, cue = int(options["n"]), options["texture"]
     sizes = {"train": count, "val": _SHAPES_VAL, "test": _SHAPES_TEST}
     splits = {split: ShapesRecords(seed, split, size, cue) for split, size in sizes.items()}
-    return Source(spec, shapes.CLASSES, splits, fingerprint("shapes", shapes.VERSION, seed, sizes, cue))
+    version = fingerprint("shapes", shapes.VERSION, seed, sizes, cue)
+    return Source(spec, shapes.CLASSES, splits, version, ((32, 32), 3))
 
 
 def _shapes_options(spec: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
+from vitclinic.data.cache import cache_folder
 from vitclinic.data.source import Source, fingerprint
 from vitclinic.errors import DataError
+
+IN_MEMORY_BYTES = 2**30
+"""Files of more than this together are read through a memory-mapped copy in the cache."""
 
 _LABELS = ("label", "labels", "fine_label", "class", "target")
 
@@ -36,7 +41,8 @@ class TableRecords:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        path = self.images[index].as_py().get("path") if self.images[index].is_valid else None
+        image = self.images[index]
+        path = image["path"].as_py() if image.is_valid and "path" in image.type.names else None
         return f"{self.source} row {index}" + (f" ({path})" if path else "")
 
     def read(self, index: int) -> Image.Image:
@@ -61,7 +67,7 @@ def open_parquet(path: Path) -> Source:
         )
         for split, table in tables.items()
     }
-    stamps = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for fs in files.values() for f in fs]
+    stamps = {split: _stamps(paths) for split, paths in files.items()}
     return Source(str(path), classes, splits, fingerprint("parquet", stamps))
 
 
@@ -86,10 +92,32 @@ def _files_by_split(path: Path) -> dict[str, list[Path]]:
 
 
 def _read(paths: list[Path]) -> pa.Table:
+    """The rows of all files: in memory, or memory-mapped where they are large."""
     try:
-        return pa.concat_tables([pq.read_table(path) for path in paths])
+        if sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
+            return pa.concat_tables([pq.read_table(path) for path in paths])
+        return _mapped(paths)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"'{paths[0]}' cannot be read as parquet: {error}") from error
+
+
+def _mapped(paths: list[Path]) -> pa.Table:
+    """Rows of parquet can only be read in groups: a copy in Arrow's own format can be read row by row, from disk."""
+    folder = cache_folder() / "tables"
+    copy = folder / f"{fingerprint(_stamps(paths))[:32]}.arrow"
+    if not copy.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = copy.with_suffix(f".{os.getpid()}")
+        with pa.OSFile(str(staging), "wb") as sink, pa.ipc.new_file(sink, pq.read_schema(paths[0])) as writer:
+            for path in paths:
+                for batch in pq.ParquetFile(path).iter_batches():
+                    writer.write_batch(batch)
+        staging.replace(copy)
+    return pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
+
+
+def _stamps(paths: list[Path]) -> list[tuple[str, int, int]]:
+    return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
 def _image_column(table: pa.Table, path: Path) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitclinic.data.decoding import Size
 from vitclinic.errors import DataError
 
 SPLITS = ("train", "val", "test")
@@ -40,6 +41,8 @@ class Source:
     splits: Mapping[str, Records]
     fingerprint: str
     """Changes whenever the source changes; cheap, so it may stand for a machine's own paths and times."""
+    uniform: tuple[Size, int] | None = None
+    """Size and channels of all images, where the source knows them beforehand."""
 
     def __post_init__(self) -> None:
         for split, records in self.splits.items():

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from vitclinic.data.cache import cache_folder, write_atomically
+from vitclinic.data.cache import Progress, cache_folder, write_atomically
 from vitclinic.data.decoding import UNREADABLE, Size, is_grey
 from vitclinic.data.source import Source
 
@@ -26,23 +26,28 @@ class Survey:
     shorter_side: float
 
 
-def survey(source: Source) -> Survey:
+def survey(source: Source, progress: Progress) -> Survey:
     """The survey of this source, made once on a machine."""
+    if source.uniform is not None:
+        size, channels = source.uniform
+        return Survey(size, channels, float(min(size)))
     stored = cache_folder() / "surveys" / f"{source.fingerprint[:32]}.json"
     if stored.exists():
         values = json.loads(stored.read_text())
         return Survey(tuple(values["size"]), values["channels"], values["shorter_side"])
-    made = _survey(source)
+    made = _survey(source, progress)
     write_atomically(stored, json.dumps(asdict(made)))
     return made
 
 
-def _survey(source: Source) -> Survey:
+def _survey(source: Source, progress: Progress) -> Survey:
     """Read headers of the training images (of 50,000, evenly spaced, where there are more)."""
     sizes: list[tuple[int, int]] = []
     grey = True
     records = source.splits["train"]
-    for index in np.unique(np.linspace(0, len(records) - 1, min(len(records), _AT_MOST)).astype(int)):
+    chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _AT_MOST)).astype(int))
+    for number, index in enumerate(chosen):
+        progress("looking at", number + 1, len(chosen))
         try:
             with records.read(int(index)) as image:
                 sizes.append(image.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 import time
@@ -40,9 +41,13 @@ def _steps_within(budget: float, recipe: Recipe, dataset: Dataset, world: World,
         times.append(time.perf_counter() - started)
     step_cost = statistics.median(times[_WARM_UP:])
     image_cost = _evaluation_cost(trainer, dataset) / world.size
-    left = budget - image_cost * (len(dataset.test) + len(dataset.val))
-    interval = max(1.0, in_steps(recipe.validation.every, trainer.steps_per_epoch, 0) or 1.0)
-    return max(1, int(left / (step_cost + image_cost * len(dataset.val) / interval)))
+
+    def cost(steps: int) -> float:
+        interval = max(1.0, in_steps(recipe.validation.every, trainer.steps_per_epoch, steps))
+        validations = steps / interval + 1
+        return steps * step_cost + image_cost * (validations * len(dataset.val) + len(dataset.test))
+
+    return max(1, bisect.bisect_right(range(1, int(budget / step_cost) + 1), budget, key=cost))
 
 
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:

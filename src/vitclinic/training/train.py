@@ -15,7 +15,7 @@ from vitclinic.data.cache import Progress
 from vitclinic.errors import RecipeError, RunError, VitclinicError
 from vitclinic.training.budget import total_steps
 from vitclinic.training.distributed import World, joined_world, pick_device
-from vitclinic.training.interrupts import Interrupt, listening
+from vitclinic.training.interrupts import listening
 from vitclinic.training.loop import Trainer
 from vitclinic.training.observers import Observer, TensorBoard
 from vitclinic.training.overrides import build_recipe
@@ -76,49 +76,47 @@ def _in_world(recipe: Recipe, run: Run | None, observers: Sequence[Observer], pr
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(device))
         stack.enter_context(torch.random.fork_rng(enabled=True))
-        interrupt = stack.enter_context(listening())
         dataset = _leader_first(world, lambda: _open_data(recipe, progress if world.leads else _silent))
-        # Only the leading process may look for, lock and make the directory: the others would find it made.
-        path = _leader_first(world, lambda: _prepared_path(recipe, run, dataset, stack) if world.leads else None)
-        opened = Run(Path(world.agree(path)))
-        return _fit(opened, recipe, dataset, world, device, observers, interrupt)
+        # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
+        # process looks for it and makes it, since the others would find it made.
+        path = Path(_leader_only(world, lambda: str(_checked_path(recipe, run, dataset))))
+        steps = run.status.get("total_steps") if run is not None else None
+        trainer = Trainer(recipe, dataset, steps or total_steps(recipe, dataset, world, device), world, device)
+        _leader_only(world, lambda: _claim(path, recipe, run, dataset, stack))
+        return _fit(Run(path), trainer, observers)
 
 
-def _prepared_path(recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> Path:
-    """The run's directory, made where it is new, and locked for as long as `stack` is open."""
-    path = run.path if run is not None else _new_path(recipe, dataset)
+def _checked_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
+    """The directory to work in: the run's own, or a new one (never one that already holds a run)."""
+    if run is None:
+        return _new_path(recipe, dataset)
+    if run.data_facts["digest"] != dataset.digest:
+        raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
+    return run.path
+
+
+def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> None:
+    """Lock the directory for as long as `stack` is open, and make it a run where it is new."""
     stack.enter_context(Run(path).locked())
     if run is None:
         Run.create(path, recipe, dataset)
-    elif run.data_facts["digest"] != dataset.digest:
-        raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
-    return path
 
 
-def _fit(
-    run: Run,
-    recipe: Recipe,
-    dataset: Dataset,
-    world: World,
-    device: torch.device,
-    observers: Sequence[Observer],
-    interrupt: Interrupt,
-) -> Run:
+def _fit(run: Run, trainer: Trainer, observers: Sequence[Observer]) -> Run:
+    leads = trainer.world.leads
     try:
-        steps = run.status.get("total_steps") or total_steps(recipe, dataset, world, device)
-        trainer = Trainer(recipe, dataset, steps, world, device)
-        if recipe.logging.tensorboard and world.leads:
+        if trainer.recipe.logging.tensorboard and leads:
             observers = [*observers, TensorBoard(run.path / "tensorboard")]
-        try:
+        with listening() as interrupt:
             Session(run, trainer, observers, interrupt).fit()
-        finally:
-            trainer.close()
     except BaseException as error:
-        if world.leads:
+        if leads:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             run.write_status(status, reason=reason)
         raise
+    finally:
+        trainer.close()
     return run
 
 
@@ -141,15 +139,21 @@ def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
 
 
 def _leader_first(world: World, action: Callable[[], T]) -> T:
-    """`action` in the leading process, then in the others; the leader's error is everybody's."""
-    error: VitclinicError | None = None
+    """`action` in the leading process, then in the others, which find its work done."""
+    result = _leader_only(world, lambda: [action()], share=False)
+    return result[0] if world.leads else action()
+
+
+def _leader_only(world: World, action: Callable[[], T], share: bool = True) -> T:
+    """`action` in the leading process; its error, and if `share` its result, is everybody's."""
     result: T | None = None
+    error: VitclinicError | None = None
     if world.leads:
         try:
             result = action()
         except VitclinicError as raised:
             error = raised
-    failure = world.agree(None if error is None else (type(error), str(error)))
+    shared, failure = world.agree((result if share else None, None if error is None else str(error)))
     if failure is not None:
-        raise error or VitclinicError(failure[1])
-    return action() if result is None else result
+        raise error or VitclinicError(failure)
+    return result if world.leads else shared  # type: ignore[return-value]

@@ -104,9 +104,7 @@ def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | No
     return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), norm)
 
 
-def conv_unit(
-    name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None
-) -> Unit:
+def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None) -> Unit:
     """A convolutional block on [B, C, H, W] with one addition; by default removing it silences its branch."""
     return Unit(
         name=f"{name}.conv",

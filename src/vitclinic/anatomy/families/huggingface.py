@@ -23,9 +23,7 @@ def vit(network: Any) -> list[Unit]:
     walk = [stem(embeddings.patch_embeddings, network, out_of(embeddings.patch_embeddings, patches))]
     after = out_of(embeddings.dropout, tokens)
     walk.append(position(embeddings.position_embeddings, embeddings.dropout, walk[-1].output, after))
-    layers, blocks = (
-        ("layers", body.layers) if hasattr(body, "layers") else ("encoder.layer", body.encoder.layer)
-    )
+    layers, blocks = ("layers", body.layers) if hasattr(body, "layers") else ("encoder.layer", body.encoder.layer)
     for index, block in enumerate(blocks):
         walk += _block(f"{prefix}{layers}.{index}", 0, block, tokens, AttentionSpec(block.attention, tokens))
     classifier = getattr(network, "classifier", body.layernorm)

@@ -63,9 +63,7 @@ def input_size(network: Any) -> tuple[int, int, int]:
     return (image_channels(network), 64, 64)
 
 
-RESNET = Family(
-    "timm ResNet", ("timm.models.resnet.ResNet",), partial(units, shared_activation=False), input_size
-)
+RESNET = Family("timm ResNet", ("timm.models.resnet.ResNet",), partial(units, shared_activation=False), input_size)
 TORCHVISION_RESNET = Family(
     "torchvision ResNet",
     ("torchvision.models.resnet.ResNet",),

@@ -119,8 +119,6 @@ TORCHVISION = (
         vit,
         _vit_input_size,
     ),
-    Family(
-        "torchvision Swin", ("torchvision.models.swin_transformer.SwinTransformer",), swin, _any_input_size
-    ),
+    Family("torchvision Swin", ("torchvision.models.swin_transformer.SwinTransformer",), swin, _any_input_size),
     Family("torchvision ConvNeXt", ("torchvision.models.convnext.ConvNeXt",), convnext, _any_input_size),
 )

@@ -1,0 +1,39 @@
+"""What the documentation says is there, is there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+def test_the_table_of_keys_is_current():
+    done = subprocess.run([sys.executable, "docs/make_keys.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_command_in_the_docs_is_one_of_ours():
+    from vitclinic.cli import click_app
+
+    verbs = set(click_app().commands)
+    for page in PAGES:
+        for verb in re.findall(r"^(?:\$ )?vitclinic ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert verb in verbs, f"{page}: vitclinic {verb}"
+
+
+def test_ci_runs_exactly_the_readme_s_test_command():
+    readme, script = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    command = re.search(r"^pip install -e '\.\[test\]' && (pytest)$", readme, re.MULTILINE)
+    assert command is not None
+    assert "pip install --quiet -e '.[test]'" in script
+    assert re.search(r"^step pytest$", script, re.MULTILINE)
