@@ -29,6 +29,12 @@ def test_the_surface_grows_on_purpose():
     assert surface == {
         "train": ["--quiet", "--resume", "--verbose", "-q", "-v", "words"],
         "demo": ["--out", "--quiet", "-q"],
+        "examine": sorted(
+            [
+                *("targets", "--data", "--probes", "--set", "--split", "--limit", "--size", "--batch-size", "--seed"),
+                *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "list": ["--json", "pattern", "what"],
     }
 
@@ -97,6 +103,7 @@ def test_quiet_is_quiet(recipe):
         (["train", "--resume", "/no/run"], 4, "error: '/no/run' is not a run directory"),
         (["train", "digits", "out=/proc/x", "steps=1"], 4, "error: Cannot write '/proc/x"),
         (["train", "digits", "--resume", "x"], 2, "remove 'digits'"),
+        (["examine", "resnet18", "--data", "digits"], 2, "error: 'resnet18' is not a target: write timm:resnet18."),
         (["list", "nonsense"], 2, "recipes"),
     ],
 )

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from vitclinic.statistics import share_interval
+from vitclinic.statistics import RunningMean, median_interval, share_interval
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (10, 10), (540, 1000)])
@@ -19,3 +21,37 @@ def test_covers_at_its_nominal_rate():
 
 def test_no_trials_say_nothing():
     assert share_interval(0, 0) == (0, 1)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), st.integers(1, 7))
+def test_a_running_mean_does_not_depend_on_the_batches(values, size):
+    running = RunningMean()
+    for start in range(0, len(values), size):
+        running.add(values[start : start + size])
+    assert running.n == len(values)
+    assert float(running.mean) == pytest.approx(np.mean(values), abs=1e-6)
+    if len(values) > 1:
+        low, high = stats.t.interval(0.95, len(values) - 1, 0, stats.sem(values) + 1e-300)
+        assert float(running.half_width()) == pytest.approx((high - low) / 2, rel=1e-6, abs=1e-6)
+
+
+def test_a_running_mean_does_not_cancel():
+    running = RunningMean()
+    for batch in np.split(1e9 + np.arange(1000) % 2, 10):
+        running.add(batch)
+    assert float(running.half_width()) == pytest.approx(1.96 * 0.5 / 1000**0.5, rel=0.01)
+
+
+def test_one_sample_has_no_interval():
+    running = RunningMean()
+    running.add([1.0])
+    assert np.isnan(running.half_width())
+
+
+def test_the_interval_of_a_median_covers_it():
+    random = np.random.default_rng(0)
+    draws = random.exponential(size=(2000, 10))
+    intervals = np.array([median_interval(row) for row in draws])
+    covered = np.mean((intervals[:, 0] <= np.log(2)) & (np.log(2) <= intervals[:, 1]))
+    assert covered == pytest.approx(1 - 2 * (1 + 10) / 2**10, abs=0.01)  # 97.9%: the best that ten values allow
+    assert median_interval([1, 2, 3, 4, 5]) is None

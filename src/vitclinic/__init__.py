@@ -11,13 +11,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitclinic.clinic import Exam, examine
     from vitclinic.data import Dataset, open_data
+    from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
     from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
 
 __version__ = version("vitclinic")
 
 _HOMES = {
+    "Exam": "vitclinic.clinic",
+    "examine": "vitclinic.clinic",
+    "Measurement": "vitclinic.measurement",
     "Dataset": "vitclinic.data",
     "open_data": "vitclinic.data",
     "create_model": "vitclinic.models",
@@ -32,12 +37,15 @@ _HOMES = {
 
 __all__ = [
     "Dataset",
+    "Exam",
+    "Measurement",
     "Observer",
     "Recipe",
     "Run",
     "__version__",
     "build_recipe",
     "create_model",
+    "examine",
     "load",
     "open_data",
     "resume",

@@ -1,7 +1,7 @@
 """The command line: thin verbs over the Python interface.
 
 Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
-directory; 5 the training diverged; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+directory; 5 the training diverged; 6 a probe failed; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from vitclinic.training import Run
 
 DIVERGED = 5
+PROBE_FAILED = 6
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="vitclinic",
@@ -45,6 +49,7 @@ class Listed(StrEnum):
     recipes = "recipes"
     models = "models"
     datasets = "datasets"
+    probes = "probes"
 
 
 def _version(asked: bool) -> None:
@@ -121,9 +126,99 @@ def demo(
     _finish(run, console)
 
 
+@app.command()
+def examine(
+    targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="What to examine; see below.")],
+    data: Annotated[str | None, typer.Option(metavar="D", help="Data to measure on; a run has its own.")] = None,
+    probes: Annotated[str | None, typer.Option(metavar="A,B", help="Which probes; all unless given.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="An option of a probe.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="train, val or test.")] = "test",
+    limit: Annotated[int | None, typer.Option(help="At most so many images, stratified.")] = None,
+    size: Annotated[int | None, typer.Option(help="Pixels a side, where the network takes any.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images at a time; halved when memory runs out.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of whatever is random in measuring.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Do not ask for pretrained ones.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where results go; a run's own exams/, or ./exams.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is stored.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run probes on one or several networks, print their results side by side and store them.
+
+    \b
+    vitclinic examine runs/photos-...                       a run, on its own test images
+    vitclinic examine runs/a runs/b --probes norms          two of them, one probe
+    vitclinic examine timm:resnet18 --data photos/          a timm network with its published weights
+    vitclinic examine 'timm:NAME?img_size=32@FILE' --data D  keywords, and a checkpoint
+    vitclinic examine torchvision:NAME hf:NAME mynets:build --data D
+
+    Probes: `vitclinic list probes`. What is stored is not measured again: docs/examine.md.
+    """
+    from vitclinic.clinic import examine as run_exams
+    from vitclinic.clinic.display import Display, plain, show_exams
+
+    console = _console(verbose, quiet or as_json)
+    with _resumable(), Display(console) as display:
+        exams = run_exams(
+            targets,
+            data,
+            probes=_probe_entries(probes, settings or []),
+            split=split,
+            limit=limit,
+            size=size,
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            random_weights=random_weights,
+            out=out,
+            fresh=fresh,
+            watcher=display,
+        )
+    if as_json:
+        typer.echo(json.dumps([plain(exam) for exam in exams], indent=2, allow_nan=False))
+    show_exams(exams, console)
+    if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
+        raise typer.Exit(PROBE_FAILED)
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """Ctrl-C ends an exam without a traceback, and the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.secho(
+            "interrupted; what has been measured is stored, and the same command goes on", fg="yellow", err=True
+        )
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dict[str, Any]]]:
+    """`a,b` and `b.option=value` as {name: options}; options of a probe that is not named are a mistake."""
+    import yaml
+
+    from vitclinic.probes import known_probes
+
+    chosen = list(known_probes()) if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    options: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    for setting in settings:
+        path, equals, value = setting.partition("=")
+        probe, dot, option = path.partition(".")
+        if not (equals and dot and option):
+            raise RecipeError(f"--set takes PROBE.OPTION=VALUE (got '{setting}').")
+        if probe not in options:
+            raise RecipeError(f"--set {setting}: '{probe}' is not among the probes ({', '.join(options)}).")
+        options[probe][option] = yaml.safe_load(value)
+    return [{name: options[name]} for name in chosen]
+
+
 @app.command("list")
 def list_(
-    what: Annotated[Listed, typer.Argument(help="recipes, models or datasets")],
+    what: Annotated[Listed, typer.Argument(help="recipes, models, datasets or probes")],
     pattern: Annotated[str | None, typer.Argument(help="Only names like this, as in 'vit*'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -48,8 +48,24 @@ def list_datasets() -> Rows:
     ]
 
 
+def list_probes() -> Rows:
+    """Every probe, with what it needs and its options."""
+    from vitclinic.probes import known_probes
+
+    return [
+        {
+            "name": name,
+            "about": (probe.__doc__ or "").split("\n")[0],
+            "needs": ", ".join(sorted(probe.needs)),
+            "options": ", ".join(f"{key}={field.default}" for key, field in probe.model_fields.items()),
+        }
+        for name, probe in known_probes().items()
+    ]
+
+
 LISTINGS: dict[str, Callable[[], Rows]] = {
     "recipes": list_recipes,
     "models": list_models,
     "datasets": list_datasets,
+    "probes": list_probes,
 }

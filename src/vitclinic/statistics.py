@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-def share_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+Interval = tuple[float, float]
+
+
+def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
     """Wilson's score interval for a share, such as an accuracy.
 
     Example:
@@ -21,3 +27,65 @@ def share_interval(successes: int, trials: int, confidence: float = 0.95) -> tup
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
+    """The interval for the median between two order statistics: exact for any distribution.
+
+    It lies between the k-th smallest and the k-th largest value, k as large as the binomial distribution of the
+    number of values below the median allows; None for fewer than six values, which cannot give 95%.
+
+    Example:
+        >>> median_interval([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
+        (1.0, 6.0)
+    """
+    ordered = sorted(float(value) for value in values)
+    n = len(ordered)
+    outside, k = 2 * 0.5**n, 0
+    while outside <= 1 - confidence and k < n // 2:
+        k += 1
+        outside += 2 * math.comb(n, k) * 0.5**n
+    return None if k == 0 else (ordered[k - 1], ordered[n - k])
+
+
+class RunningMean:
+    """Mean and variance of samples that arrive in batches, in float64 and without keeping them.
+
+    Samples may be numbers or arrays of one shape; batches are merged by their means and sums of squared deviations
+    (Chan, Golub and LeVeque 1979), which does not cancel.
+
+    Example:
+        >>> running = RunningMean()
+        >>> running.add([1.0, 2.0])
+        >>> running.add([6.0])
+        >>> float(running.mean), running.n
+        (3.0, 3)
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.mean: NDArray[np.float64] = np.zeros(())
+        self._squares: NDArray[np.float64] = np.zeros(())
+
+    def add(self, batch: ArrayLike) -> None:
+        """Take in samples along the first axis."""
+        samples = np.asarray(batch, dtype=np.float64)
+        count = len(samples)
+        if count == 0:
+            return
+        mean = samples.mean(axis=0)
+        delta = mean - self.mean
+        total = self.n + count
+        self._squares = self._squares + ((samples - mean) ** 2).sum(axis=0) + delta**2 * (self.n * count / total)
+        self.mean = self.mean + delta * (count / total)
+        self.n = total
+
+    def half_width(self, confidence: float = 0.95) -> NDArray[np.float64]:
+        """Half of the t interval of the mean; NaN for fewer than two samples."""
+        if self.n < 2:
+            return np.full_like(self.mean, math.nan)
+        from scipy.special import stdtrit  # a tenth of a second that only this needs
+
+        quantile = float(stdtrit(self.n - 1, 0.5 + confidence / 2))
+        half: NDArray[np.float64] = quantile * np.sqrt(self._squares / (self.n - 1) / self.n)
+        return half

@@ -42,6 +42,8 @@ def checked_grids(network: nn.Module, units: tuple[Unit, ...], example: Tensor) 
 def _check_residual(unit: Unit, skip: Tensor, branch: Tensor, total: Tensor) -> None:
     """total = skip + branch; libraries reshape between steps, so only the number of values must agree."""
     tolerance = max(1e-5, 8 * torch.finfo(total.dtype).eps)
+    if not total.isfinite().all():
+        raise AnatomyError(f"the values after {unit.name} are not finite, so that nothing can be checked or measured.")
     if skip.numel() == branch.numel() == total.numel():
         difference = (total.flatten() - skip.flatten() - branch.flatten()).abs().max()
         if difference <= tolerance * total.abs().max():

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitclinic.errors import RunError
-from vitclinic.training.files import publish, sync, write_errors
+from vitclinic.files import publish, sync, write_errors
 
 log = logging.getLogger(__name__)
 

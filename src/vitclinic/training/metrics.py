@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vitclinic.training.files import write_errors, write_text
+from vitclinic.files import write_errors, write_text
 
 Row = dict[str, Any]
 

@@ -20,8 +20,8 @@ import yaml
 from vitclinic.config import validate
 from vitclinic.data import Dataset
 from vitclinic.errors import RunError
+from vitclinic.files import write_errors, write_json, write_text
 from vitclinic.training.checkpoint import Checkpoints
-from vitclinic.training.files import write_errors, write_json, write_text
 from vitclinic.training.metrics import Row, read_rows
 from vitclinic.training.recipe import Recipe
 

@@ -33,18 +33,18 @@ def write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = _REASONS.get(error.errno or 0, str(error))
         raise RunError(
-            f"Cannot write '{path}': {reason}. Checkpoints written before are whole; make room or choose"
-            " another out=, then resume."
+            f"Cannot write '{path}': {reason}. What was written before is whole; make room or choose another"
+            " place (out), then go on."
         ) from error
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file by one rename, so that a reader sees the old or the new one, never half of it."""
     staging = path.with_name(f".{path.name}.tmp")
     with write_errors(path):
         try:
-            with staging.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with staging.open("wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             staging.replace(path)
@@ -52,7 +52,13 @@ def write_text(path: Path, text: str) -> None:
             staging.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
 def write_json(path: Path, value: Any) -> None:
+    """As `write_bytes`."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 

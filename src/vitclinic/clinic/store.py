@@ -1,0 +1,58 @@
+"""Where measurements are kept, and finding one that has been made already.
+
+A run directory keeps those of its network in `exams/`; those of other networks are in `exams/NAME-DIGEST/` of the
+current directory, or wherever the user says. A file is named after its probe and the digest of what the result
+depends on: network, data, options (without those at their defaults), seed, the probe's revision and conditions.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from vitclinic.data.source import fingerprint
+from vitclinic.errors import RunError
+from vitclinic.measurement import SCHEMA, Measurement
+from vitclinic.probes import Probe, Subject
+from vitclinic.training import Run
+
+log = logging.getLogger(__name__)
+
+REUSED = ("ok", "not_converged")
+"""Statuses that the same network, data and options would end in again; other measurements are made anew."""
+
+
+class Store:
+    """A folder of measurements."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of(cls, subject: Subject, run: Run | None, out: Path | None) -> Store:
+        """The store of a subject, which is that of its run if it has one."""
+        if run is not None and out is None:
+            return cls(run.path / "exams")
+        short = re.sub(r"@.*/", "@", subject.name)  # of a file of weights, its name
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", short).strip("-.")[:80] or "network"
+        return cls((out or Path("exams")) / f"{name}-{subject.digest[:8]}")
+
+    def path(self, probe: Probe, subject: Subject) -> Path:
+        """Where the measurement of `subject` by `probe` is, or will be."""
+        options = probe.model_dump(mode="json", exclude_defaults=True)
+        identity = [probe.revision, options, probe.conditions(subject), subject.seed]
+        key = fingerprint(SCHEMA, probe.name, subject.digest, subject.data_digest, *identity)
+        return self.folder / f"{probe.name}-{key[:12]}.json"
+
+    def find(self, probe: Probe, subject: Subject) -> Measurement | None:
+        """The stored measurement, if it can be reused; a damaged one is made anew, with a message."""
+        path = self.path(probe, subject)
+        if not path.is_file():
+            return None
+        try:
+            stored = Measurement.read(path)
+        except RunError as error:
+            log.warning("%s It is measured anew.", error)
+            return None
+        return stored if stored.status in REUSED else None

@@ -1,0 +1,131 @@
+"""TARGETs: what can be examined, from what a user wrote.
+
+    runs/photos            a run directory (its best checkpoint); runs/photos@epoch-3 for another
+    timm:NAME              with the published weights; timm:NAME@FILE with a checkpoint's
+    torchvision:NAME[@FILE], hf:NAME
+    module:function        a function that returns a network taking pixels in [0, 1]
+
+Keywords for the network follow its name: timm:vit_tiny_patch16_224?img_size=32&patch_size=4.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from timm.models import is_model
+from torch import nn
+
+from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchvision
+from vitclinic.data import DataConfig
+from vitclinic.data.decoding import Size
+from vitclinic.errors import ModelError, RecipeError, did_you_mean
+from vitclinic.training import Run, load
+
+LIBRARIES = ("timm", "torchvision", "hf")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A network to examine, and what its images must be where that is not left to the data."""
+
+    name: str
+    network: nn.Module
+    size: Size | None = None
+    channels: int | None = None
+    run: Run | None = None
+
+    @property
+    def data(self) -> DataConfig | None:
+        """What a run was trained on."""
+        return None if self.run is None else self.run.recipe.data
+
+
+def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_weights: bool = False) -> Target:
+    """The target that was meant, its network in eval mode on `device` (a network given as such stays as it is)."""
+    if isinstance(target, nn.Module):
+        return Target(type(target).__name__, target)
+    found = _resolve(str(target.path if isinstance(target, Run) else target), random_weights)
+    found.network.eval().to(device)
+    return found
+
+
+def _resolve(text: str, random_weights: bool) -> Target:
+    head, _, tail = text.partition("@")
+    if (Path(head).expanduser() / "recipe.yaml").is_file():
+        return _run(text, Path(head).expanduser(), tail)
+    library, colon, rest = text.partition(":")
+    if library in LIBRARIES:
+        return _from_library(text, library, rest, random_weights)
+    if colon and library and rest:
+        return Target(text, _call(text, library, rest))
+    raise RecipeError(f"'{text}' is not a target: {_advice(text)}")
+
+
+def _run(text: str, folder: Path, checkpoint: str) -> Target:
+    run = Run.open(folder)
+    height, width = run.data_facts["size"]
+    return Target(text, load(folder, checkpoint or None), (height, width), run.data_facts["channels"], run)
+
+
+def _from_library(text: str, library: str, rest: str, random_weights: bool) -> Target:
+    described, at, file = rest.partition("@")
+    if at and random_weights:
+        raise RecipeError(f"'{text}' names a file of weights; leave out --random-weights.")
+    name, _, query = described.partition("?")
+    keywords = _keywords(query, text)
+    path = Path(file).expanduser() if at else None
+    pretrained = not at and not random_weights
+    if library == "hf":
+        if at:
+            raise RecipeError(f"hf: takes a name or a folder without '@' (got '{text}').")
+        network, size = from_hugging_face(name, keywords, pretrained)
+    else:
+        build = from_timm if library == "timm" else from_torchvision
+        network, size = build(name, keywords, path, pretrained)
+    return Target(text, network, size, len(network.mean))
+
+
+def _keywords(query: str, text: str) -> dict[str, Any]:
+    """`img_size=32&patch_size=4`, values as YAML."""
+    keywords = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier():
+            raise RecipeError(f"'{part}' in '{text}' is not key=value.")
+        keywords[key] = yaml.safe_load(value)
+    return keywords
+
+
+def _call(text: str, module: str, function: str) -> nn.Module:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` would: the module is most often a file right here
+    try:
+        build = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        raise RecipeError(f"'{text}' is not a target: {error}; {_advice(text)}") from error
+    except AttributeError as error:
+        raise RecipeError(f"'{text}': the module {module} has no '{function}'.") from error
+    try:
+        network = build()
+    except Exception as error:  # the user's own code may raise anything
+        raise ModelError(f"'{text}' raised {type(error).__name__}: {error}.") from error
+    if not isinstance(network, nn.Module):
+        raise ModelError(f"'{text}' returned {type(network).__name__}; expected a torch.nn.Module.")
+    return network
+
+
+def _advice(text: str) -> str:
+    if is_model(text):
+        return f"write timm:{text}."
+    if Path(text).exists():
+        return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
+    prefix, colon, rest = text.partition(":")
+    close = did_you_mean(prefix, LIBRARIES).replace("'?", f":{rest}'?") if colon else ""
+    return f"write a run directory, timm:NAME[@FILE], torchvision:NAME[@FILE], hf:NAME or module:function.{close}"

@@ -1,0 +1,191 @@
+"""The record of a measurement, and how it lies on disk: `NAME.json`, with its arrays in `NAME.npz`.
+
+The JSON is strict and has a schema number; numbers that JSON does not know are written as the texts "nan",
+"inf" and "-inf". The arrays' file is written first and the JSON names its SHA-256, so that a pair that does not
+belong together (a write cut off between the two) is noticed. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+
+from vitclinic.config import Config, validate
+from vitclinic.errors import RecipeError, RunError
+from vitclinic.files import write_bytes, write_errors, write_text
+
+SCHEMA = 1
+
+Status = Literal["ok", "not_converged", "does_not_apply", "failed"]
+
+
+def _from_text(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else float(value) if type(value) is int else value
+
+
+def _one_nan(value: float) -> float:
+    """Every NaN as the same object: two records of one result are then equal, as containers compare by identity."""
+    return math.nan if math.isnan(value) else value
+
+
+def _to_text(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+Number = Annotated[
+    float, BeforeValidator(_from_text), AfterValidator(_one_nan), PlainSerializer(_to_text, when_used="json")
+]
+"""A float that survives strict JSON, also where it is not finite."""
+
+
+class Scalar(Config):
+    """A number, with its interval (95% unless its probe says otherwise) and sample size where it is an estimate."""
+
+    value: Number
+    low: Number | None = None
+    high: Number | None = None
+    n: int | None = None
+
+
+class UnitRow(Config):
+    """What was measured of one unit of the network's anatomy."""
+
+    name: str
+    kind: str
+    stage: int
+    depth: int
+    values: dict[str, Scalar]
+
+
+class Provenance(Config):
+    """How a measurement came about: what one needs to trust it or to repeat it."""
+
+    seed: int
+    mode: str
+    """`eval` or `train`: how the network's dropout and normalisation behaved."""
+    device: str
+    batch_size: int
+    """The one really used, after any halving for want of memory."""
+    duration: Number
+    """Seconds; for a streaming probe, of the pass that it shared."""
+    date: str
+    versions: dict[str, str]
+    images: int
+    """How many images there were to measure on."""
+
+
+class Measurement(Config):
+    """What a probe found out about one subject on some data."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    probe: str
+    revision: int = 1
+    """Of the probe's definition: a result of another revision is another result."""
+    config: dict[str, Any]
+    subject: str
+    """Digest of the network: its structure and its weights."""
+    data: str
+    """Digest of the images and labels it was measured on."""
+    conditions: dict[str, Any] = Field(default_factory=dict)
+    """What else the result depends on: for timings, the machine."""
+    status: Status = "ok"
+    reason: str | None = None
+    scalars: dict[str, Scalar] = Field(default_factory=dict)
+    units: list[UnitRow] = Field(default_factory=list)
+    arrays: dict[str, NDArray[Any]] = Field(default_factory=dict, exclude=True)
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _says_why(self) -> Measurement:
+        if self.status != "ok" and not self.reason:
+            raise ValueError(f"a measurement that is {self.status} gives its reason")
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Measurement):
+            return NotImplemented
+        plain = [(name, getattr(self, name), getattr(other, name)) for name in Measurement.model_fields]
+        return all(ours == theirs for name, ours, theirs in plain if name != "arrays") and _same_arrays(
+            self.arrays, other.arrays
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def plain(self) -> dict[str, Any]:
+        """As strict JSON data, without the arrays."""
+        return {"schema": SCHEMA, **self.model_dump(mode="json")}
+
+    def write(self, path: Path) -> None:
+        """Store as `path` (which ends in .json) and, if there are arrays, the .npz beside it."""
+        with write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        record = self.plain()
+        if self.arrays:
+            content = _packed(self.arrays)
+            write_bytes(path.with_suffix(".npz"), content)
+            record["arrays"] = {"names": sorted(self.arrays), "sha256": hashlib.sha256(content).hexdigest()}
+        write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Measurement:
+        """The measurement stored at `path`."""
+        record = _read_json(path)
+        if record.pop("schema", None) != SCHEMA:
+            raise RunError(
+                f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or remove it to measure anew."
+            )
+        listed = record.pop("arrays", None)
+        arrays = {} if listed is None else _read_arrays(path, listed)
+        try:
+            return validate(cls, {**record, "arrays": arrays})
+        except RecipeError as error:
+            raise RunError(f"'{path}' is not a whole measurement: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"'{path}' cannot be read: {error}.") from error
+    if not isinstance(record, dict):
+        raise RunError(f"'{path}' is not a measurement.")
+    return record
+
+
+def _packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    if unstorable := [name for name, array in arrays.items() if array.dtype.hasobject]:
+        raise TypeError(f"arrays of Python objects cannot be stored: {', '.join(unstorable)}")
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: np.asarray(array) for name, array in arrays.items()})  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def _read_arrays(path: Path, listed: Any) -> dict[str, NDArray[Any]]:
+    file = path.with_suffix(".npz")
+    try:
+        content = file.read_bytes()
+        if hashlib.sha256(content).hexdigest() != listed["sha256"]:
+            raise RunError(f"'{file}' does not belong to '{path.name}'; remove both to measure anew.")
+        with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+            return {name: stored[name] for name in listed["names"]}
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise RunError(f"The arrays of '{path}' cannot be read: {error}.") from error
+
+
+def _same_arrays(ours: Mapping[str, NDArray[Any]], theirs: Mapping[str, NDArray[Any]]) -> bool:
+    return ours.keys() == theirs.keys() and all(_same_array(ours[name], theirs[name]) for name in ours)
+
+
+def _same_array(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

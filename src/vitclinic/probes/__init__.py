@@ -1,0 +1,32 @@
+"""Probes: what can be measured of a network, and the contract that all of them follow."""
+
+from vitclinic.probes.cost import Cost
+from vitclinic.probes.norms import Norms
+from vitclinic.probes.parameters import parameters_by_unit
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.registry import known_probes, parse_probes, register
+from vitclinic.probes.restoring import left_as_it_was
+from vitclinic.probes.running import estimated_seconds, measure, why_not
+from vitclinic.probes.subject import Subject
+
+__all__ = [
+    "Cost",
+    "DoesNotApply",
+    "Need",
+    "Norms",
+    "OwningProbe",
+    "Probe",
+    "Result",
+    "StreamingProbe",
+    "Subject",
+    "Tally",
+    "estimated_seconds",
+    "known_probes",
+    "left_as_it_was",
+    "measure",
+    "parameters_by_unit",
+    "parse_probes",
+    "register",
+    "unit_row",
+    "why_not",
+]

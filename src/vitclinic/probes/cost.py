@@ -1,0 +1,122 @@
+"""What a network costs: parameters, arithmetic, speed and memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitclinic.anatomy import double_differentiable
+from vitclinic.measurement import Scalar
+from vitclinic.probes.footprint import peak_bytes
+from vitclinic.probes.probe import OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import median_interval
+
+
+@register
+class Cost(OwningProbe):
+    """Parameters, FLOPs per image, images per second and peak memory of a forward pass.
+
+    A multiplication and an addition are two FLOPs; papers that say "FLOPs" often mean half of that. Times of one
+    image and of a batch are taken in turns, after a warm-up, and the median is reported with its interval.
+    """
+
+    name: ClassVar[str] = "cost"
+
+    repeats: Annotated[int, Field(ge=1)] = Field(10, description="how often each time is taken")
+    batch: Annotated[int, Field(ge=1)] = Field(32, description="images at a time, for images/s and memory")
+
+    def forwards(self, subject: Subject) -> float:
+        return (self.repeats + 2) * (self.batch + 1) + 1
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        """Speed is a property of the machine, too."""
+        on_cuda = subject.device.type == "cuda"
+        return {
+            "processor": torch.cuda.get_device_name(subject.device) if on_cuda else _processor(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+
+    @torch.no_grad()
+    def measure(self, subject: Subject) -> Result:
+        batch = min(self.batch, subject.batch_size)
+        images = _repeated(next(subject.batches()).images, batch)
+        seconds = self._times(subject, images)
+        rates = batch / seconds[:, 1]
+        weights = [*subject.network.parameters(), *subject.network.buffers()]
+        held = sum(tensor.nbytes for tensor in weights) + images.nbytes
+        scalars = {
+            "parameters": Scalar(value=float(sum(p.numel() for p in subject.network.parameters()))),
+            "flops": Scalar(value=float(flops(subject, images[:1]))),
+            "images_per_second": _median(rates.tolist()),
+            "latency_seconds": _median(seconds[:, 0].tolist()),
+            "peak_memory_bytes": Scalar(
+                value=float(held + peak_bytes(lambda: subject.network(images), subject.device))
+            ),
+            "batch": Scalar(value=float(batch)),
+        }
+        return Result(scalars, arrays={"seconds": seconds})
+
+    def _times(self, subject: Subject, images: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Seconds of one image and of the batch, [repeats, 2], taken in turns so that a slow spell hits both."""
+        sizes = [images[:1], images]
+        for some in sizes:
+            _timed(subject, some)
+        return np.array([[_timed(subject, some) for some in sizes] for _ in range(self.repeats)])
+
+
+def flops(subject: Subject, images: Tensor) -> int:
+    """Floating-point operations of a forward pass, by torch's counter.
+
+    It counts matrix products and convolutions, wherever they happen: fused attention, which would hide them, is off.
+    """
+    with torch.no_grad(), _unfused(), FlopCounterMode(display=False) as counter:
+        subject.network(images)
+    return int(counter.get_total_flops())
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    """Attention as plain matrix products; nn.MultiheadAttention leaves its fast path, too."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with double_differentiable():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _timed(subject: Subject, images: Tensor) -> float:
+    start = time.perf_counter()
+    subject.network(images)
+    if subject.device.type == "cuda":
+        torch.cuda.synchronize(subject.device)
+    return time.perf_counter() - start
+
+
+def _median(values: list[float]) -> Scalar:
+    low, high = median_interval(values) or (None, None)
+    return Scalar(value=statistics.median(values), low=low, high=high, n=len(values))
+
+
+def _repeated(images: Tensor, count: int) -> Tensor:
+    """`count` images: the given ones, again and again where they are too few."""
+    return images.repeat(-(-count // len(images)), 1, 1, 1)[:count]
+
+
+def _processor() -> str:
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"

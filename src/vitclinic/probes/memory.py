@@ -1,0 +1,46 @@
+"""Running out of memory: what it looks like, and doing the same with half the batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from vitclinic.errors import ModelError
+from vitclinic.probes.subject import Subject
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CPU_ALLOCATOR = "can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is a device's, Python's or the CPU allocator's way of saying so."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
+
+
+def halving(subject: Subject, what: str, attempt: Callable[[], T]) -> T:
+    """`attempt()`, started over with half of `subject.batch_size` as often as memory runs out."""
+    while True:
+        try:
+            return attempt()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if subject.batch_size == 1:
+                raise ModelError(f"memory does not suffice for one image at a time ({_first_line(error)}).") from error
+            tried, subject.batch_size = subject.batch_size, subject.batch_size // 2
+        # Outside of the handler, where the error no longer holds on to the tensors of the failed attempt.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        log.warning("%s: out of memory with %d images at a time; again with %d.", what, tried, subject.batch_size)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,80 @@
+"""Norms of weights and of activations [chen2022 Table 4]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vitclinic.anatomy import Site
+from vitclinic.measurement import Scalar
+from vitclinic.probes.parameters import parameters_by_unit
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+
+@register
+class Norms(StreamingProbe):
+    """Norm of the weights, whole and per unit, and of the state after each unit [chen2022 Table 4].
+
+    |w|_2 is over all parameters. |a_k|_2 is the norm of the state after unit k (after its residual addition) over all
+    tokens, or positions, and channels of one image; reported is its mean over images.
+    """
+
+    name: ClassVar[str] = "norms"
+    needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+
+    def begin(self, subject: Subject) -> Tally:
+        return _Tally(subject)
+
+
+class _Tally(Tally):
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.units = subject.anatomy.units
+        self.norms = {unit.name: RunningMean() for unit in self.units}
+
+    def taps(self) -> Mapping[str, Site]:
+        return {unit.name: unit.output for unit in self.units}
+
+    def update(self, key: str, activation: Tensor) -> None:
+        self.norms[key].add(activation.flatten(1).double().norm(dim=1).cpu().numpy())
+
+    def finish(self) -> Result:
+        owned = parameters_by_unit(self.subject.anatomy)
+        everything = list(self.subject.network.parameters())
+        inside = {id(parameter) for parameters in owned.values() for parameter in parameters}
+        outside = [parameter for parameter in everything if id(parameter) not in inside]
+        rows = [
+            unit_row(unit, weight_norm=_exact(owned[unit.name]), activation_norm=_mean(self.norms[unit.name]))
+            for unit in self.units
+        ]
+        scalars = {"weight_norm": _exact(everything), "weight_norm_outside_units": _exact(outside)}
+        return Result(scalars | self._blocks(), rows)
+
+    def _blocks(self) -> dict[str, Scalar]:
+        """The state after the first, the middle and the last block: of twelve, blocks 1, 6 and 12 as in Table 4."""
+        last_units = [block.units[-1].name for block in self.subject.anatomy.blocks]
+        if not last_units:
+            return {}
+        picked = {"first": 0, "middle": (len(last_units) - 1) // 2, "last": -1}
+        return {f"activation_norm_{place}": _mean(self.norms[last_units[at]]) for place, at in picked.items()}
+
+
+def _exact(parameters: Iterable[Tensor]) -> Scalar:
+    with torch.no_grad():
+        squares = (float(parameter.double().square().sum()) for parameter in parameters)
+        return Scalar(value=math.sqrt(math.fsum(squares)))
+
+
+def _mean(running: RunningMean) -> Scalar:
+    mean = float(running.mean)
+    if running.n < 2:
+        return Scalar(value=mean, n=running.n)
+    half = float(running.half_width())
+    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)

@@ -1,0 +1,112 @@
+"""What a probe is: a strict config that can measure a subject. There are two kinds.
+
+A *streaming* probe reads activations, attention maps or logits while the images pass through the network, and
+any number of them share one pass: `begin` makes a `Tally`, which says what it wants to see, is told, and in the
+end gives the result. An *owning* probe has passes of its own: `measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic.anatomy import AttentionMap, Site, Unit
+from vitclinic.config import Config
+from vitclinic.data import Batch
+from vitclinic.errors import VitclinicError
+from vitclinic.measurement import Scalar, UnitRow
+from vitclinic.probes.subject import Subject
+
+Need = Literal["labels", "anatomy", "attention", "gradients"]
+
+
+class DoesNotApply(VitclinicError):  # noqa: N818 (it is the name of the status)
+    """Raised by a probe that has no meaning for a subject; the text says why."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a probe found, the network being in `mode`; `reason` says why an estimate has not converged."""
+
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    units: Sequence[UnitRow] = ()
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    status: Literal["ok", "not_converged"] = "ok"
+    reason: str | None = None
+    mode: Literal["eval", "train"] = "eval"
+
+
+class Probe(Config):
+    """Base of both kinds: fields are options. The docstring's first line is what `vitclinic list probes` says."""
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    revision: ClassVar[int] = 1
+    """To be raised when the same options come to mean another number: stored results are then not reused."""
+
+    def forwards(self, subject: Subject) -> float:
+        """An estimate, before it runs, of its work in forward passes of one image each.
+
+        For a streaming probe, beyond the pass that it shares.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what it costs.")
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        """What else than subject, data, options and seed the result depends on, as plain data."""
+        return {}
+
+
+class OwningProbe(Probe):
+    """A probe with passes of its own."""
+
+    def measure(self, subject: Subject) -> Result:
+        """The result. The network is in eval mode, and whatever is done to it is undone afterwards.
+
+        Called again with half of `subject.batch_size` if memory runs out.
+        """
+        raise TypeError(f"{type(self).__name__} does not say how it measures.")
+
+
+class Tally:
+    """The state of a streaming probe during one pass. Memory must not grow with the number of images."""
+
+    def taps(self) -> Mapping[Any, Site]:
+        """The sites to read, by keys of the tally's own; `unit.output` for the state after a unit."""
+        return {}
+
+    def attention(self) -> Sequence[Unit]:
+        """The units whose attention maps to see."""
+        return ()
+
+    def update(self, key: Any, activation: Tensor) -> None:
+        """What passed the tap `key` for the current batch; to be copied if it is kept beyond this call."""
+
+    def update_attention(self, seen: AttentionMap) -> None:
+        """The attention map of one unit for the current batch."""
+
+    def end_batch(self, batch: Batch, logits: Tensor) -> None:
+        """The batch has passed."""
+
+    def finish(self) -> Result:
+        """The result, once all images have passed."""
+        raise TypeError(f"{type(self).__name__} does not say what its result is.")
+
+
+class StreamingProbe(Probe):
+    """A probe that shares a forward pass with others: eval mode, no gradients, all images once, in order."""
+
+    def forwards(self, subject: Subject) -> float:
+        return 0.0
+
+    def begin(self, subject: Subject) -> Tally:
+        """A new tally; the pass starts over with another if memory runs out."""
+        raise TypeError(f"{type(self).__name__} does not say what it tallies.")
+
+
+def unit_row(unit: Unit, **values: Scalar) -> UnitRow:
+    """What was measured of `unit`, as a row of a measurement."""
+    return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values)

@@ -1,0 +1,80 @@
+"""A network measured is a network left exactly as it was, also when measuring fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitclinic.data.randomness import torch_seed
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@contextmanager
+def left_as_it_was(network: nn.Module, seed: int = 0) -> Iterator[None]:
+    """The network in eval mode without gradients, random numbers from `seed`; afterwards everything as before.
+
+    Everything is: training flags, hooks, which parameters want a gradient, the gradients, the values of all
+    parameters and buffers, and the random states of torch, numpy and Python.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(_own_randomness(seed))
+        _note_hooks(network, undo)
+        _note_state(network, undo)
+        for module in network.modules():
+            undo.callback(setattr, module, "training", module.training)
+        network.eval()
+        yield
+
+
+@contextmanager
+def _own_randomness(seed: int) -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    word = torch_seed("probe", seed)
+    with torch.random.fork_rng():
+        random.seed(word)
+        np.random.seed(word % 2**32)
+        torch.manual_seed(word)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _note_hooks(network: nn.Module, undo: ExitStack) -> None:
+    def restore(hooks: dict[Any, Any], before: set[Any]) -> None:
+        for key in set(hooks) - before:
+            del hooks[key]
+
+    for module in network.modules():
+        for kind in _HOOKS:
+            undo.callback(restore, getattr(module, kind), set(getattr(module, kind)))
+
+
+def _note_state(network: nn.Module, undo: ExitStack) -> None:
+    def restore(tensor: Tensor, values: Tensor) -> None:
+        if not torch.equal(tensor.data, values):  # a write, even of the same values, is a change to autograd
+            tensor.data.copy_(values)
+
+    for tensor in (*network.parameters(), *network.buffers()):
+        undo.callback(restore, tensor, tensor.detach().clone())
+    for parameter in network.parameters():
+        # Set aside, not copied: what a probe accumulates goes into a gradient of its own.
+        undo.callback(setattr, parameter, "grad", parameter.grad)
+        undo.callback(parameter.requires_grad_, parameter.requires_grad)
+        parameter.grad = None

@@ -1,0 +1,176 @@
+"""What probes measure: a network, and the images to measure it on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitclinic.anatomy import Anatomy
+from vitclinic.data import Batch, Dataset, Split, evaluation_batches
+from vitclinic.data.source import fingerprint
+from vitclinic.data.splits import subset
+from vitclinic.errors import AnatomyError, DataError, ModelError
+from vitclinic.probes.restoring import left_as_it_was
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how many images are done, how many there are)."""
+
+
+class Subject:
+    """A network that takes pixels in [0, 1], and at most `limit` images of one split of the data.
+
+    The images are the first of the split's stratified order, so that a smaller limit is part of a larger one.
+    `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        dataset: Dataset,
+        *,
+        name: str = "network",
+        split: str = "test",
+        limit: int | None = None,
+        batch_size: int = 64,
+        seed: int = 0,
+        progress: Progress = lambda what, done, total: None,
+    ) -> None:
+        self.network = network
+        self.name = name
+        self.split = split
+        self.dataset = _limited(dataset, split, limit)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.progress = progress
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def images(self) -> Split:
+        """The images to measure on, with their labels."""
+        return self.dataset.splits[self.split]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.dataset.classes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return self._like.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the network's own numbers."""
+        return self._like.dtype
+
+    @property
+    def _like(self) -> Tensor:
+        tensors = (*self.network.parameters(), *self.network.buffers())
+        return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
+
+    def batches(self) -> Iterator[Batch]:
+        """All images in order, unaugmented, where the network can take them; the last batch may be smaller."""
+        for batch in evaluation_batches(self.dataset, self.split, self.batch_size):
+            yield batch.to(self.device, self.dtype)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """The network's output [B, K] for pixels in [0, 1]."""
+        return as_logits(self.network(images))
+
+    @cached_property
+    def example(self) -> Tensor:
+        """The first image, [1, C, H, W]."""
+        return next(evaluation_batches(self.dataset, self.split, 1)).to(self.device, self.dtype).images
+
+    @cached_property
+    def outputs(self) -> int:
+        """How many classes the network tells apart. The first call of the network: a misfit is a sentence here."""
+        try:
+            with left_as_it_was(self.network, self.seed), torch.no_grad():
+                logits = self.logits(self.example)
+        except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
+            shape = " x ".join(str(side) for side in self.example.shape[1:])
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise ModelError(f"{self.name} does not take the data's {shape} images: {reason}.") from error
+        if logits.ndim != 2:
+            raise ModelError(f"{self.name} returns {tuple(logits.shape)} for one image; expected (1, classes).")
+        return logits.shape[1]
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The network as units; an AnatomyError where its structure is not known."""
+        if isinstance(self._anatomy, AnatomyError):
+            raise self._anatomy
+        return self._anatomy
+
+    @cached_property
+    def _anatomy(self) -> Anatomy | AnatomyError:
+        try:
+            with left_as_it_was(self.network, self.seed):
+                return Anatomy.of(self.network, self.example)
+        except AnatomyError as error:
+            return error
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the network's structure and weights."""
+        return network_digest(self.network)
+
+    @cached_property
+    def data_digest(self) -> str:
+        """SHA-256 of what the images, their labels and their size are."""
+        rows = hashlib.sha256(self.images.rows.tobytes() + self.images.labels.tobytes()).hexdigest()
+        return fingerprint(self.dataset.digest, self.dataset.size, self.dataset.channels, self.split, rows)
+
+    @cached_property
+    def seconds_per_image(self) -> float:
+        """What one image of a forward pass costs, from one batch run twice."""
+        images = next(self.batches()).images
+        with left_as_it_was(self.network, self.seed), torch.no_grad():
+            self.network(images)
+            start = time.perf_counter()
+            self.network(images)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - start) / len(images)
+
+
+def as_logits(output: Any) -> Tensor:
+    """A network's output as a tensor: Hugging Face's networks return an object that has `logits`."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise ModelError(f"The network returns {type(output).__name__}; expected a tensor of logits.")
+    return logits
+
+
+def network_digest(network: nn.Module) -> str:
+    """SHA-256 over what the network prints as (without memory addresses) and every tensor of its state."""
+    digest = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(network)).encode())
+    tensors = {**dict(network.named_buffers()), **network.state_dict()}
+    for name, tensor in sorted(tensors.items()):
+        if isinstance(tensor, Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
+    images = dataset.splits.get(split)
+    if images is None or not len(images):
+        filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
+        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {filled}.")
+    if limit is None or limit >= len(images):
+        return dataset
+    rows = subset(images.labels, limit, seed=0)
+    part = Split(images.images, images.rows[rows], images.labels[rows])
+    return replace(dataset, splits={**dataset.splits, split: part})

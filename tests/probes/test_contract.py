@@ -1,0 +1,135 @@
+"""Every registered probe on networks of every kind: a valid record, and a network left exactly as it was."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.probes.subjects import NETWORKS, subject
+from vitclinic.measurement import Measurement
+from vitclinic.probes import estimated_seconds, known_probes, measure, parse_probes
+from vitclinic.probes.restoring import _HOOKS, left_as_it_was
+
+
+def photograph(network):
+    """All that measuring must not change, bit for bit."""
+    return {
+        "training": [module.training for module in network.modules()],
+        "hooks": [len(getattr(module, kind)) for module in network.modules() for kind in _HOOKS],
+        "identity": [id(tensor) for tensor in (*network.parameters(), *network.buffers())],
+        "state": {name: tensor.numpy().tobytes() for name, tensor in network.state_dict().items()},
+        "requires_grad": [parameter.requires_grad for parameter in network.parameters()],
+        "grad": [None if p.grad is None else p.grad.numpy().tobytes() for p in network.parameters()],
+        "random": (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
+    }
+
+
+def unusual(network):
+    """In training mode with one part in eval mode, one frozen parameter, one gradient."""
+    network.train()
+    next(network.children()).eval()
+    first, second, *_ = network.parameters()
+    first.requires_grad_(False)
+    second.grad = torch.ones_like(second)
+    return network
+
+
+@pytest.fixture(scope="module")
+def exams():
+    """Every probe's measurement on every network, made once, with photographs of the network around it."""
+    found = {}
+    for name in NETWORKS:
+        for probe in parse_probes(None):
+            patient = subject(name, name=name)
+            unusual(patient.network)
+            before = photograph(patient.network)
+            (measurement,) = measure(patient, [probe])
+            found[probe.name, name] = (measurement, before, photograph(patient.network), patient)
+    return found
+
+
+@pytest.fixture(params=[(probe, name) for probe in known_probes() for name in NETWORKS], ids=str)
+def exam(request, exams):
+    return exams[request.param]
+
+
+def test_the_record_is_whole_and_reads_back_equal(exam, tmp_path):
+    measurement, _, _, patient = exam
+    assert measurement.status in ("ok", "does_not_apply"), measurement.reason
+    assert measurement.subject == patient.digest
+    assert measurement.data == patient.data_digest
+    assert measurement.provenance.images == 22
+    if measurement.status == "ok":
+        assert measurement.scalars
+        assert all(np.isfinite(scalar.value) for scalar in measurement.scalars.values())
+        assert all(s.low <= s.value <= s.high for s in measurement.scalars.values() if s.low is not None)
+    else:
+        assert measurement.reason.endswith(".")
+    measurement.write(tmp_path / "m.json")
+    assert Measurement.read(tmp_path / "m.json") == measurement
+
+
+def test_the_network_is_left_exactly_as_it_was(exam):
+    _, before, after, _ = exam
+    for part in before:
+        assert before[part] == after[part], part
+
+
+def test_probes_that_need_an_anatomy_do_not_apply_to_an_unknown_network(exams):
+    for (probe, name), (measurement, _, _, _) in exams.items():
+        if known_probes()[probe].needs & {"anatomy", "attention"} and name == "unknown":
+            assert measurement.status == "does_not_apply"
+            assert "no family is known" in measurement.reason
+            assert "docs/anatomy.md" in measurement.reason
+
+
+def test_a_second_measurement_is_the_same(exams):
+    for (probe, name), (measurement, _, _, patient) in exams.items():
+        if not known_probes()[probe].conditions(parse_probes([probe])[0], patient):  # clocks do not repeat themselves
+            (again,) = measure(patient, parse_probes([probe]))
+            assert (again.scalars, again.units) == (measurement.scalars, measurement.units), name
+
+
+@pytest.mark.parametrize("name", known_probes())
+def test_a_probe_says_what_it_is_and_what_it_costs(name):
+    probe = known_probes()[name]
+    assert probe.name == name
+    assert (probe.__doc__ or "").split("\n")[0].endswith(".")
+    assert probe().forwards(subject()) >= 0
+    assert estimated_seconds(subject(), [probe()]) > 0
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError])
+def test_whatever_is_done_to_a_network_is_undone_also_on_errors(ending):
+    network = unusual(NETWORKS["vit"]())
+    before = photograph(network)
+
+    def vandalise():
+        with left_as_it_was(network):
+            assert not any(module.training for module in network.modules())
+            network.train()
+            network.register_forward_hook(lambda *_: None, always_call=True)
+            network.requires_grad_(True)
+            network(torch.rand(2, 3, 16, 16)).sum().backward()
+            network.mean.add_(1)
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter.data.mul_(2)
+            random.random(), np.random.rand(), torch.rand(1)
+            raise ending
+
+    with pytest.raises(ending):
+        vandalise()
+    after = photograph(network)
+    for part in before:
+        assert before[part] == after[part], part
+
+
+def test_measuring_leaves_no_trace_in_what_the_network_computes():
+    patient = subject("resnet")
+    images = torch.rand(4, 3, 16, 16)
+    twin = copy.deepcopy(patient.network)
+    measure(patient, parse_probes(None))
+    torch.testing.assert_close(patient.network(images), twin(images), rtol=0, atol=0)
