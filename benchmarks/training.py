@@ -1,12 +1,13 @@
 """Images per second of `vitclinic train`, beside a bare PyTorch loop and timm's training-script pattern.
 
-    python benchmarks/training.py CIFAR10 [--rounds 12] [--steps 6]
+    python benchmarks/training.py CIFAR10 [--steps 60] [--rounds 12]
 
 CIFAR10 is anything `data=` takes (a folder of parquet files, torchvision:CIFAR10@ROOT). The network is the ViT
-of width 96, depth 6, patch 4 at 32 x 32, the batch 128, AdamW, clipping at 1. All arms take turns in one process:
-two steps unmeasured (they use up what a worker read ahead while others ran), then `--steps` measured ones, of which
-the median counts. Printed is the median over rounds of each arm's ratio to its reference in the same round, with
-quartiles: the machine's moods cancel.
+of width 96, depth 6, patch 4 at 32 x 32, the batch 128, AdamW, clipping at 1. Everything runs in one process. Arms
+without workers alternate step by step, `--steps` steps each. Arms with workers then take turns with the bare loop,
+`--rounds` times: two steps unmeasured (they use up what a worker read ahead while others ran), then five, of which the
+median counts. Printed is the median of each arm's ratios to its reference in the same round, with quartiles: the
+machine's moods cancel.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from vitclinic.training.distributed import World
 from vitclinic.training.loop import Trainer
 
 BATCH = 128
-WARM_UP = 2
+WARM_UP, TURN = 2, 5
 MODEL = {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 96, "depth": 6, "num_heads": 3}
-Turn = Callable[[int], float]
-"""Makes a number of steps after the warm-up, and returns the median seconds of one."""
+Step = Callable[[], object]
 
 
 def bare_step(network: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, targets: Tensor) -> None:
@@ -44,13 +44,32 @@ def bare_step(network: nn.Module, optimizer: torch.optim.Optimizer, images: Tens
     loss.item()
 
 
-def timed(steps: int, step: Callable[[], None]) -> float:
-    times = []
-    for _ in range(WARM_UP + steps):
-        started = time.perf_counter()
+def seconds(step: Step) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def one_turn(step: Step) -> float:
+    for _ in range(WARM_UP):
         step()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[WARM_UP:])
+    return statistics.median(seconds(step) for _ in range(TURN))
+
+
+def compared(arms: dict[str, Step], rounds: int, measure: Callable[[Step], float], wanted: dict[str, float]) -> None:
+    """Print each arm's speed, and its ratio to the first arm's."""
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, step in arms.items():
+            rates[name].append(BATCH / measure(step))
+    reference, *others = arms
+    print(f"{reference:44s}{statistics.median(rates[reference]):6.0f} images/s")
+    for name in others:
+        ratios = [a / b for a, b in zip(rates[name], rates[reference], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        goal = f", wanted {wanted[name]}" if name in wanted else ""
+        speed = statistics.median(rates[name])
+        print(f"{name:44s}{speed:6.0f} images/s  ratio {middle:.3f} ({low:.3f} to {high:.3f}){goal}", flush=True)
 
 
 def reference_network() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -59,19 +78,19 @@ def reference_network() -> tuple[nn.Module, torch.optim.Optimizer]:
     return network, torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.05)
 
 
-def bare_turn() -> Turn:
+def bare_arm() -> Step:
     """The same network on one ready batch of tensors."""
     network, optimizer = reference_network()
     images, targets = torch.rand(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,))
-    return lambda steps: timed(steps, lambda: bare_step(network, optimizer, images, targets))
+    return lambda: bare_step(network, optimizer, images, targets)
 
 
-def our_turn(source: str, augment: str) -> Turn:
+def our_arm(source: str, augment: str) -> Step:
     recipe = build_recipe(
         {"model": MODEL, "data": {"source": source, "augment": augment}, "batch_size": BATCH, "steps": 10**6}
     )
     trainer = Trainer(recipe, open_data(recipe.data), 10**6, World(), torch.device("cpu"))
-    return lambda steps: timed(steps, trainer.advance)
+    return trainer.advance
 
 
 class InMemory(torch.utils.data.Dataset[tuple[Tensor, int]]):
@@ -87,7 +106,7 @@ class InMemory(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
 
 
-def timm_turn(source: str, level: str, workers: int) -> Turn:
+def timm_arm(source: str, level: str, workers: int) -> Step:
     """timm's train.py: its transform, its Mixup, a DataLoader, its optimizer factory, its meters."""
     from timm.data import Mixup, create_transform
     from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
@@ -122,42 +141,32 @@ def timm_turn(source: str, level: str, workers: int) -> Turn:
         optimizer.step()
         meter.update(loss.item(), len(x))
 
-    return lambda steps: timed(steps, step)
+    return step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
-    arms: dict[str, tuple[Turn, str | None, float]] = {
-        "bare loop, ready tensors": (bare_turn(), None, 0),
-        "vitclinic none": (our_turn(options.data, "none"), "bare loop, ready tensors", 0.97),
-        "vitclinic light": (our_turn(options.data, "light"), "bare loop, ready tensors", 0.95),
-        "vitclinic deit": (our_turn(options.data, "deit"), "bare loop, ready tensors", 0.85),
-        "timm light, 1 worker": (timm_turn(options.data, "light", 1), "bare loop, ready tensors", 0),
-        "timm deit, 1 worker": (timm_turn(options.data, "deit", 1), "bare loop, ready tensors", 0),
-        "timm deit, in process": (timm_turn(options.data, "deit", 0), "bare loop, ready tensors", 0),
+    bare, light, deit = bare_arm(), our_arm(options.data, "light"), our_arm(options.data, "deit")
+    print("step by step, no workers")
+    plain = {
+        "bare loop, ready tensors": bare,
+        "vitclinic none": our_arm(options.data, "none"),
+        "vitclinic light": light,
     }
-    rates: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(options.rounds):
-        for name, (turn, _, _) in arms.items():
-            rates[name].append(BATCH / turn(options.steps))
-        print(f"round {number + 1}/{options.rounds}", {name: round(r[-1]) for name, r in rates.items()}, flush=True)
-
-    def ratio(name: str, reference: str) -> str:
-        ratios = [a / b for a, b in zip(rates[name], rates[reference], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        return f"{middle:6.3f} ({low:.3f} to {high:.3f})"
-
-    print(f"\n{'arm':26s}{'images/s':>9s}   ratio to the bare loop    wanted")
-    for name, (_, reference, wanted) in arms.items():
-        shown = ratio(name, reference) if reference else ""
-        print(f"{name:26s}{statistics.median(rates[name]):9.0f}   {shown:26s}{wanted or ''}")
-    for level, workers in [("light", "1 worker"), ("deit", "1 worker"), ("deit", "in process")]:
-        peer = f"timm {level}, {workers}"
-        print(f"vitclinic {level} / {peer}: {ratio(f'vitclinic {level}', peer)}, wanted 0.97")
+    for step in plain.values():
+        one_turn(step)
+    compared(plain, options.steps, seconds, {"vitclinic none": 0.97, "vitclinic light": 0.95})
+    print("\nin turns")
+    in_turns = {"bare loop, ready tensors": bare, "vitclinic deit, 1 worker": deit}
+    compared(in_turns, options.rounds, one_turn, {"vitclinic deit, 1 worker": 0.85})
+    for level, ours in {"light": light, "deit": deit}.items():
+        peer = timm_arm(options.data, level, workers=1)
+        name = f"vitclinic {level}"
+        compared({f"timm {level}, 1 worker": peer, name: ours}, options.rounds, one_turn, {name: 0.97})
 
 
 if __name__ == "__main__":

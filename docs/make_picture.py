@@ -6,6 +6,7 @@ python docs/make_picture.py
 from __future__ import annotations
 
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 
 from rich.console import Console
@@ -29,13 +30,12 @@ def main() -> None:
     console.print("$ vitclinic demo", style="bold green")
     display = Snapshot(console)
     display.bar.live.console = Console(file=open("/dev/null", "w"))  # noqa: SIM115
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "runs" / "demo"
+    picture = Path(__file__).resolve().parent / "demo.svg"
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
         with display:
-            run = train("shapes", f"out={out}", observers=[display], progress=display.on_reading)
+            run = train("shapes", "out=runs/demo", observers=[display], progress=display.on_reading)
         show_result(run, console)
-    page = console.export_svg(title="vitclinic").replace(folder + "/", "")
-    (Path(__file__).parent / "demo.svg").write_text(page, encoding="utf-8")
+    picture.write_text(console.export_svg(title="vitclinic"), encoding="utf-8")
 
 
 if __name__ == "__main__":

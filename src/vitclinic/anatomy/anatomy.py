@@ -43,14 +43,21 @@ class Anatomy:
         first unit that fails.
         """
         core, family = recognise(network)
-        units = tuple(replace(unit, depth=depth) for depth, unit in enumerate(family.units(core)))
-        like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
-        if like.is_meta:
-            raise AnatomyError("the network is on the meta device and has no weights; load them first.")
-        if example is None:
-            generator = torch.Generator().manual_seed(0)
-            example = torch.randn(1, *family.input_size(core), generator=generator)
-        return cls(family.name, core, units, checked_grids(core, units, example[:1].to(like)))
+        try:
+            units = tuple(replace(unit, depth=depth) for depth, unit in enumerate(family.units(core)))
+            like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
+            if like.is_meta:
+                raise AnatomyError("the network is on the meta device and has no weights; load them first.")
+            if example is None:
+                generator = torch.Generator().manual_seed(0)
+                example = torch.randn(1, *family.input_size(core), generator=generator)
+            return cls(family.name, core, units, checked_grids(core, units, example[:1].to(like)))
+        except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError, ValueError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise AnatomyError(
+                f"{type(core).__name__} is of the family {family.name} and is not built like it ({reason});"
+                " if parts of it were replaced, register a family of its own (docs/anatomy.md)."
+            ) from error
 
     def __repr__(self) -> str:
         return f"Anatomy({self.family}, {len(self.units)} units)"

@@ -173,6 +173,8 @@ class Examination:
             raise RecipeError(f"Say on which data to examine '{target.name}' (--data; a run has its own).")
         if isinstance(data, Dataset):
             return data
+        if isinstance(data, str) and target.data is not None and _same_place(data, target.data.source):
+            data = target.data  # with the run's own splits: its test images are then those it has not seen
         config = data if isinstance(data, DataConfig) else DataConfig(source=data)
         size = target.size if target.size is not None else self.size and (self.size, self.size)
         return self._opened(config.model_dump_json(), size or None, target.channels)
@@ -181,3 +183,7 @@ class Examination:
         """Once for all targets that see the data alike."""
         opened = DataConfig.model_validate_json(config)
         return open_data(opened, size=size, channels=channels, progress=self.watcher.on_reading)
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()

@@ -42,12 +42,13 @@ class Cost(OwningProbe):
         return (self.repeats + 2) * (self.batch + 1) + 1
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """Speed is a property of the machine, too."""
+        """Speed is a property of the machine, too, and of how many images come at a time."""
         on_cuda = subject.device.type == "cuda"
         return {
             "processor": torch.cuda.get_device_name(subject.device) if on_cuda else _processor(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
+            "batch": min(self.batch, subject.batch_size),
         }
 
     @torch.no_grad()

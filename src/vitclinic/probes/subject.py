@@ -142,7 +142,7 @@ class Subject:
             self.network(images)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - start) / len(images)
+            return (time.perf_counter() - start) / len(images)
 
 
 def as_logits(output: Any) -> Tensor:
@@ -154,14 +154,26 @@ def as_logits(output: Any) -> Tensor:
 
 
 def network_digest(network: nn.Module) -> str:
-    """SHA-256 over what the network prints as (without memory addresses) and every tensor of its state."""
+    """SHA-256 over what the network prints as (without memory addresses), its modules' settings and its tensors.
+
+    Settings are the plain attributes, such as a number of heads, which modules often do not print.
+    """
     digest = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(network)).encode())
+    for name, module in network.named_modules():
+        settings = {key: value for key, value in vars(module).items() if key != "training" and _is_plain(value)}
+        digest.update(f"{name} {sorted(settings.items())}".encode())
     tensors = {**dict(network.named_buffers()), **network.state_dict()}
     for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, Tensor):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:

@@ -134,7 +134,7 @@ def _results_table(run: Run) -> Table:
     for name in ("split", "accuracy", "95% interval", "nll", "images"):
         table.add_column(name, justify="left" if name == "split" else "right")
     for split, score in run.results.items():
-        name = f"{split} (best, epoch {score['epoch']})" if "epoch" in score else split
+        name = f"{split} (best, at step {score['step']})" if split == "val" else split
         interval = f"{score['accuracy_low']:.1%} to {score['accuracy_high']:.1%}"
         table.add_row(name, f"{score['accuracy']:.1%}", interval, f"{score['nll']:.3f}", str(score["count"]))
     return table

@@ -120,14 +120,15 @@ class Session:
 
     def _results(self) -> dict[str, Any]:
         """The best checkpoint's validation score, and its test score: the only time that test images are read."""
-        results: dict[str, Any] = {}
+        rows: dict[str, Row] = {}
         if self.best is not None:
             self.world.wait()
             self.trainer.evaluated.load_state_dict(self.run.checkpoints.read_model("best"))
-            results["val"] = self.best
+            rows["val"] = self.best
         if len(self.trainer.dataset.test):
-            results["test"] = self._score("test")
-        return results
+            rows["test"] = {**self._score("test"), "step": rows.get("val", {}).get("step", self.trainer.step)}
+        of_training = {"kind", "epoch", "loss", "losses", "lr", "grad_norm"}
+        return {split: {key: row[key] for key in row if key not in of_training} for split, row in rows.items()}
 
     def _record(self, row: Row) -> None:
         if self.metrics is not None:
