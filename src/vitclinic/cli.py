@@ -199,9 +199,8 @@ def _resumable() -> Iterator[None]:
 
 def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dict[str, Any]]]:
     """`a,b` and `b.option=value` as {name: options}; options of a probe that is not named are a mistake."""
-    import yaml
-
     from vitclinic.probes import known_probes
+    from vitclinic.training.overrides import parse_yaml
 
     chosen = list(known_probes()) if names is None else [name.strip() for name in names.split(",") if name.strip()]
     options: dict[str, dict[str, Any]] = {name: {} for name in chosen}
@@ -212,7 +211,7 @@ def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dic
             raise RecipeError(f"--set takes PROBE.OPTION=VALUE (got '{setting}').")
         if probe not in options:
             raise RecipeError(f"--set {setting}: '{probe}' is not among the probes ({', '.join(options)}).")
-        options[probe][option] = yaml.safe_load(value)
+        options[probe][option] = parse_yaml(value, f"--set {setting}")
     return [{name: options[name]} for name in chosen]
 
 

@@ -10,14 +10,14 @@ import torch
 from tests.probes.subjects import NETWORKS, subject
 from vitclinic.measurement import Measurement
 from vitclinic.probes import estimated_seconds, known_probes, measure, parse_probes
-from vitclinic.probes.restoring import _HOOKS, left_as_it_was
+from vitclinic.probes.restoring import _TABLES, left_as_it_was
 
 
 def photograph(network):
     """All that measuring must not change, bit for bit."""
     return {
         "training": [module.training for module in network.modules()],
-        "hooks": [len(getattr(module, kind)) for module in network.modules() for kind in _HOOKS],
+        "tables": [len(getattr(module, table)) for module in network.modules() for table in _TABLES],
         "identity": [id(tensor) for tensor in (*network.parameters(), *network.buffers())],
         "state": {name: tensor.numpy().tobytes() for name, tensor in network.state_dict().items()},
         "requires_grad": [parameter.requires_grad for parameter in network.parameters()],

@@ -92,6 +92,8 @@ def _processing(transformers: Any, name: str) -> tuple[Sequence[float], Sequence
     except (OSError, ValueError, ImportError):
         log.warning("hf:%s has no preprocessor_config.json; its pixels are scaled to [-1, 1].", name)
         return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+    if not getattr(processor, "do_normalize", True):
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     return processor.image_mean, processor.image_std
 
 
@@ -178,6 +180,8 @@ def _read_state(file: Path) -> dict[str, Tensor]:
         content = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise ModelError(f"'{file}' cannot be read as a file of tensors only: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, Mapping):
+        raise ModelError(f"'{file}' holds {type(content).__name__}, not named tensors.")
     state = next((content[key] for key in _NESTED if isinstance(content.get(key), Mapping)), content)
     return {_unwrapped(key): value for key, value in state.items() if isinstance(value, Tensor)}
 

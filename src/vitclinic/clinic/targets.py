@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from timm.models import is_model
 from torch import nn
 
@@ -27,6 +26,7 @@ from vitclinic.data import DataConfig
 from vitclinic.data.decoding import Size
 from vitclinic.errors import ModelError, RecipeError, did_you_mean
 from vitclinic.training import Run, load
+from vitclinic.training.overrides import parse_yaml
 
 LIBRARIES = ("timm", "torchvision", "hf")
 
@@ -57,9 +57,10 @@ def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_w
 
 
 def _resolve(text: str, random_weights: bool) -> Target:
-    head, _, tail = text.partition("@")
-    if (Path(head).expanduser() / "recipe.yaml").is_file():
-        return _run(text, Path(head).expanduser(), tail)
+    before, _, after = text.rpartition("@")
+    for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
+        if folder and (Path(folder).expanduser() / "recipe.yaml").is_file():
+            return _run(text, Path(folder).expanduser(), checkpoint)
     library, colon, rest = text.partition(":")
     if library in LIBRARIES:
         return _from_library(text, library, rest, random_weights)
@@ -99,7 +100,7 @@ def _keywords(query: str, text: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals or not key.isidentifier():
             raise RecipeError(f"'{part}' in '{text}' is not key=value.")
-        keywords[key] = yaml.safe_load(value)
+        keywords[key] = parse_yaml(value, f"'{part}' in '{text}'")
     return keywords
 
 
@@ -107,13 +108,15 @@ def _call(text: str, module: str, function: str) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` would: the module is most often a file right here
     try:
-        build = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
+        imported = importlib.import_module(module)
+    except (ModuleNotFoundError, TypeError) as error:  # a TypeError: a relative name, such as ./nets
         raise RecipeError(f"'{text}' is not a target: {error}; {_advice(text)}") from error
-    except AttributeError as error:
-        raise RecipeError(f"'{text}': the module {module} has no '{function}'.") from error
+    except Exception as error:  # the user's own code may raise anything
+        raise ModelError(f"'{text}' cannot be imported: {type(error).__name__}: {error}.") from error
+    if not hasattr(imported, function):
+        raise RecipeError(f"'{text}': the module {module} has no '{function}'.")
     try:
-        network = build()
+        network = getattr(imported, function)()
     except Exception as error:  # the user's own code may raise anything
         raise ModelError(f"'{text}' raised {type(error).__name__}: {error}.") from error
     if not isinstance(network, nn.Module):

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from vitclinic.data.randomness import torch_seed
 
-_HOOKS = (
+_TABLES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -22,18 +25,19 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+"""Where a module keeps what it consists of."""
 
 
 @contextmanager
 def left_as_it_was(network: nn.Module, seed: int = 0) -> Iterator[None]:
     """The network in eval mode without gradients, random numbers from `seed`; afterwards everything as before.
 
-    Everything is: training flags, hooks, which parameters want a gradient, the gradients, the values of all
-    parameters and buffers, and the random states of torch, numpy and Python.
+    Everything is: the modules it is made of, their types of numbers, training flags, hooks, which parameters want a
+    gradient, the gradients, the values of all parameters and buffers, and the random states of torch, numpy and Python.
     """
     with ExitStack() as undo:
         undo.enter_context(_own_randomness(seed))
-        _note_hooks(network, undo)
+        _note_tables(network, undo)
         _note_state(network, undo)
         for module in network.modules():
             undo.callback(setattr, module, "training", module.training)
@@ -56,25 +60,32 @@ def _own_randomness(seed: int) -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def _note_hooks(network: nn.Module, undo: ExitStack) -> None:
-    def restore(hooks: dict[Any, Any], before: set[Any]) -> None:
-        for key in set(hooks) - before:
-            del hooks[key]
+def _note_tables(network: nn.Module, undo: ExitStack) -> None:
+    """Parts and hooks that were added go, and those that were removed or replaced come back."""
+
+    def restore(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+        table.clear()
+        table.update(before)
 
     for module in network.modules():
-        for kind in _HOOKS:
-            undo.callback(restore, getattr(module, kind), set(getattr(module, kind)))
+        for name in _TABLES:
+            table = getattr(module, name)
+            undo.callback(restore, table, dict(table))
 
 
 def _note_state(network: nn.Module, undo: ExitStack) -> None:
     def restore(tensor: Tensor, values: Tensor) -> None:
-        if not torch.equal(tensor.data, values):  # a write, even of the same values, is a change to autograd
+        same_kind = (tensor.dtype, tensor.device, tensor.shape) == (values.dtype, values.device, values.shape)
+        if not same_kind:
+            tensor.data = values  # the network was converted or moved
+        elif not torch.equal(tensor.data, values):  # a write, even of the same values, is a change to autograd
             tensor.data.copy_(values)
 
-    for tensor in (*network.parameters(), *network.buffers()):
-        undo.callback(restore, tensor, tensor.detach().clone())
     for parameter in network.parameters():
         # Set aside, not copied: what a probe accumulates goes into a gradient of its own.
         undo.callback(setattr, parameter, "grad", parameter.grad)
         undo.callback(parameter.requires_grad_, parameter.requires_grad)
         parameter.grad = None
+    # Noted last, so restored first: a gradient must be of its parameter's type.
+    for tensor in (*network.parameters(), *network.buffers()):
+        undo.callback(restore, tensor, tensor.detach().clone())

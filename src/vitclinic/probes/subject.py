@@ -156,18 +156,23 @@ def as_logits(output: Any) -> Tensor:
 def network_digest(network: nn.Module) -> str:
     """SHA-256 over what the network prints as (without memory addresses), its modules' settings and its tensors.
 
-    Settings are the plain attributes, such as a number of heads, which modules often do not print.
+    Settings are the plain attributes of the libraries' modules, such as a number of heads, which are often not printed.
+    Those of a user's own classes are left out: they may be counters, which change with every call.
     """
     digest = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(network)).encode())
     for name, module in network.named_modules():
-        settings = {key: value for key, value in vars(module).items() if key != "training" and _is_plain(value)}
-        digest.update(f"{name} {sorted(settings.items())}".encode())
+        if type(module).__module__.partition(".")[0] in _LIBRARIES:
+            settings = {key: value for key, value in vars(module).items() if key != "training" and _is_plain(value)}
+            digest.update(f"{name} {sorted(settings.items())}".encode())
     tensors = {**dict(network.named_buffers()), **network.state_dict()}
     for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, Tensor):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+_LIBRARIES = frozenset({"timm", "torch", "torchvision", "transformers"})
 
 
 def _is_plain(value: Any) -> bool:
