@@ -107,12 +107,17 @@ def test_quiet_is_quiet(recipe):
         (["list", "nonsense"], 2, "recipes"),
     ],
 )
-def test_mistakes_are_one_sentence_and_an_exit_code(arguments, code, message, tmp_path, monkeypatch):
+def test_mistakes_are_one_sentence_and_an_exit_code(arguments, code, message, tmp_path, monkeypatch, capsys):
+    from vitclinic.cli import main
+
     monkeypatch.chdir(tmp_path)
-    done = vitclinic(*arguments)
-    assert done.returncode == code
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["vitclinic", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
 
 

@@ -11,7 +11,11 @@ import time
 import pytest
 import torch
 
-from vitclinic.training import Run, resume, train
+from vitclinic.data import open_data
+from vitclinic.errors import RecipeError
+from vitclinic.training import Run, build_recipe, resume, train
+from vitclinic.training.distributed import World
+from vitclinic.training.loop import Trainer
 
 
 def free_port():
@@ -70,9 +74,7 @@ def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, toleranc
 
 def test_scores_of_two_processes_are_those_of_the_network_they_store(recipe, tmp_path):
     """BatchNorm and averaged weights: every process must score the same network."""
-    from vitclinic.data import open_data
     from vitclinic.training import load
-    from vitclinic.training.distributed import World
     from vitclinic.training.evaluation import evaluate
 
     model = {"name": "resnet18", "channels": [4, 4, 8, 8]}
@@ -95,12 +97,13 @@ def test_an_error_is_one_sentence_also_from_many_processes(tmp_path):
     assert "VitclinicError" not in output
 
 
-def test_a_batch_that_does_not_divide(recipe, tmp_path):
-    process = torchrun([*(f"data={recipe()['data']['source']}", "batch_size=41", f"out={tmp_path / 'x'}")])
-    output, _ = process.communicate(timeout=120)
-    assert output.count("error: batch_size 41 does not divide into 2 processes") == 1
+def test_a_batch_that_does_not_divide(tiny):
+    recipe = build_recipe(tiny(batch_size=41))
+    with pytest.raises(RecipeError, match="batch_size 41 does not divide into 2 processes"):
+        Trainer(recipe, open_data(recipe.data), 1, World(1, 2), torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_all_processes_stop_after_the_same_step_and_one_goes_on(recipe, tmp_path):
     whole = train(recipe(precision="fp64", steps=400, out=str(tmp_path / "whole")))
     file = tmp_path / "recipe.yaml"

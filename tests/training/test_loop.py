@@ -93,6 +93,7 @@ def test_fp16_overflow_is_skipped_by_the_scaler(tiny):
     assert all(torch.equal(before[k], v) for k, v in trainer.network.state_dict().items())
 
 
+@pytest.mark.slow
 def test_compiled_training_gives_an_ordinary_network(tiny):
     run = train(tiny(compile=True, steps=2))
     assert load(run.path)(torch.rand(1, 1, 8, 8)).shape == (1, 10)

@@ -82,11 +82,14 @@ def test_killed_ten_times(tiny, tmp_path, whole):
     same(whole, killed_and_resumed(tiny, tmp_path, steps))
 
 
+@pytest.mark.slow
 def test_killed_before_the_first_checkpoint_starts_again(tiny, tmp_path, whole):
     same(whole, killed_and_resumed(tiny, tmp_path, [2]))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupted_runs_save_first_and_resume_to_the_same_numbers(tiny, tmp_path, whole, number, code):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(tiny(**HARD, out=str(tmp_path / "stopped"))))
