@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
     from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
+    from vitclinic.treatments import treat
 
 __version__ = version("vitclinic")
 
@@ -33,6 +34,7 @@ _HOMES = {
     "load": "vitclinic.training",
     "resume": "vitclinic.training",
     "train": "vitclinic.training",
+    "treat": "vitclinic.treatments",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "open_data",
     "resume",
     "train",
+    "treat",
 ]
 
 

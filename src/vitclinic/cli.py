@@ -48,6 +48,7 @@ class Listed(StrEnum):
 
     recipes = "recipes"
     models = "models"
+    treatments = "treatments"
     datasets = "datasets"
     probes = "probes"
 
@@ -217,7 +218,7 @@ def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dic
 
 @app.command("list")
 def list_(
-    what: Annotated[Listed, typer.Argument(help="recipes, models, datasets or probes")],
+    what: Annotated[Listed, typer.Argument(help="recipes, models, treatments, datasets or probes")],
     pattern: Annotated[str | None, typer.Argument(help="Only names like this, as in 'vit*'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

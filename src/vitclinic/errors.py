@@ -31,6 +31,10 @@ class AnatomyError(ModelError):
     """A network's structure is not known, or is not what its family promises."""
 
 
+class TreatmentError(ModelError):
+    """A treatment does not fit a network, or another treatment, or was applied before."""
+
+
 class MissingExtraError(RecipeError):
     """An optional dependency is needed and not installed."""
 

@@ -63,9 +63,27 @@ def list_probes() -> Rows:
     ]
 
 
+def list_treatments() -> Rows:
+    """Every treatment: what it changes, what it costs, which networks it fits, its paper and its options."""
+    from vitclinic.treatments import known_treatments
+
+    return [
+        {
+            "name": name,
+            "changes": treatment.changes,
+            "costs": treatment.costs,
+            "fits": "any network" if treatment.families is None else ", ".join(treatment.families),
+            "paper": treatment.paper,
+            "options": ", ".join(f"{key}={field.default}" for key, field in treatment.model_fields.items()),
+        }
+        for name, treatment in known_treatments().items()
+    ]
+
+
 LISTINGS: dict[str, Callable[[], Rows]] = {
     "recipes": list_recipes,
     "models": list_models,
+    "treatments": list_treatments,
     "datasets": list_datasets,
     "probes": list_probes,
 }

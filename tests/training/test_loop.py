@@ -85,7 +85,7 @@ def test_fp16_overflow_is_skipped_by_the_scaler(tiny):
 
     recipe = build_recipe(tiny(precision="fp16", clip=1.0))
     trainer = Trainer(recipe, open_data(recipe.data), 3, World(), torch.device("cpu"))
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    trainer.scaler = trainer.passes.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = {k: v.clone() for k, v in trainer.network.state_dict().items()}
     row = trainer.advance()
     assert trainer.scaler.get_scale() < 2.0**40

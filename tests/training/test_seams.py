@@ -75,7 +75,7 @@ def treatments():
     class Dim(Treatment):
         name: ClassVar[str] = "dim"
 
-        def batch_transform(self, case):
+        def batch_transform(self, network, case):
             from dataclasses import replace
 
             return lambda batch: replace(batch, images=batch.images * 0.5)

@@ -65,6 +65,8 @@ class Display(Observer):
                 f"[yellow]skipped {len(data.skipped)} unreadable images[/], first: {escape(data.skipped[0])}",
                 soft_wrap=True,
             )
+        for notice in trainer.notices:
+            self.console.print(f"[yellow]note:[/] {escape(notice)}", soft_wrap=True)
         if trainer.recipe.batch_size > len(data.train):
             self.console.print(
                 f"[yellow]batch_size {trainer.recipe.batch_size} exceeds the {len(data.train)} training images:[/]"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from vitclinic.errors import RecipeError
 from vitclinic.models import Normalised
 from vitclinic.training.distributed import World
 from vitclinic.training.metrics import Row
-from vitclinic.training.network import build_network
+from vitclinic.training.network import build_network, treated_augmentation
 from vitclinic.training.optimizer import build_optimizer
+from vitclinic.training.passes import Passes
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.schedule import Schedule
 from vitclinic.training.steps import PlainStep
@@ -33,8 +33,6 @@ from vitclinic.treatments import Case, Losses, Objective, StepRule
 
 EXPLODED = 10.0
 """A loss of this many times the first step's counts as a divergence."""
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -57,17 +55,25 @@ class Trainer:
         for treatment in treatments:
             objectives.update(treatment.objectives(network.backbone, case))
         self.rule = _one_rule([rule for t in treatments if (rule := t.step_rule()) is not None])
-        self.transforms = [f for t in treatments if (f := t.batch_transform(case)) is not None]
+        transforms = (t.batch_transform(network.backbone, case) for t in treatments)
+        self.transforms = [transform for transform in transforms if transform is not None]
+        augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, case)
 
         self.network: Normalised = network
         self.task = Task(network, recipe.loss, objectives).to(device, self.dtype).train()
-        self.ddp = self._distributed(self.task)
-        module = self.ddp or self.task
-        self.wrapped: nn.Module = torch.compile(module) if recipe.compile else module  # type: ignore[assignment]
         self.optimizer = build_optimizer(recipe.optimizer, self.task, network)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
-        self.stream = TrainingStream(dataset, recipe.data.augment, recipe.seed)
+        self.passes = Passes(
+            self.task,
+            self.parameters,
+            self.scaler,
+            ddp=self._distributed(self.task),
+            compiled=recipe.compile,
+            precision=recipe.precision,
+            accumulate=recipe.accumulate,
+        )
+        self.stream = TrainingStream(dataset, augment, recipe.seed)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
         self._batches: Iterator[Batch] | None = None
@@ -93,7 +99,7 @@ class Trainer:
         batches = [self._prepared(next(self._batches)) for _ in range(self.recipe.accumulate)]
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
-        losses = self.rule(batches, self.losses_and_gradients)
+        losses = self.rule(batches, self.passes)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
         self.scaler.step(self.optimizer)
@@ -111,17 +117,6 @@ class Trainer:
     def close(self) -> None:
         """Let the reading processes go; a later `advance` starts new ones."""
         self._batches = None
-
-    def losses_and_gradients(self, batch: Batch, sync: bool = True) -> Losses:
-        """Forward and backward of one micro-batch; see `treatments.LossesAndGradients`."""
-        # The masks of dropout and stochastic depth belong to the samples, so that a second pass repeats them.
-        torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
-        with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
-            with self._autocast():
-                losses: Losses = self.wrapped(batch)
-            total = sum(losses.values(), torch.zeros((), device=self.device)) / self.recipe.accumulate
-            self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
-        return {name: value.detach() for name, value in losses.items()}
 
     def diverged(self, row: Row) -> str | None:
         """Why a row of metrics shows a divergence, or None."""
@@ -170,10 +165,6 @@ class Trainer:
         for transform in self.transforms:
             batch = transform(batch)
         return batch
-
-    def _autocast(self) -> Any:
-        dtype = _AUTOCAST.get(self.recipe.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _distributed(self, task: Task) -> DistributedDataParallel | None:
         if self.world.size == 1:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitclinic.data import Dataset
+from vitclinic.data import Augment, Dataset
 from vitclinic.data.randomness import torch_seed
 from vitclinic.errors import ModelError
 from vitclinic.models import Normalised, check_fit, create_model
 from vitclinic.training.checkpoint import load_network_state
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Run
-from vitclinic.treatments import Case
+from vitclinic.treatments import Case, Treatment, operate
 
 
 def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
@@ -29,6 +29,24 @@ def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
     network = _build(recipe, case, recipe.model.pretrained, **statistics)
     check_fit(network, case.channels, case.size, case.classes)
     return network
+
+
+def treated_augmentation(
+    augment: Augment, treatments: Sequence[Treatment], network: nn.Module, case: Case
+) -> tuple[Augment, list[str]]:
+    """The augmentation that a run really trains with, and a sentence for every treatment that changed it."""
+    augment, notices = augment.resolved(), []
+    for treatment in treatments:
+        changed = treatment.augmentation(augment, network, case)
+        parts = [
+            f"{name} ({value} becomes {getattr(changed, name)})"
+            for name, value in augment
+            if value != getattr(changed, name)
+        ]
+        if parts:
+            notices.append(f"{treatment.name} replaces the recipe's {', '.join(parts)}")
+        augment = changed
+    return augment, notices
 
 
 def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
@@ -57,8 +75,7 @@ def _build(recipe: Recipe, case: Case, pretrained: bool, **statistics: Sequence[
     with torch.random.fork_rng():
         torch.manual_seed(torch_seed("weights", recipe.seed))
         network = create_model(recipe.model.name, img_size=size, pretrained=pretrained, **statistics, **keywords)
-        for treatment in recipe.parsed_treatments():
-            network.backbone = treatment.operate(network.backbone, case)
+        network.backbone = operate(network.backbone, recipe.parsed_treatments(), case)
     return network
 
 

@@ -1,5 +1,6 @@
-"""Treatments: the seams through which a remedy changes a training run."""
+"""Treatments: every remedy of the papers, and the seams through which a remedy changes a training run."""
 
+from vitclinic.treatments.surgery import case_of, operate, treat, treatments_of
 from vitclinic.treatments.treatment import (
     BatchTransform,
     Case,
@@ -8,6 +9,7 @@ from vitclinic.treatments.treatment import (
     Objective,
     StepRule,
     Treatment,
+    known_treatments,
     parse_treatments,
     register,
 )
@@ -20,6 +22,11 @@ __all__ = [
     "Objective",
     "StepRule",
     "Treatment",
+    "case_of",
+    "known_treatments",
+    "operate",
     "parse_treatments",
     "register",
+    "treat",
+    "treatments_of",
 ]

@@ -1,8 +1,9 @@
-"""What a treatment is: a strict config and up to four seams.
+"""What a treatment is: a strict config, facts about it, and up to five seams.
 
-A treatment changes a training run in at most four ways, and the training loop knows these seams and no
-treatment: *surgery* on the network before the optimizer is built, an added *objective*, a *batch transform*,
-and a *step rule* (at most one a run). A treatment overrides the seams it uses and leaves the others.
+A treatment changes a training run in at most five ways, and the training loop knows these seams and no
+treatment: *surgery* on the network before the optimizer is built, an added *objective*, the *augmentation* of the
+images, a *batch transform*, and a *step rule* (at most one a run). A treatment overrides the seams it uses and
+leaves the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor, nn
 
 from vitclinic.config import Config, validate
-from vitclinic.data import Batch
+from vitclinic.data import Augment, Batch
 from vitclinic.errors import RecipeError, did_you_mean
 
 Losses = dict[str, Tensor]
@@ -24,10 +25,24 @@ BatchTransform = Callable[[Batch], Batch]
 class LossesAndGradients(Protocol):
     """Forward and backward of one micro-batch: adds to the parameters' gradients, returns the named losses.
 
-    With `sync=False` the gradients stay this process's own. Called twice on one batch it uses the same dropout masks.
+    With `sync=False` the gradients stay this process's own. `weight` is the share of the step's gradient that this
+    micro-batch stands for, relative to the others. Called twice on one batch it uses the same dropout masks. Images
+    that require a gradient get theirs.
     """
 
-    def __call__(self, batch: Batch, sync: bool = True) -> Losses: ...
+    @property
+    def module(self) -> nn.Module:
+        """What is differentiated: the network with its objectives, out of all wrappers."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What the optimizer trains."""
+
+    @property
+    def scale(self) -> float:
+        """What the gradients are multiplied by (fp16's loss scale; 1 otherwise); the loop divides by it later."""
+
+    def __call__(self, batch: Batch, sync: bool = True, weight: float = 1.0) -> Losses: ...
 
 
 class StepRule(Protocol):
@@ -59,19 +74,31 @@ class Case:
 
 
 class Treatment(Config):
-    """Base of all treatments: subclass, add fields, override seams, and `register`."""
+    """Base of all treatments: subclass, state the facts, add fields, override seams, and `register`."""
 
     name: ClassVar[str]
+    paper: ClassVar[str] = ""
+    """The paper's key, with the place in it."""
+    changes: ClassVar[str] = ""
+    """What it changes, in one line."""
+    costs: ClassVar[str] = ""
+    """What it costs, in one line."""
+    families: ClassVar[tuple[str, ...] | None] = None
+    """The families of networks (names of `vitclinic.anatomy`) that it fits; None: any network."""
 
     def operate(self, network: nn.Module, case: Case) -> nn.Module:
-        """Surgery: the network to train, changed in place or replaced."""
+        """Surgery: the network to train, changed in place or replaced. What does not fit is a TreatmentError."""
         return network
 
     def objectives(self, network: nn.Module, case: Case) -> Mapping[str, Objective]:
         """Losses to add to the task's own, by name."""
         return {}
 
-    def batch_transform(self, case: Case) -> BatchTransform | None:
+    def augmentation(self, augment: Augment, network: nn.Module, case: Case) -> Augment:
+        """The augmentation to train with, where the recipe's own is at odds with this treatment; the run says so."""
+        return augment
+
+    def batch_transform(self, network: nn.Module, case: Case) -> BatchTransform | None:
         """A change to every training batch, drawn from the batch's keys."""
         return None
 
@@ -91,6 +118,11 @@ def register(treatment: T) -> T:
     return treatment
 
 
+def known_treatments() -> dict[str, type[Treatment]]:
+    """All treatments by name, in alphabetical order."""
+    return dict(sorted(_REGISTRY.items()))
+
+
 def parse_treatments(entries: Sequence[Any]) -> list[Treatment]:
     """`["sam", {"conv_stem": {"act": "gelu"}}]` as treatments, in order."""
     treatments = [_parse(entry) for entry in entries]
@@ -102,11 +134,14 @@ def parse_treatments(entries: Sequence[Any]) -> list[Treatment]:
 
 
 def _parse(entry: Any) -> Treatment:
+    if isinstance(entry, Treatment):
+        return entry
     if isinstance(entry, str):
         entry = {entry: {}}
     if not isinstance(entry, Mapping) or len(entry) != 1:
         raise RecipeError(f"'treatments': write a name or {{name: {{option: value}}}} (got {entry!r}).")
     ((name, options),) = entry.items()
     if name not in _REGISTRY:
-        raise RecipeError(f"There is no treatment '{name}'.{did_you_mean(str(name), _REGISTRY)}")
+        hint = did_you_mean(str(name), _REGISTRY)
+        raise RecipeError(f"There is no treatment '{name}'.{hint} See `vitclinic list treatments`.")
     return validate(_REGISTRY[name], options or {}, where=f"treatments.{name}")

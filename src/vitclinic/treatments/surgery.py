@@ -1,0 +1,99 @@
+"""Surgery: treatments applied to a network, each once, where they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitclinic.anatomy.families import recognise
+from vitclinic.errors import AnatomyError, RecipeError, TreatmentError
+from vitclinic.treatments.treatment import Case, Treatment, parse_treatments
+
+_RECORD = "treated_with"
+"""The attribute of a network that holds the names of the treatments it had, in order."""
+
+
+def treat(network: nn.Module, *treatments: str | dict[str, Any] | Treatment, case: Case | None = None) -> nn.Module:
+    """Operate on a network: `treat(network, "conv_stem", {"context_broadcasting": {"scaled": True}})`.
+
+    The network is changed in place and returned; one that carries its normalisation or another wrapper keeps it.
+    Treatments that change training rather than the network (sam, patch_diversity) are refused: docs/treatments says
+    how each is used in a loop of one's own.
+    """
+    parsed = parse_treatments(treatments)
+    for treatment in parsed:
+        if type(treatment).operate is Treatment.operate:
+            raise RecipeError(
+                f"{treatment.name} changes training, not the network: list it in a recipe, or see"
+                f" docs/treatments/{treatment.name}.md for its use in a loop of your own."
+            )
+        check_family(treatment, network)
+    core = _core(network)
+    treated = operate(core, parsed, case or case_of(network))
+    return treated if core is network else _replaced(network, core, treated)
+
+
+def operate(network: nn.Module, treatments: Sequence[Treatment], case: Case) -> nn.Module:
+    """The surgery of each treatment in order. A treatment that does not fit, or comes twice, is a sentence."""
+    for treatment in treatments:
+        check_family(treatment, network)
+        had = treatments_of(network)
+        if treatment.name in had:
+            raise TreatmentError(f"This network has already been treated with {treatment.name}; once is enough.")
+        network = treatment.operate(network, case)
+        setattr(network, _RECORD, (*had, treatment.name))
+    return network
+
+
+def treatments_of(network: nn.Module) -> tuple[str, ...]:
+    """The names of the treatments whose surgery a network had, in order."""
+    names: tuple[str, ...] = getattr(_core(network), _RECORD, ())
+    return names
+
+
+def check_family(treatment: Treatment, network: nn.Module) -> None:
+    """Raise where `network` is of no family that the treatment fits."""
+    if treatment.families is None:
+        return
+    fitting = ", ".join(treatment.families)
+    try:
+        _, family = recognise(network)
+    except AnatomyError as error:
+        raise TreatmentError(
+            f"{treatment.name} does not fit {type(network).__name__}, a network of no known family; it fits {fitting}."
+        ) from error
+    if family.name not in treatment.families:
+        raise TreatmentError(f"{treatment.name} does not fit a {family.name}; it fits {fitting}.")
+
+
+def case_of(network: nn.Module) -> Case:
+    """Number of classes, channels and image size of a network of a known family, by a forward pass."""
+    core, family = recognise(network)
+    channels, height, width = family.input_size(core)
+    like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
+    was_training = [module for module in core.modules() if module.training]
+    try:
+        with torch.no_grad():
+            logits = core.eval()(torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device))
+    finally:
+        for module in was_training:
+            module.training = True
+    return Case(int(getattr(logits, "logits", logits).shape[-1]), channels, (height, width))
+
+
+def _core(network: nn.Module) -> nn.Module:
+    """The network inside its wrappers; itself where its family is not known."""
+    try:
+        return recognise(network)[0]
+    except AnatomyError:
+        return network
+
+
+def _replaced(wrapper: nn.Module, core: nn.Module, treated: nn.Module) -> nn.Module:
+    if treated is not core:
+        path = next(name for name, module in wrapper.named_modules() if module is core)
+        wrapper.set_submodule(path, treated)
+    return wrapper
