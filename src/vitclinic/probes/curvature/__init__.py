@@ -1,0 +1,1 @@
+"""Curvature probes: the loss as a function of the weights."""

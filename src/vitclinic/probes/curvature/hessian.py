@@ -1,0 +1,116 @@
+"""Products of the Hessian of a loss with vectors.
+
+H v is the derivative of (gradient . v). Where memory allows, the graph of each batch's gradient is kept and
+differentiated again for every product, which is the fastest way on one batch; else it is made anew for each product, so
+that memory is bounded by one batch's graph.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitclinic.data import Batch
+from vitclinic.probes.curvature.surface import LossSurface
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """The gradient of one batch's summed loss, with its graph; parameters that it does not depend on are left out."""
+
+    parts: list[Tensor]
+    which: list[int]
+
+
+class Hessian:
+    """The Hessian of a surface at its present weights: `hessian.product(v)` for v of [n].
+
+    `memory` bounds the bytes of kept graphs: half of what the machine has free unless given; 0 keeps none.
+    """
+
+    def __init__(self, surface: LossSurface, memory: int | None = None) -> None:
+        self.surface = surface
+        self.memory = free_memory(surface.weights[0].device) // 2 if memory is None else memory
+        self.products = 0
+        self.graph_bytes = 0
+        self._kept: list[_Gradient | None] = []
+        self._shift = surface.decay * surface.decay_mask() if surface.decay else None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the graphs of all batches are kept."""
+        return bool(self._kept) and all(kept is not None for kept in self._kept)
+
+    def product(self, vector: Tensor) -> Tensor:
+        """H v, [n]."""
+        surface = self.surface
+        parts = surface.split(vector)
+        total = torch.zeros_like(vector)
+        for index, batch in enumerate(surface.batches):
+            gradient, kept = self._gradient(index, batch)
+            if not gradient.parts:
+                continue
+            along = [parts[at] for at in gradient.which]
+            found = torch.autograd.grad(gradient.parts, surface.weights, along, retain_graph=kept, allow_unused=True)
+            for target, part in zip(surface.split(total), found, strict=True):
+                if part is not None:
+                    target += part
+        self.products += 1
+        total = surface.summed(total.div_(surface.images))
+        return total if self._shift is None else total.addcmul_(self._shift, vector)
+
+    def release(self) -> None:
+        """Let the kept graphs go."""
+        self._kept = []
+
+    def _gradient(self, index: int, batch: Batch) -> tuple[_Gradient, bool]:
+        if index < len(self._kept):
+            kept = self._kept[index]
+            return (self._made(batch), False) if kept is None else (kept, True)
+        room = self.memory - self.graph_bytes
+        if room <= 0:
+            self._kept.append(None)
+            return self._made(batch), False
+        size = _SavedBytes()
+        with torch.autograd.graph.saved_tensors_hooks(size.note, lambda tensor: tensor):
+            made = self._made(batch)
+        if size.total <= room:
+            self.graph_bytes += size.total
+            self._kept.append(made)
+            return made, True
+        self._kept.append(None)
+        return made, False
+
+    def _made(self, batch: Batch) -> _Gradient:
+        surface = self.surface
+        grads: Sequence[Tensor | None] = torch.autograd.grad(
+            surface.summed_loss(batch), surface.weights, create_graph=True, allow_unused=True
+        )
+        which = [at for at, part in enumerate(grads) if part is not None and part.requires_grad]
+        return _Gradient([grads[at] for at in which], which)  # type: ignore[misc]
+
+
+class _SavedBytes:
+    """Adds up the storages that a graph saves, each once."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._seen: set[int] = set()
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.total += storage.nbytes()
+        return tensor.detach()  # the tensor itself would be a cycle of references; autograd adds its history again
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,185 @@
+"""Lanczos: eigenvalues, and quadrature rules, of a symmetric matrix that is known by its products with vectors.
+
+After m products, A V = V T + beta v_{m+1} e_m^T with orthonormal rows of V and T = V A V^T. The eigenvalues theta of T
+approximate those of A; their residual is |A y - theta y| = beta |s_m|, s the eigenvector of T. An eigenvalue of A lies
+within the residual r of theta, and within r^2 / gap of it where the rest of the spectrum is `gap` away.
+
+New vectors are made orthogonal to all earlier ones, twice: without that, rounding makes copies of converged
+eigenvalues [Parlett 1998, ch. 13]. When the basis is full it restarts from its best vectors [Wu & Simon 2000].
+Shapes: n the matrix's order, m the size of the basis, k wanted eigenvalues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+"""A symmetric matrix times a vector [n]."""
+
+
+@dataclass(frozen=True)
+class Ritz:
+    """The best approximations of the wanted eigenvalues so far, in descending magnitude."""
+
+    values: NDArray[np.float64]
+    residuals: NDArray[np.float64]
+    errors: NDArray[np.float64]
+    coefficients: NDArray[np.float64]
+    """Of their vectors in the basis, [m, k]."""
+    converged: bool
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """The eigenvalues of largest magnitude, in descending magnitude, with their sign."""
+
+    values: NDArray[np.float64]
+    residuals: NDArray[np.float64]
+    """|A y - value y| for the unit vector y that belongs to each value."""
+    errors: NDArray[np.float64]
+    """An estimate of each value's distance to an eigenvalue: the smaller of residual and residual^2 / gap."""
+    vectors: Tensor
+    """The unit vectors y, [k, n]."""
+    products: int
+    converged: bool
+
+
+class Basis:
+    """An orthonormal Krylov basis, and the matrix projected onto it; grows by one vector a product."""
+
+    def __init__(self, product: Product, start: Tensor, size: int) -> None:
+        self.product = product
+        self.vectors = start.new_empty((size + 1, len(start)))
+        self.vectors[0] = start / start.norm()
+        self.projected = np.zeros((size + 1, size + 1))
+        self.size = 0
+        self.beta = 0.0
+        self.products = 0
+        self.largest = 0.0
+
+    def grow(self) -> None:
+        """One product: the newest vector's image joins the basis."""
+        m = self.size
+        image = self.product(self.vectors[m])
+        self.products += 1
+        if not bool(image.isfinite().all()):
+            raise ValueError("a product with the matrix is not finite")
+        known = self.vectors[: m + 1]
+        along = known @ image
+        image = image - along @ known
+        again = known @ image
+        image = image - again @ known
+        along += again
+        self.projected[: m + 1, m] = self.projected[m, : m + 1] = along.double().cpu().numpy()
+        self.beta = float(image.norm())
+        self.largest = max(self.largest, float(along.norm()), self.beta)
+        self.size = m + 1
+        self.projected[m + 1, m] = self.projected[m, m + 1] = self.beta
+        if self.size < len(image):
+            self.vectors[m + 1] = image / self.beta if not self.closed else self._fresh()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the matrix maps the basis into itself, to rounding: its eigenvalues are then exact."""
+        return self.beta <= 10 * torch.finfo(self.vectors.dtype).eps * self.largest
+
+    def _fresh(self) -> Tensor:
+        """A random direction outside a closed basis, to find what it cannot see; it is not coupled to the rest."""
+        m = self.size
+        self.beta = self.projected[m, m - 1] = self.projected[m - 1, m] = 0.0
+        random = torch.randn(self.vectors.shape[1], generator=torch.Generator().manual_seed(m)).to(self.vectors)
+        for _ in range(2):
+            random = random - (self.vectors[:m] @ random) @ self.vectors[:m]
+        return random / random.norm()
+
+    def restart(self, keep: NDArray[np.float64], values: NDArray[np.float64]) -> None:
+        """Keep the Ritz vectors whose coefficients are the columns of `keep`, and the newest vector."""
+        m, p = self.size, keep.shape[1]
+        coefficients = torch.from_numpy(keep.T.copy()).to(self.vectors)
+        newest = self.vectors[m].clone()
+        self.vectors[:p] = coefficients @ self.vectors[:m]
+        self.vectors[p] = newest
+        self.projected[:] = 0
+        self.projected[range(p), range(p)] = values
+        self.projected[p, :p] = self.projected[:p, p] = self.beta * keep[m - 1]
+        self.size = p
+
+
+def largest_eigenpairs(
+    product: Product,
+    start: Tensor,
+    k: int,
+    *,
+    tolerance: float = 1e-3,
+    max_products: int = 300,
+    basis: int | None = None,
+    go_on: Callable[[int, Ritz], bool] = lambda products, found: True,
+) -> Eigenpairs:
+    """The `k` eigenvalues of largest magnitude of the symmetric matrix behind `product`, from the vector `start`.
+
+    Stops when the estimated error of each is below `tolerance` times its magnitude, after `max_products`, or when
+    `go_on`, called after every product with the best so far, says no; `converged` says which. `basis` bounds the number
+    of vectors kept.
+
+    Example:
+        >>> matrix = torch.diag(torch.tensor([3.0, -5.0, 1.0, 0.5], dtype=torch.float64))
+        >>> found = largest_eigenpairs(lambda v: matrix @ v, torch.ones(4, dtype=torch.float64), 2)
+        >>> found.values.round(6).tolist()
+        [-5.0, 3.0]
+    """
+    n = len(start)
+    k = min(k, n)
+    size = min(n, max(basis or max_products, 2 * k + 2))
+    space = Basis(product, start, size)
+    while True:
+        space.grow()
+        found = _ritz(space, k, tolerance)
+        if found.converged or space.products >= max_products or not go_on(space.products, found):
+            break
+        if space.size == size:
+            kept = _ritz(space, k + (size - k) // 2, tolerance)
+            space.restart(kept.coefficients, kept.values)
+    coefficients = torch.from_numpy(found.coefficients.T.copy()).to(space.vectors)
+    vectors = coefficients @ space.vectors[: space.size]
+    return Eigenpairs(found.values, found.residuals, found.errors, vectors, space.products, found.converged)
+
+
+def _ritz(space: Basis, k: int, tolerance: float) -> Ritz:
+    m, n = space.size, space.vectors.shape[1]
+    values, s_mm = np.linalg.eigh(space.projected[:m, :m])
+    residuals = np.abs(space.beta * s_mm[m - 1]) if m < n else np.zeros(m)
+    # Rounding in the products themselves bounds what a residual can say.
+    residuals = np.maximum(residuals, torch.finfo(space.vectors.dtype).eps * space.largest)
+    gaps = np.maximum(_gaps(values, residuals), residuals)
+    errors = residuals * np.divide(residuals, gaps, out=np.zeros(m), where=gaps > 0)
+    order = np.argsort(-np.abs(values))[:k]
+    small = errors[order] <= np.maximum(tolerance * np.abs(values[order]), np.finfo(float).tiny)
+    converged = m >= min(k + 1, n) and bool(small.all())
+    return Ritz(values[order], residuals[order], errors[order], s_mm[:, order], converged)
+
+
+def _gaps(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How far each value is from the next, less that one's own uncertainty."""
+    distance = np.abs(values[:, None] - values[None, :]) - residuals[None, :]
+    np.fill_diagonal(distance, np.finfo(float).max)
+    return distance.min(axis=1)  # type: ignore[no-any-return]
+
+
+def quadrature(product: Product, start: Tensor, steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Nodes and weights with start^T f(A) start = |start|^2 sum_i weight_i f(node_i), exact for f of degree < 2 steps.
+
+    The weights, which sum to 1, are the squared first components of T's eigenvectors [Golub & Welsch 1969].
+    """
+    space = Basis(product, start, min(steps, len(start)))
+    for _ in range(min(steps, len(start))):
+        space.grow()
+        if space.beta == 0.0:
+            break
+    nodes, s_mm = np.linalg.eigh(space.projected[: space.size, : space.size])
+    return nodes, s_mm[0] ** 2

@@ -1,0 +1,158 @@
+"""The loss of a network as a function of its weights, on fixed images.
+
+    L(w) = 1/N sum_i CE(f_w(x_i), y_i) + decay/2 sum of w^2 over the parameters that were decayed
+
+CE is softmax cross-entropy with class indices or shares of the classes. Batches may differ in size; every image counts
+the same. Under torchrun each process holds its own images, and sums are over all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitclinic.anatomy import double_differentiable
+from vitclinic.data import Batch
+from vitclinic.errors import ModelError
+from vitclinic.probes.subject import as_logits
+
+Mode = Literal["eval", "train"]
+
+
+class LossSurface:
+    """L as a function of some parameters of a network, the others held where they are.
+
+    `mode` is BatchNorm's: "train" normalises each batch by its own statistics, and leaves the running ones alone;
+    dropout and stochastic depth are off in both. Use inside `measured()`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        batches: Iterable[Batch],
+        *,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        decay: float = 0.0,
+        decayed: Sequence[nn.Parameter] | None = None,
+        mode: Mode = "eval",
+    ) -> None:
+        self.network = network
+        self.batches = list(batches)
+        everything = {name: p for name, p in network.named_parameters() if p.is_floating_point()}
+        self.parameters = dict(everything if parameters is None else parameters)
+        self.decay = decay
+        chosen = {id(p) for p in (everything.values() if decayed is None else decayed)}
+        self.decayed = [id(p) in chosen for p in self.parameters.values()]
+        self.mode = mode
+        self.images = int(self.summed(torch.tensor(float(sum(len(batch) for batch in self.batches)))))
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return list(self.parameters.values())
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return sum(p.numel() for p in self.weights)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Attention that can be differentiated twice, `mode`, gradients for the chosen weights; undone afterwards."""
+        flags = [(p, p.requires_grad) for p in self.network.parameters()]
+        modes = [(module, module.training) for module in self.network.modules()]
+        chosen = {id(p) for p in self.weights}
+        try:
+            self.network.eval()
+            for module in self.network.modules():
+                if self.mode == "train" and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.train()
+            for p, _ in flags:
+                p.requires_grad_(p.is_floating_point() and id(p) in chosen)
+            with double_differentiable(), _running_statistics_kept(self.network), torch.enable_grad():
+                yield
+        finally:
+            for p, flag in flags:
+                p.requires_grad_(flag)
+            for module, training in modes:
+                module.training = training
+
+    def summed_loss(self, batch: Batch) -> Tensor:
+        """The sum over a batch's images of their cross-entropies; the regulariser is not in it."""
+        logits = as_logits(self.network(batch.images))
+        if logits.dtype.itemsize < 4:
+            logits = logits.float()
+        return F.cross_entropy(logits, batch.targets, reduction="sum")
+
+    @torch.no_grad()
+    def value(self) -> float:
+        """L at the present weights, summed in float64."""
+        total = sum((self.summed_loss(batch).double() for batch in self.batches), torch.zeros((), dtype=torch.float64))
+        return float(self.summed(total)) / self.images + self.regulariser()
+
+    @torch.no_grad()
+    def regulariser(self) -> float:
+        if not self.decay:
+            return 0.0
+        squares = (float(p.double().square().sum()) for p, on in zip(self.weights, self.decayed, strict=True) if on)
+        return self.decay / 2 * sum(squares)
+
+    def gradient(self) -> Tensor:
+        """The gradient of L, [n]."""
+        total = torch.zeros(self.size, dtype=self.weights[0].dtype, device=self.weights[0].device)
+        for batch in self.batches:
+            grads = torch.autograd.grad(self.summed_loss(batch), self.weights, allow_unused=True)
+            total += self.flat(grads) / self.images
+        return self.summed(total) + self.decay * self.decay_mask() * self.flat([p.detach() for p in self.weights])
+
+    def decay_mask(self) -> Tensor:
+        """1 where a weight is decayed, 0 elsewhere, [n]."""
+        return self.flat([torch.full_like(p, float(on)) for p, on in zip(self.weights, self.decayed, strict=True)])
+
+    def flat(self, parts: Sequence[Tensor | None]) -> Tensor:
+        """One vector [n] out of one tensor a parameter; a missing one counts as zeros."""
+        pairs = zip(parts, self.weights, strict=True)
+        return torch.cat([(torch.zeros_like(p) if part is None else part).reshape(-1) for part, p in pairs])
+
+    def split(self, vector: Tensor) -> list[Tensor]:
+        """A vector [n] as one tensor a parameter (views)."""
+        pieces = vector.split([p.numel() for p in self.weights])
+        return [piece.view_as(p) for piece, p in zip(pieces, self.weights, strict=True)]
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise unless the loss is finite, and the same when it is computed again."""
+        first, second = self.value(), self.value()
+        if not first < float("inf"):
+            raise ModelError(f"the loss is {first}; there is no curvature to measure.")
+        if first != second:
+            raise ModelError(
+                f"the loss is {first:.9g} and then {second:.9g} for the same weights and images; a layer that is random"
+                " in evaluation mode would make every number meaningless."
+            )
+
+    @staticmethod
+    def summed(tensor: Tensor) -> Tensor:
+        """The sum over all processes; the tensor itself where there is one."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+
+@contextmanager
+def _running_statistics_kept(network: nn.Module) -> Iterator[None]:
+    """BatchNorm in training mode would move its running statistics."""
+    norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    kept = [(norm, norm.track_running_stats) for norm in norms]
+    try:
+        for norm in norms:
+            norm.track_running_stats = False
+        yield
+    finally:
+        for norm, tracks in kept:
+            norm.track_running_stats = tracks
