@@ -93,10 +93,10 @@ class Basis:
         """A random direction outside a closed basis, to find what it cannot see; it is not coupled to the rest."""
         m = self.size
         self.beta = self.projected[m, m - 1] = self.projected[m - 1, m] = 0.0
-        random = torch.randn(self.vectors.shape[1], generator=torch.Generator().manual_seed(m)).to(self.vectors)
+        fresh: Tensor = torch.randn(self.vectors.shape[1], generator=torch.Generator().manual_seed(m)).to(self.vectors)
         for _ in range(2):
-            random = random - (self.vectors[:m] @ random) @ self.vectors[:m]
-        return random / random.norm()
+            fresh = fresh - (self.vectors[:m] @ fresh) @ self.vectors[:m]
+        return fresh / fresh.norm()
 
     def restart(self, keep: NDArray[np.float64], values: NDArray[np.float64]) -> None:
         """Keep the Ritz vectors whose coefficients are the columns of `keep`, and the newest vector."""

@@ -121,7 +121,7 @@ class LossSurface:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """A vector [n] as one tensor a parameter (views)."""
-        pieces = vector.split([p.numel() for p in self.weights])
+        pieces = torch.split(vector, [p.numel() for p in self.weights])
         return [piece.view_as(p) for piece, p in zip(pieces, self.weights, strict=True)]
 
     @torch.no_grad()
