@@ -46,6 +46,11 @@ class Target:
         """What a run was trained on."""
         return None if self.run is None else self.run.recipe.data
 
+    @property
+    def output_names(self) -> tuple[str, ...] | None:
+        """The classes that a run's outputs mean, in their order."""
+        return None if self.run is None else tuple(self.run.data_facts["classes"])
+
 
 def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_weights: bool = False) -> Target:
     """The target that was meant, its network in eval mode on `device` (a network given as such stays as it is)."""

@@ -14,12 +14,12 @@ from torch import nn
 from vitclinic.anatomy.removal import Erase, Silence
 from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
-from vitclinic.errors import AnatomyError
+from vitclinic.errors import UnknownStructureError
 
 
-def unknown_block(name: str, block: nn.Module) -> AnatomyError:
+def unknown_block(name: str, block: nn.Module) -> UnknownStructureError:
     """The error for a block that a family does not know how to take apart."""
-    return AnatomyError(
+    return UnknownStructureError(
         f"{name} is a {type(block).__name__}, for which no units with a state between them are known; "
         "register a family that says what its units are (docs/anatomy.md)."
     )

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from vitclinic.anatomy.units import Unit
-from vitclinic.errors import AnatomyError
+from vitclinic.errors import UnknownStructureError
 
 ENTRY_POINTS = "vitclinic.families"
 WRAPPERS = ("_orig_mod", "module", "backbone")
@@ -71,7 +71,7 @@ def recognise(network: nn.Module) -> tuple[nn.Module, Family]:
                 return core, family
         children = dict(core.named_children())
         core = next((children[name] for name in WRAPPERS if name in children), None)
-    raise AnatomyError(_unknown(network))
+    raise UnknownStructureError(_unknown(network))
 
 
 def _unknown(network: nn.Module) -> str:
