@@ -5,7 +5,7 @@ from vitclinic.probes.cost import Cost
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
-from vitclinic.probes.recording import conditions_of
+from vitclinic.probes.records import conditions_of
 from vitclinic.probes.registry import known_probes, parse_probes, register
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.running import estimated_seconds, measure

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from vitclinic.probes.probe import DoesNotApply, Probe
-from vitclinic.probes.recording import stated_conditions
+from vitclinic.probes.records import stated_conditions
 from vitclinic.probes.subject import Subject
+
+log = logging.getLogger(__name__)
 
 
 def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
@@ -14,6 +18,7 @@ def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
         probe.forwards(subject)
         stated_conditions(probe, subject)
     except Exception as error:  # a failing probe is a result; the others go on
+        log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
         return error
     return None
 

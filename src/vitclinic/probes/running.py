@@ -12,7 +12,7 @@ from vitclinic.measurement import Measurement
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.memory import halving
 from vitclinic.probes.probe import OwningProbe, Probe, StreamingProbe
-from vitclinic.probes.recording import recorded
+from vitclinic.probes.records import recorded
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.sharing import Outcome, shared_pass
 from vitclinic.probes.subject import Subject

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import time
 from typing import Any
 
@@ -11,6 +12,8 @@ from vitclinic.errors import NoAttentionMapError, UnknownStructureError, Vitclin
 from vitclinic.measurement import Measurement, Status, plain_data
 from vitclinic.probes.probe import DoesNotApply, Probe, Result
 from vitclinic.probes.subject import Subject
+
+log = logging.getLogger(__name__)
 
 _PACKAGES = ("vitclinic", "torch", "timm", "numpy")
 _NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
@@ -22,6 +25,7 @@ def recorded(probe: Probe, subject: Subject, outcome: Result | Exception, durati
     try:
         return _record(probe, subject, outcome, duration)
     except Exception as error:  # a probe may return anything
+        log.info("the result of %s cannot be recorded", probe.name, exc_info=error)
         return _record(probe, subject, error, duration)
 
 
@@ -36,6 +40,7 @@ def conditions_of(probe: Probe, subject: Subject) -> dict[str, Any]:
     try:
         return stated_conditions(probe, subject)
     except Exception as error:  # a probe may raise anything
+        log.info("%s does not say what it depends on", probe.name, exc_info=error)
         return {"unknown": _status(error)[1]}
 
 
