@@ -71,6 +71,13 @@ def test_weights_that_do_not_fit_are_one_sentence(weights, tmp_path):
         resolve(f"timm:@{tmp_path}/w.safetensors", CPU)
 
 
+@pytest.mark.parametrize("facts", [{"kwargs": "{"}, {"mean": "0.5,x,0.5"}, {"kwargs": '{"pretrained": true}'}], ids=str)
+def test_metadata_that_cannot_be_meant_are_a_sentence(weights, tmp_path, facts):
+    save_file(weights[1], tmp_path / "w.safetensors", {"timm": "test_vit", **facts})
+    with pytest.raises(ModelError, match=r"metadata of|cannot be built"):
+        resolve(f"timm:@{tmp_path}/w.safetensors", CPU)
+
+
 class Bomb:
     def __reduce__(self):
         return print, ("unpickled!",)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitclinic.anatomy.eager import eager
+from vitclinic.anatomy.eager import eager, recomputing
 from vitclinic.anatomy.sites import Size, watch
 from vitclinic.anatomy.units import AttentionSpec, Unit
 from vitclinic.anatomy.windows import Windows
@@ -118,6 +118,8 @@ class _Recorder(TorchFunctionMode):
         self._grid = self._grid_at.size_of(value)
 
     def _start(self, *_: Any) -> None:
+        if recomputing():
+            return
         self._maps_in_call = 0
         self.called = True
         self._on = True

@@ -16,7 +16,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
-from vitclinic.clinic.weights import fill, json_object, metadata, missing
+from vitclinic.clinic.weights import fill, json_object, metadata, missing, number_list
 from vitclinic.data.decoding import Size
 from vitclinic.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, did_you_mean
 from vitclinic.models import Normalised, create_model
@@ -39,7 +39,7 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
             raise RecipeError(f"'{file}' holds the weights of timm:{facts['timm']}, not of timm:{name}.")
         keywords = {**json_object(facts.get("kwargs", "{}"), file), **keywords}
         for key in {"mean", "std"} & set(facts):
-            keywords[key] = [float(value) for value in facts[key].split(",")]
+            keywords[key] = number_list(facts[key], file)
     if not name:
         if file is not None and not file.is_file():
             raise missing(file)
@@ -63,7 +63,8 @@ def from_torchvision(name: str, keywords: dict[str, Any], file: Path | None, pre
     published = models.get_model_weights(name).DEFAULT
 
     def build(pretrained: bool) -> nn.Module:
-        return models.get_model(name, weights=published if pretrained else None, **keywords)
+        network: nn.Module = models.get_model(name, weights=published if pretrained else None, **keywords)
+        return network
 
     backbone = _built(f"torchvision:{name}", build, pretrained, keywords)
     if file is not None:

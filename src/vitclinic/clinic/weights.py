@@ -1,4 +1,4 @@
-"""Files of weights: safetensors with their metadata, and torch checkpoints, of which nothing but tensors is unpickled."""
+"""Files of weights: safetensors with their metadata, and torch checkpoints. Only tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def json_object(text: str, file: Path | None) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"The metadata of '{file}' has keywords that are not JSON: {error}.") from error
     return value if isinstance(value, dict) else {}
+
+
+def number_list(text: str, file: Path | None) -> list[float]:
+    """Numbers with commas between them, from the metadata of `file`."""
+    try:
+        return [float(value) for value in text.split(",")]
+    except ValueError as error:
+        raise ModelError(f"The metadata of '{file}' has a mean or std that is not numbers: {error}.") from error
 
 
 def fill(network: nn.Module, file: Path, note: str = "") -> None:

@@ -100,8 +100,12 @@ def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) ->
 
 
 def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
-    """From the last state, through the final norm, to the network's output."""
-    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), norm)
+    """From the last state to the network's output; `norm` acts on that state, before any pooling.
+
+    Libraries put an identity where there is no such norm.
+    """
+    acting = None if isinstance(norm, nn.Identity) else norm
+    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), acting)
 
 
 def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None) -> Unit:
