@@ -70,6 +70,10 @@ def test_the_documented_example_runs(capsys: pytest.CaptureFixture[str]) -> None
     exec(code, namespace)  # noqa: S102
     assert namespace["features"].shape == (2, 192, 14, 14)
     assert "blocks.11.msa torch.Size([2, 3, 197, 197])" in capsys.readouterr().out
+    recipe = next(code for code in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "head.norm" in code)
+    exec(recipe, namespace)  # noqa: S102
+    assert namespace["tokens"].shape == (2, 192, 14, 14)
+    assert torch.allclose(namespace["tokens"].mean(1), torch.zeros(()), atol=1e-5)  # behind a layer norm
 
 
 def test_no_library_of_networks_is_imported_to_recognise_them() -> None:
