@@ -38,6 +38,10 @@ class Anatomy:
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
         """Examine `network` by a forward pass of the first image of the batch `example` (by default, noise).
 
+        That image goes into the network inside all wrappers, as it is: nothing that a wrapper does to its input, such
+        as a normalisation, is done to it, and a wrapper's own hooks do not run. Only its shape matters to what is
+        checked. Grids are those of its size: for images of another size, make another anatomy.
+
         Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
         rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the
         first unit that fails.

@@ -1,4 +1,4 @@
-"""Contexts in which a network runs uncompiled, and can be differentiated twice."""
+"""How a network runs: uncompiled, twice differentiable, or once more in a backward pass."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def eager() -> AbstractContextManager[None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second or two
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is under way, in which checkpointed activations are computed once more."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitclinic.anatomy.eager import eager
+from vitclinic.anatomy.eager import eager, recomputing
 from vitclinic.anatomy.sites import Size, watch
 from vitclinic.anatomy.units import AttentionSpec, Unit
 from vitclinic.anatomy.windows import Windows
-from vitclinic.errors import AnatomyError
+from vitclinic.errors import AnatomyError, NoAttentionMapError
 
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
@@ -62,17 +62,22 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
     """Call `consumer` with the attention map of each of `units` at every forward pass inside the context.
 
     The network's outputs stay what they are (torchvision's ViT under no_grad leaves PyTorch's fast path,
-    which changes the last bits). A unit without a map, or whose attention was never seen, is an error.
+    which changes the last bits). A unit without a map is a NoAttentionMapError, one whose attention never ran an
+    AnatomyError.
     """
     recorders = [_Recorder(unit, consumer) for unit in units]
     with ExitStack() as stack, eager():
         for recorder in recorders:
             stack.enter_context(recorder.attached())
         yield
-    if unseen := [recorder.unit.name for recorder in recorders if not recorder.seen]:
+    if idle := [recorder.unit.name for recorder in recorders if not recorder.called]:
         raise AnatomyError(
-            f"no attention was seen in {', '.join(unseen)}: call the network inside the context; if it was "
-            "called, its attention uses no softmax that vitclinic knows."
+            f"the attention of {', '.join(idle)} never ran: call the network inside the context, and make its anatomy "
+            "anew if its modules have been replaced since."
+        )
+    if unseen := [recorder.unit.name for recorder in recorders if not recorder.seen]:
+        raise NoAttentionMapError(
+            f"no attention was seen in {', '.join(unseen)}: it uses no softmax that vitclinic knows; leave it out."
         )
 
 
@@ -82,8 +87,9 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, unit: Unit, consumer: Consumer) -> None:
         super().__init__()
         if unit.attention is None or unit.attention.keys.grid_at is None:
-            raise AnatomyError(f"attention maps do not apply to {unit.name}: it has no softmax over tokens.")
+            raise NoAttentionMapError(f"attention maps do not apply to {unit.name}: it has no softmax over tokens.")
         self.unit = unit
+        self.called = False
         self.seen = False
         self._spec: AttentionSpec = unit.attention
         self._grid_at = unit.attention.keys.grid_at
@@ -112,7 +118,10 @@ class _Recorder(TorchFunctionMode):
         self._grid = self._grid_at.size_of(value)
 
     def _start(self, *_: Any) -> None:
+        if recomputing():
+            return
         self._maps_in_call = 0
+        self.called = True
         self._on = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -144,7 +153,7 @@ class _Recorder(TorchFunctionMode):
             raise AnatomyError(f"{self.unit.name} ran before its grid was seen: its family does not fit the network.")
         self._maps_in_call += 1
         if self._maps_in_call > 1 or weights.ndim != 4:
-            raise AnatomyError(
+            raise NoAttentionMapError(
                 f"the attention of {self.unit.name} is not one softmax of shape [B, heads, queries, keys], "
                 "so that it has no map; leave the unit out."
             )

@@ -14,12 +14,12 @@ from torch import nn
 from vitclinic.anatomy.removal import Erase, Silence
 from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
-from vitclinic.errors import AnatomyError
+from vitclinic.errors import UnknownStructureError
 
 
-def unknown_block(name: str, block: nn.Module) -> AnatomyError:
+def unknown_block(name: str, block: nn.Module) -> UnknownStructureError:
     """The error for a block that a family does not know how to take apart."""
-    return AnatomyError(
+    return UnknownStructureError(
         f"{name} is a {type(block).__name__}, for which no units with a state between them are known; "
         "register a family that says what its units are (docs/anatomy.md)."
     )
@@ -100,8 +100,12 @@ def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) ->
 
 
 def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
-    """From the last state, through the final norm, to the network's output."""
-    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), norm)
+    """From the last state to the network's output; `norm` acts on that state, before any pooling.
+
+    Libraries put an identity where there is no such norm.
+    """
+    acting = None if isinstance(norm, nn.Identity) else norm
+    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), acting)
 
 
 def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None) -> Unit:
