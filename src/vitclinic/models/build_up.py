@@ -29,9 +29,9 @@ class BuildUp:
     """Proposes, from the end of a ResNet, the next Conv block to replace by an MSA block.
 
     The first proposal is the last block of the last stage. Whoever builds the network says whether it improved:
-    `accept()` keeps the MSA, and the next but one block towards the beginning of the stage comes next ("alternately
-    replace Conv blocks with MSA blocks from the end"); `reject()` leaves the Conv, and the end of the stage before comes
-    next. A stage's first block subsamples and is never proposed; after the first stage `proposal` is None.
+    `accept()` keeps the MSA, and the next block but one towards the beginning of the stage is proposed ("alternately
+    replace Conv blocks with MSA blocks from the end"); `reject()` leaves the Conv, and the end of the stage before is
+    proposed. A stage's first block subsamples and is never proposed; after the first stage `proposal` is None.
     MSAs of late stages have more heads and so a larger hidden width (heads x head_width).
 
     Works on timm's and torchvision's ResNet and ResNeXt and on pre-activation ResNets, with or without a wrapper.
@@ -104,7 +104,7 @@ class BuildUp:
 
     def _propose(self, stage: int) -> None:
         """The end of `stage`, or of the nearest stage before it that has a block to replace."""
-        ends = [blocks[-1] for blocks in self._stages[: max(stage, -1) + 1] if len(blocks) > 1]
+        ends = [blocks[-1] for blocks in self._stages[: stage + 1] if len(blocks) > 1]
         self.proposal = ends[-1] if ends else None
 
     def _pending(self) -> str:

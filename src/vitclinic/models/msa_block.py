@@ -1,8 +1,8 @@
 """The MSA block that takes a conv block's place in a ResNet [park2022 Sec. 4.1, App. E]: local attention as in Swin,
 with a relative position bias and without the cyclic shift, in the arrangement of the network around it.
 
-Shapes: B images, C channels, H and W the grid, r and k the rows and columns of windows on it, h and w a window, G windows
-of all images, N = h * w tokens of a window, T heads, D width of a head.
+Shapes: B images, C channels, H and W the grid, r and k the rows and columns of windows on it, h and w a window,
+G windows of all images, N = h * w tokens of a window, T heads, D width of a head.
 """
 
 from __future__ import annotations

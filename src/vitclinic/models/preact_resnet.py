@@ -135,7 +135,7 @@ class PreActResNet(nn.Module):
         return blocks
 
     def get_classifier(self) -> nn.Module:
-        return self.fc
+        return self.get_submodule("fc")
 
     def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
         """A new classifier; 0 classes: none, the pooled features come out."""
