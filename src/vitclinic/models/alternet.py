@@ -60,11 +60,11 @@ class AlterNet(PreActResNet):
         msa_act: Activation = "relu",
         **keywords: Any,
     ) -> None:
-        if msas is None:
-            msas = [min(most, blocks // 2) for most, blocks in zip(_MSAS.get(stem, ()), layers, strict=False)]
-        if len(msas) != len(layers) or len(heads) != len(layers):
-            raise ValueError("msas and heads are four numbers each, one for each stage.")
         super().__init__(block, layers, stem=stem, **keywords)
+        if msas is None:
+            msas = [min(most, blocks // 2) for most, blocks in zip(_MSAS[stem], layers, strict=True)]
+        if not len(msas) == len(heads) == len(layers):
+            raise ValueError("msas and heads are four numbers each, one for each stage.")
         options: MsaOptions = {
             "head_width": head_width,
             "window": window or _WINDOW[stem],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import DropPath, create_classifier
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -107,7 +106,7 @@ class PreActResNet(nn.Module):
             self.conv1 = nn.Conv2d(in_chans, channels[0], 3, padding=1, bias=False)
             self.maxpool = nn.Identity()
 
-        drop_paths = iter(torch.linspace(0, drop_path_rate, sum(layers)).tolist())
+        drop_paths = (drop_path_rate * place / max(1, sum(layers) - 1) for place in range(sum(layers)))
         reduction, width = (4 if stem == "imagenet" else 1), channels[0]
         self.feature_info = []
         for stage, depth in enumerate(layers):
