@@ -37,6 +37,8 @@ ONE_EACH = {
     "Hugging Face ViT": ["huggingface vit"],
     "Hugging Face DeiT": ["huggingface deit"],
     "Hugging Face Swin": ["huggingface swin"],
+    "vitclinic pre-activation ResNet": ["vitclinic preact_resnet", "vitclinic preact_resnet, basic, cifar"],
+    "vitclinic AlterNet": ["vitclinic alternet, padded", "vitclinic alternet, cifar"],
 }
 """Small networks by family."""
 
@@ -75,7 +77,8 @@ def logits(network: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_every_family_has_a_network_here() -> None:
-    names = {family.name for family in known_families() if family.name.partition(" ")[0] in ("timm", "torchvision")}
+    libraries = ("timm", "torchvision", "vitclinic")
+    names = {family.name for family in known_families() if family.name.partition(" ")[0] in libraries}
     assert names <= set(ONE_EACH)
 
 
