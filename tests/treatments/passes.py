@@ -11,15 +11,16 @@ from vitclinic.training.task import LossConfig, Task
 
 
 class Net(nn.Module):
-    """Two layers with BatchNorm and dropout between them, and a parameter that no loss depends on."""
+    """Two layers with BatchNorm and dropout between them, and (`unused`) a parameter that no loss depends on."""
 
-    def __init__(self, dropout: float = 0.0, norm: bool = True, classes: int = 3) -> None:
+    def __init__(self, dropout: float = 0.0, norm: bool = True, unused: bool = True) -> None:
         super().__init__()
         # A bias before BatchNorm has a gradient of rounding only, which AdamW would blow up.
-        self.first, self.second = nn.Linear(8, 6, bias=not norm), nn.Linear(6, classes)
+        self.first, self.second = nn.Linear(8, 6, bias=not norm), nn.Linear(6, 3)
         self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
-        self.unused = nn.Parameter(torch.ones(2))
+        if unused:
+            self.unused = nn.Parameter(torch.ones(2))
 
     def forward(self, x_bchw: torch.Tensor) -> torch.Tensor:
         return self.second(self.dropout(torch.tanh(self.norm(self.first(x_bchw.flatten(1))))))

@@ -396,7 +396,7 @@ class Stop(Observer):
             raise RuntimeError("power cut")
 
 
-@pytest.mark.parametrize("options", [{"every": 4}, {"adaptive": True, "m": 7}, {"every": 3, "ascent": "batch"}])
+@pytest.mark.parametrize("options", [{"every": 4}, {"adaptive": True, "m": 13}, {"every": 3, "ascent": "batch"}])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tiny, tmp_path, options):  # noqa: F811
     model = {**tiny()["model"], "drop_path_rate": 0.5, "proj_drop_rate": 0.3}
     plain = tiny(treatments=[{"sam": options}], steps=12, accumulate=2, model=model, checkpoint="5 steps")
