@@ -407,6 +407,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tiny, tmp_path, opti
     for name, value in whole.checkpoints.read_model("last").items():
         assert torch.equal(value, resumed.checkpoints.read_model("last")[name]), name
     state, other = (run.checkpoints.read("last")[1]["rule"] for run in (whole, resumed))
+    assert state["images"] == {"batch": 40}.get(options.get("ascent"), options.get("m", 20))
     if options.get("every"):
         assert state["steps"] == other["steps"] == 12
         assert all(torch.equal(a, b) for a, b in zip(state["direction"], other["direction"], strict=True))

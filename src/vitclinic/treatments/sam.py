@@ -79,6 +79,7 @@ class SharpnessAwareStep:
     ) -> None:
         self.ascent, self.reused, self.m, self.together = ascent, reused, m, together
         self.inputs: InputAscent | None = None
+        self.images = 0
 
     def take_input_ascent(self, inputs: InputAscent) -> None:
         """Let the images climb with the weights, by the same backward pass [chen2022 Eq. 5]."""
@@ -97,6 +98,7 @@ class SharpnessAwareStep:
             return _mean(passes)
         parts = [(part, len(part) / len(batch)) for batch in batches for part in batch.split(self.m)]
         groups = [parts] if self.together else [[part] for part in parts]
+        self.images = max(sum(len(part) for part, _ in group) for group in groups)
         passes = []
         first: list[Tensor] | None = None
         for group in groups:
@@ -133,9 +135,11 @@ class SharpnessAwareStep:
         return losses, first
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.reused is None else self.reused.state_dict()
+        """`images` records m as it was: the images of one ascent, which also depend on the number of processes."""
+        return {"images": self.images, **({} if self.reused is None else self.reused.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.images = state["images"]
         if self.reused is not None:
             self.reused.load_state_dict(state)
 
