@@ -1,13 +1,19 @@
 """Treatments: every remedy of the papers, and the seams through which a remedy changes a training run."""
 
+from vitclinic.treatments.adversarial import Adversarial, FastGradientSign
+from vitclinic.treatments.ascent import Ascent
+from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
+from vitclinic.treatments.sam_optimizer import SAM
 from vitclinic.treatments.surgery import case_of, operate, treat, treatments_of
 from vitclinic.treatments.treatment import (
     BatchTransform,
     Case,
+    InputAscent,
     Losses,
     LossesAndGradients,
     Objective,
     StepRule,
+    TakesInputAscent,
     Treatment,
     known_treatments,
     parse_treatments,
@@ -15,12 +21,20 @@ from vitclinic.treatments.treatment import (
 )
 
 __all__ = [
+    "SAM",
+    "Adversarial",
+    "Ascent",
     "BatchTransform",
     "Case",
+    "FastGradientSign",
+    "InputAscent",
     "Losses",
     "LossesAndGradients",
     "Objective",
+    "SharpnessAware",
+    "SharpnessAwareStep",
     "StepRule",
+    "TakesInputAscent",
     "Treatment",
     "case_of",
     "known_treatments",
