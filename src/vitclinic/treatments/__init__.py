@@ -1,5 +1,7 @@
 """Treatments: every remedy of the papers, and the seams through which a remedy changes a training run."""
 
+from vitclinic.treatments.conv_stem import ConvStem, ConvStemTreatment
+from vitclinic.treatments.ffn_variant import FFNVariant
 from vitclinic.treatments.surgery import case_of, operate, treat, treatments_of
 from vitclinic.treatments.treatment import (
     BatchTransform,
@@ -17,6 +19,9 @@ from vitclinic.treatments.treatment import (
 __all__ = [
     "BatchTransform",
     "Case",
+    "ConvStem",
+    "ConvStemTreatment",
+    "FFNVariant",
     "Losses",
     "LossesAndGradients",
     "Objective",

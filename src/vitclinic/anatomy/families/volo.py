@@ -75,7 +75,8 @@ def _class_block(name: str, stage: int, block: Any, tokens: Layout) -> list[Unit
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """The size the position embedding was made for."""
-    stem_stride = network.patch_embed.conv[0].stride[0] * network.patch_embed.proj.stride[0]
+    convs = network.patch_embed.conv  # None where the stem was replaced, whose `proj` is then all of it
+    stem_stride = network.patch_embed.proj.stride[0] * (1 if convs is None else convs[0].stride[0])
     height, width = (network.pos_embed.shape[axis] * stem_stride * network.pooling_scale for axis in (1, 2))
     return (image_channels(network), height, width)
 
