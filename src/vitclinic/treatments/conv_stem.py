@@ -28,10 +28,11 @@ Components = Literal[
 """The rows of Table 2, in the paper's words. What stands behind 1Proj comes behind the projection."""
 
 Pair = tuple[int, int]
+Four = tuple[int, int, int, int]
 KERNELS = (7, 3, 3)
 
 
-class ConvStem(nn.Sequential):
+class ConvStem(nn.Module):
     """x_bchw to [B, D, h, w], on the grid of the convolution (kernel, stride) that it replaces.
 
     Full stem: 3 x (Conv + BatchNorm + ReLU) + 1 projection. For patch size 16 its kernels are (7, 3, 3, 8) and its
@@ -56,34 +57,35 @@ class ConvStem(nn.Sequential):
         *,
         components: Components = "3Conv+3BN+3ReLU+1Proj",
         act: Literal["relu", "gelu"] = "relu",
-        strides: tuple[int, int, int, int] | None = None,
+        strides: Four | None = None,
         hidden: int = 64,
         bias: bool = True,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels, self.kernel_size, self.stride = channels, width, kernel, stride
+        self.layers = nn.Sequential()
         before, after = components.split("1Proj")
-
-        def follow(place: str, those: str, features: int) -> None:
-            if "BN" in those:
-                self.add_module(f"norm{place}", nn.BatchNorm2d(features))
-            if "ReLU" in those:
-                self.add_module(f"act{place}", nn.ReLU(inplace=True) if act == "relu" else nn.GELU())
-
-        last: list[tuple[int, int, int]] = [(size, step, 0) for size, step in zip(kernel, stride, strict=True)]
+        geometry = [(size, step, 0) for size, step in zip(kernel, stride, strict=True)]
+        entering = channels
         if before:
-            by_axis = [strides or derived_strides(step) for step in stride]
+            by_axis = [_strides(step, strides) for step in stride]
             for place, size in enumerate(KERNELS):
                 steps = (by_axis[0][place], by_axis[1][place])
-                entering = channels if place == 0 else hidden
-                conv = nn.Conv2d(entering, hidden, size, steps, padding=size // 2, bias="BN" not in before)
-                self.add_module(f"conv{place + 1}", conv)
-                follow(str(place + 1), before, hidden)
-            last = [_projection(size, four) for size, four in zip(kernel, by_axis, strict=True)]
-        sizes, steps, paddings = (cast(Pair, pair) for pair in zip(*last, strict=True))
-        entering = hidden if before else channels
-        self.proj = nn.Conv2d(entering, width, sizes, steps, paddings, bias=bias and "BN" not in after)
-        follow("", after, width)
+                conv = nn.Conv2d(entering, hidden, size, steps, size // 2, bias="BN" not in before)
+                self._append(f"{place + 1}", conv, before, act)
+                entering = hidden
+            geometry = [_projection(size, four) for size, four in zip(kernel, by_axis, strict=True)]
+        sizes, steps, paddings = (cast(Pair, pair) for pair in zip(*geometry, strict=True))
+        proj = nn.Conv2d(entering, width, sizes, steps, paddings, bias=bias and "BN" not in after)
+        self._append("", proj, after, act)
+
+    def _append(self, place: str, conv: nn.Conv2d, followed_by: str, act: str) -> None:
+        self.layers.add_module(f"conv{place}" if place else "proj", conv)
+        if "BN" in followed_by:
+            self.layers.add_module(f"norm{place}", nn.BatchNorm2d(conv.out_channels))
+        if "ReLU" in followed_by:
+            # In place, as in VOLO: these maps are the largest of the network.
+            self.layers.add_module(f"act{place}", nn.ReLU(inplace=True) if act == "relu" else nn.GELU())
 
     def forward(self, x_bchw: Tensor) -> Tensor:
         """The features, of exactly the pixels that the replaced convolution read: it left out an incomplete patch."""
@@ -91,21 +93,26 @@ class ConvStem(nn.Sequential):
             (length - size) // step * step + size
             for length, size, step in zip(x_bchw.shape[-2:], self.kernel_size, self.stride, strict=True)
         )
-        x = x_bchw[..., :height, :width]
-        for layer in self:
-            x = layer(x)
-        return x
+        features: Tensor = self.layers(x_bchw[..., :height, :width])
+        return features
 
 
-def derived_strides(stride: int) -> tuple[int, int, int, int]:
-    """The strides of a stem of that total stride: (2, 1, 1, stride / 2), for 16 the paper's (2, 1, 1, 8).
+def _strides(total: int, given: Four | None) -> Four:
+    """The strides of a stem of that total stride: those given, or (2, 1, 1, total / 2); for 16 that is (2, 1, 1, 8).
 
-    An odd stride (1 for Swin on CIFAR, 7 in PiT-B) has no factor 2: the three convolutions keep every pixel.
+    An odd total (1 for Swin on CIFAR, 7 in PiT-B) has no factor 2: the three convolutions keep every pixel.
     """
-    return (1, 1, 1, stride) if stride % 2 else (2, 1, 1, stride // 2)
+    if given is None:
+        return (1, 1, 1, total) if total % 2 else (2, 1, 1, total // 2)
+    if math.prod(given) != total:
+        raise TreatmentError(
+            f"conv_stem: the strides {list(given)} multiply to {math.prod(given)}, and the patch stride of this network"
+            f" is {total}; give four that multiply to it."
+        )
+    return given
 
 
-def _projection(kernel: int, strides: tuple[int, int, int, int]) -> tuple[int, int, int]:
+def _projection(kernel: int, strides: Four) -> tuple[int, int, int]:
     """(kernel, stride, padding) of the projection along one axis.
 
     Its kernel is half the one replaced, whatever the strides: (2, 2, 2, 2) keeps 8. In front of it one token is
@@ -169,29 +176,18 @@ class ConvStemTreatment(Treatment):
             )
         first, last = convs[0], convs[-1]
         stride = cast(Pair, tuple(math.prod(conv.stride[axis] for conv in convs) for axis in (0, 1)))
-        stem = self._stem(first.in_channels, last, cast(Pair, first.kernel_size) if len(convs) == 1 else stride, stride)
-        network.set_submodule(anatomy.path(last), stem)
-        if volo:  # its convolutions in front of the projection: the new stem has its own
-            module.register_module("conv", None)
-        return network
-
-    def _stem(self, channels: int, last: nn.Conv2d, kernel: Pair, stride: Pair) -> ConvStem:
-        strides = None if self.strides is None else cast(tuple[int, int, int, int], tuple(self.strides))
-        if strides is not None and any(math.prod(strides) != step for step in stride):
-            found = stride[0] if stride[0] == stride[1] else stride
-            raise TreatmentError(
-                f"conv_stem: the strides {self.strides} multiply to {math.prod(strides)}, and this network's patch"
-                f" stride is {found}; give four that multiply to it."
-            )
         stem = ConvStem(
-            channels,
+            first.in_channels,
             last.out_channels,
-            kernel,
-            stride,
+            kernel=stride if volo else cast(Pair, first.kernel_size),
+            stride=stride,
             components=self.components,
             act=self.act,
-            strides=strides,
+            strides=None if self.strides is None else cast(Four, tuple(self.strides)),
             hidden=self.hidden,
             bias=last.bias is not None,
         )
-        return stem.to(last.weight).train(last.training)
+        network.set_submodule(anatomy.path(last), stem.to(last.weight).train(last.training))
+        if volo:  # its convolutions in front of the projection: the new stem has its own
+            module.register_module("conv", None)
+        return network
