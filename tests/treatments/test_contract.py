@@ -18,7 +18,10 @@ from vitclinic.anatomy.families import known_families, recognise
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
-SETTINGS: dict[str, list[dict[str, Any]]] = {}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "conv_stem": [{"components": "1Proj+1BN+1ReLU"}, {"components": "3Conv+1Proj+1ReLU", "act": "gelu", "hidden": 8}],
+    "ffn_variant": [{"variant": "no_norm"}, {"variant": "relu"}, {"variant": "conv_gelu"}],
+}
 """Further settings of a treatment to hold it to the contract with."""
 
 ONE_EACH = {
@@ -26,7 +29,7 @@ ONE_EACH = {
     "timm PiT": [name for name in NETWORKS if name.startswith("timm pit")],
     "timm Swin": ["swin, not square, padded"],
     "timm Swin V2": [name for name in NETWORKS if name.startswith("timm swinv2")][:1],
-    "timm MLP-Mixer": ["timm mixer_b16_224"],
+    "timm MLP-Mixer": [name for name in NETWORKS if name.startswith("timm mixer")],
     "timm ResNet": [name for name in NETWORKS if name.startswith("timm resnet")][:2],
     "timm ConvNeXt": [name for name in NETWORKS if name.startswith("timm convnext")][:1],
     "timm VOLO": [name for name in NETWORKS if name.startswith("timm volo")][:1],

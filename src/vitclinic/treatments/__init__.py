@@ -2,6 +2,8 @@
 
 from vitclinic.treatments.adversarial import Adversarial, FastGradientSign
 from vitclinic.treatments.ascent import Ascent
+from vitclinic.treatments.conv_stem import ConvStem, ConvStemTreatment
+from vitclinic.treatments.ffn_variant import FFNVariant
 from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
 from vitclinic.treatments.sam_optimizer import SAM
 from vitclinic.treatments.surgery import case_of, operate, treat, treatments_of
@@ -26,6 +28,9 @@ __all__ = [
     "Ascent",
     "BatchTransform",
     "Case",
+    "ConvStem",
+    "ConvStemTreatment",
+    "FFNVariant",
     "FastGradientSign",
     "InputAscent",
     "Losses",
