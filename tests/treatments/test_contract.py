@@ -18,7 +18,13 @@ from vitclinic.anatomy.families import known_families, recognise
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
-SETTINGS: dict[str, list[dict[str, Any]]] = {}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "context_broadcasting": [
+        {"scaled": True, "position": "mlp_mid", "layers": [0]},
+        {"position": "mlp_front", "layers": "all"},
+    ],
+    "squeeze_excitation": [{"position": "mlp_mid", "layers": "all", "reduction": 4}],
+}
 """Further settings of a treatment to hold it to the contract with."""
 
 ONE_EACH = {

@@ -1,5 +1,7 @@
 """Treatments: every remedy of the papers, and the seams through which a remedy changes a training run."""
 
+from vitclinic.treatments.context_broadcasting import ContextBroadcasting, ScaledContextBroadcasting
+from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
 from vitclinic.treatments.surgery import case_of, operate, treat, treatments_of
 from vitclinic.treatments.treatment import (
     BatchTransform,
@@ -17,9 +19,12 @@ from vitclinic.treatments.treatment import (
 __all__ = [
     "BatchTransform",
     "Case",
+    "ContextBroadcasting",
     "Losses",
     "LossesAndGradients",
     "Objective",
+    "ScaledContextBroadcasting",
+    "SqueezeExcitation",
     "StepRule",
     "Treatment",
     "case_of",
