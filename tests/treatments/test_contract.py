@@ -23,6 +23,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"scaled": True, "position": "mlp_mid", "layers": [0]},
         {"position": "mlp_front", "layers": "all"},
     ],
+    "uniform_heads": [{"variant": "adjust"}],
     "squeeze_excitation": [{"position": "mlp_mid", "layers": "all", "reduction": 4}],
 }
 """Further settings of a treatment to hold it to the contract with."""

@@ -15,6 +15,7 @@ from vitclinic.treatments.treatment import (
     parse_treatments,
     register,
 )
+from vitclinic.treatments.uniform_heads import UniformHeadAttention
 
 __all__ = [
     "BatchTransform",
@@ -27,6 +28,7 @@ __all__ = [
     "SqueezeExcitation",
     "StepRule",
     "Treatment",
+    "UniformHeadAttention",
     "case_of",
     "known_treatments",
     "operate",
