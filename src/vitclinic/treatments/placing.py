@@ -121,7 +121,7 @@ def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, case: 
 
 
 def _insert(site: Site, name: str, part: nn.Module) -> None:
-    site.module.add_module(name, part)
+    site.module.add_module(name, part.train(site.module.training))
     if site.end == "in":
         site.module.register_forward_pre_hook(partial(_before, name))
     else:

@@ -54,6 +54,7 @@ class UniformHeadAttention(nn.Module):
         shape = (width, learned * self.head_dim + uniform_width)
         self.proj = grown_linear(attention.proj, attention.proj.weight, attention.proj.bias, shape)
         self.proj_drop = attention.proj_drop
+        self.train(attention.training)
 
     def forward(self, x_bnd: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if attn_mask is not None or is_causal:
@@ -110,8 +111,8 @@ class UniformHeads(Treatment):
         plain = type(attention).__name__ == "Attention" and getattr(attention, "gate", None) is None
         if not plain or not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
             raise TreatmentError(
-                f"{self.name} does not fit {unit.name}: it needs timm's plain attention, without a gate or a norm at its"
-                f" end (found a {type(attention).__name__})."
+                f"{self.name} does not fit {unit.name}: it needs timm's plain attention, without a gate or a norm at"
+                f" its end (found a {type(attention).__name__})."
             )
         if attention._forward_hooks or attention._forward_pre_hooks:
             raise TreatmentError(
