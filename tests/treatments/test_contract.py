@@ -33,7 +33,7 @@ ONE_EACH = {
     "timm PiT": [name for name in NETWORKS if name.startswith("timm pit")],
     "timm Swin": ["swin, not square, padded"],
     "timm Swin V2": [name for name in NETWORKS if name.startswith("timm swinv2")][:1],
-    "timm MLP-Mixer": ["timm mixer_b16_224"],
+    "timm MLP-Mixer": [name for name in NETWORKS if name.startswith("timm mixer")],
     "timm ResNet": [name for name in NETWORKS if name.startswith("timm resnet")][:2],
     "timm ConvNeXt": [name for name in NETWORKS if name.startswith("timm convnext")][:1],
     "timm VOLO": [name for name in NETWORKS if name.startswith("timm volo")][:1],

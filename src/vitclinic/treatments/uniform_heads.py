@@ -112,7 +112,7 @@ class UniformHeads(Treatment):
         if not plain or not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
             raise TreatmentError(
                 f"{self.name} does not fit {unit.name}: it needs timm's plain attention, without a gate or a norm at"
-                f" its end (found a {type(attention).__name__})."
+                f" its end (found {type(attention).__name__})."
             )
         if attention._forward_hooks or attention._forward_pre_hooks:
             raise TreatmentError(
