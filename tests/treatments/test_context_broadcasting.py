@@ -223,7 +223,7 @@ def test_blocks_below_are_untouched() -> None:
 
 def test_parameters_of_deit_small() -> None:
     """CB has none; CB_S one per channel and layer, 0.02% of ViT-S [Sec. 3.2]."""
-    network = timm.create_model("deit_small_patch16_224", weight_init="skip")
+    network = timm.create_model("deit_small_patch16_224")
     before = {name: p.shape for name, p in network.named_parameters()}
     number = sum(p.numel() for p in network.parameters())
     treat(network, {"context_broadcasting": {"scaled": True}})

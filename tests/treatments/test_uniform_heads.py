@@ -39,7 +39,7 @@ def vit_parameters(width: int, heads: int, depth: int = 12, classes: int = 1000,
     ],
 )
 def test_parameters_of_deit_small_are_those_of_table_1(variant: str, expected: int, millions: int) -> None:
-    network = timm.create_model("deit_small_patch16_224", weight_init="skip")
+    network = timm.create_model("deit_small_patch16_224")
     assert sum(p.numel() for p in network.parameters()) == vit_parameters(384, 6)
     treat(network, {"uniform_heads": {"variant": variant}})
     number = sum(p.numel() for p in network.parameters())
