@@ -21,6 +21,12 @@ from vitclinic.treatments import Treatment, known_treatments, parse_treatments, 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "conv_stem": [{"components": "1Proj+1BN+1ReLU"}, {"components": "3Conv+1Proj+1ReLU", "act": "gelu", "hidden": 8}],
     "ffn_variant": [{"variant": "no_norm"}, {"variant": "relu"}, {"variant": "conv_gelu"}],
+    "context_broadcasting": [
+        {"scaled": True, "position": "mlp_mid", "layers": [0]},
+        {"position": "mlp_front", "layers": "all"},
+    ],
+    "uniform_heads": [{"variant": "adjust"}],
+    "squeeze_excitation": [{"position": "mlp_mid", "layers": "all", "reduction": 4}],
 }
 """Further settings of a treatment to hold it to the contract with."""
 

@@ -9,6 +9,9 @@ for runs, and three cases:
    for its weights;
 3. any other attention ends in a softmax over its last axis: its result is the map.
 
+Heads of uniform attention, which need no softmax, come last in a map: an attention module that has such heads says how
+many in its attribute `uniform_heads`.
+
 Maps are those without dropout in the first two cases and before dropout in the third.
 Shapes: B batch (times windows), H heads, Q queries, K keys.
 """
@@ -158,6 +161,9 @@ class _Recorder(TorchFunctionMode):
                 "so that it has no map; leave the unit out."
             )
         self.seen = True
+        batch, _, queries, keys = weights.shape
+        if uniform := getattr(self._spec.module, "uniform_heads", 0):
+            weights = torch.cat((weights, weights.new_full((batch, uniform, queries, keys), 1 / keys)), dim=1)
         windows = None if self._spec.windows is None else self._spec.windows(self._grid)
         self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows))
 

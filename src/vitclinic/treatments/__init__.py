@@ -2,10 +2,12 @@
 
 from vitclinic.treatments.adversarial import Adversarial, FastGradientSign
 from vitclinic.treatments.ascent import Ascent
+from vitclinic.treatments.context_broadcasting import ContextBroadcasting, ScaledContextBroadcasting
 from vitclinic.treatments.conv_stem import ConvStem, ConvStemTreatment
 from vitclinic.treatments.ffn_variant import FFNVariant
 from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
 from vitclinic.treatments.sam_optimizer import SAM
+from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
 from vitclinic.treatments.surgery import case_of, operate, treat, treatments_of
 from vitclinic.treatments.treatment import (
     BatchTransform,
@@ -21,6 +23,7 @@ from vitclinic.treatments.treatment import (
     parse_treatments,
     register,
 )
+from vitclinic.treatments.uniform_heads import UniformHeadAttention
 
 __all__ = [
     "SAM",
@@ -28,6 +31,7 @@ __all__ = [
     "Ascent",
     "BatchTransform",
     "Case",
+    "ContextBroadcasting",
     "ConvStem",
     "ConvStemTreatment",
     "FFNVariant",
@@ -36,11 +40,14 @@ __all__ = [
     "Losses",
     "LossesAndGradients",
     "Objective",
+    "ScaledContextBroadcasting",
     "SharpnessAware",
     "SharpnessAwareStep",
+    "SqueezeExcitation",
     "StepRule",
     "TakesInputAscent",
     "Treatment",
+    "UniformHeadAttention",
     "case_of",
     "known_treatments",
     "operate",
