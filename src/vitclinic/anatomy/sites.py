@@ -93,10 +93,8 @@ def watch(site: Site, act: Callable[[Any], Tensor | None]) -> list[RemovableHand
 
     def due() -> bool:
         nonlocal calls
-        if site.within is None:  # nothing is counted: a count would make torch.compile start anew at every call
-            return True
         calls += 1
-        return calls == site.call + 1
+        return site.within is None or calls == site.call + 1
 
     def restart(*_: Any) -> None:
         nonlocal calls
