@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic.data import Batch, Dataset, TrainingStream
+from vitclinic.data.randomness import torch_seed
 from vitclinic.errors import RecipeError
 from vitclinic.models import Normalised
 from vitclinic.training.distributed import World
@@ -55,8 +56,10 @@ class Trainer:
         # Copied before any objective hooks into the network.
         self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
         objectives: dict[str, Objective] = {}
-        for treatment in treatments:
-            objectives.update(treatment.objectives(network.backbone, case))
+        with torch.random.fork_rng():
+            torch.manual_seed(torch_seed("objectives", recipe.seed))
+            for treatment in treatments:
+                objectives.update(treatment.objectives(network.backbone, case))
         self.rule = _one_rule(treatments)
         transforms = (t.batch_transform(network.backbone, case) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]

@@ -5,6 +5,8 @@ from vitclinic.treatments.ascent import Ascent
 from vitclinic.treatments.context_broadcasting import ContextBroadcasting, ScaledContextBroadcasting
 from vitclinic.treatments.conv_stem import ConvStem, ConvStemTreatment
 from vitclinic.treatments.ffn_variant import FFNVariant
+from vitclinic.treatments.patch_diversity import PatchDiversity
+from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
 from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
 from vitclinic.treatments.sam_optimizer import SAM
 from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
@@ -40,6 +42,7 @@ __all__ = [
     "Losses",
     "LossesAndGradients",
     "Objective",
+    "PatchDiversity",
     "ScaledContextBroadcasting",
     "SharpnessAware",
     "SharpnessAwareStep",
@@ -49,7 +52,10 @@ __all__ = [
     "Treatment",
     "UniformHeadAttention",
     "case_of",
+    "contrastive_loss",
+    "cosine_loss",
     "known_treatments",
+    "mixing_loss",
     "operate",
     "parse_treatments",
     "register",
