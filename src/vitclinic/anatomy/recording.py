@@ -9,7 +9,9 @@ for runs, and three cases:
    for its weights;
 3. any other attention ends in a softmax over its last axis: its result is the map.
 
-Maps are those without dropout in the first two cases and before dropout in the third.
+Maps are those without dropout in the first two cases and before dropout in the third. An attention that computes its
+map in pieces has an attribute `in_pieces`; it is False while the attention is recorded, and the attention then makes
+one call.
 Shapes: B batch (times windows), H heads, Q queries, K keys.
 """
 
@@ -101,9 +103,14 @@ class _Recorder(TorchFunctionMode):
             module.register_forward_pre_hook(self._start),
             module.register_forward_hook(self._stop, always_call=True),
         ]
+        in_pieces = getattr(module, "in_pieces", None)
         try:
+            if in_pieces is not None:
+                module.in_pieces = False
             yield
         finally:
+            if in_pieces is not None:
+                module.in_pieces = in_pieces
             self._stop()  # an interrupt, unlike an error, skips the module's last hook
             for handle in handles:
                 handle.remove()

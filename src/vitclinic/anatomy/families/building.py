@@ -79,6 +79,11 @@ def transformer_block(
     )
 
 
+def softmax_attention(module: nn.Module, keys: Layout) -> AttentionSpec | None:
+    """The attention map of timm's attention; none where a treatment took its softmax away."""
+    return AttentionSpec(module, keys) if getattr(module, "softmax", True) else None
+
+
 def image_channels(network: nn.Module) -> int:
     """The number of channels of the images that a network takes: those of its first convolution."""
     return next(module.in_channels for module in network.modules() if isinstance(module, nn.Conv2d))

@@ -8,13 +8,14 @@ from vitclinic.anatomy.families.building import (
     head,
     image_channels,
     position,
+    softmax_attention,
     stem,
     transformer_block,
     unknown_block,
 )
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, out_of
-from vitclinic.anatomy.units import AttentionSpec, Unit
+from vitclinic.anatomy.units import Unit
 
 _POST_NORM = {"Block": False, "ResPostBlock": True}
 
@@ -32,7 +33,7 @@ def units(network: Any) -> list[Unit]:
         name, kind = f"blocks.{index}", type(block).__name__
         if kind not in _POST_NORM:
             raise unknown_block(name, block)
-        attention = AttentionSpec(block.attn, tokens)
+        attention = softmax_attention(block.attn, tokens)
         walk += transformer_block(name, 0, block, tokens, attention=attention, post_norm=_POST_NORM[kind])
     return [*walk, head(network.head, network, walk[-1], network.norm)]
 
