@@ -18,7 +18,10 @@ from vitclinic.anatomy.families import known_families, recognise
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
-SETTINGS: dict[str, list[dict[str, Any]]] = {}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "extra_block": [{"kind": "mlp"}],
+    "local_attention": [{"kernel": 5}, {"kernel": "global"}],
+}
 """Further settings of a treatment to hold it to the contract with."""
 
 ONE_EACH = {

@@ -1,4 +1,4 @@
-"""Local attention: equal to dense masked attention for every kernel, to global attention where the window covers all."""
+"""Local attention: dense masked attention for every kernel, global attention where the window covers all."""
 
 from __future__ import annotations
 

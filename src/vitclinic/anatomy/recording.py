@@ -97,7 +97,7 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks that learn the grid of each forward pass and turn the mode on and off around the module."""
-        module = self._spec.module
+        module: Any = self._spec.module
         handles = [
             *watch(self._grid_at, self._note_grid),
             module.register_forward_pre_hook(self._start),

@@ -88,8 +88,10 @@ class Neighbourhood(nn.Module):
         """Attention of every token to its neighbours, a band at a time; prefix tokens see everything."""
         assert self.keys is not None  # banded
         self._check(q_bhnd.shape[2])
-        k_bhgkd, v_bhgkd = (x.index_select(2, self.keys).unflatten(2, (self.bands, -1)) for x in (k_bhnd, v_bhnd))
-        q_bhgqd = q_bhnd[:, :, self.prefix :].unflatten(2, (self.bands, -1))
+        batch, heads, _, width = q_bhnd.shape
+        shape = (batch, heads, self.bands, -1, width)
+        q_bhgqd = q_bhnd[:, :, self.prefix :].reshape(shape)
+        k_bhgkd, v_bhgkd = (x_bhnd.index_select(2, self.keys).view(shape) for x_bhnd in (k_bhnd, v_bhnd))
         mixed_bhnd = attend(q_bhgqd, k_bhgkd, v_bhgkd, self.mask).flatten(2, 3)
         if self.prefix == 0:
             return mixed_bhnd

@@ -6,6 +6,7 @@ A family describes where its states can be read; the functions here make units o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -107,6 +108,16 @@ def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) ->
 def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
     """From the last state, through the final norm, to the network's output."""
     return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), norm)
+
+
+def is_smoothing(module: nn.Module) -> bool:
+    """Whether an entry of a stage is not a block but the blur that `spatial_smoothing` puts at its end."""
+    return type(module).__name__ == "Blur"
+
+
+def smoothed(unit: Unit, blur: nn.Module) -> Unit:
+    """A stage's last unit, read behind the blur: that is what the next unit sees; its residual stays in front."""
+    return replace(unit, output=out_of(blur))
 
 
 def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None) -> Unit:

@@ -13,7 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, image_channels, stem, unknown_block
+from vitclinic.anatomy.families.building import (
+    conv_unit,
+    head,
+    image_channels,
+    is_smoothing,
+    smoothed,
+    stem,
+    unknown_block,
+)
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.removal import Bypass
 from vitclinic.anatomy.sites import Site, into, out_of
@@ -28,6 +36,9 @@ def units(network: Any, *, shared_activation: bool) -> list[Unit]:
     for stage in range(4):
         for index, block in enumerate(getattr(network, f"layer{stage + 1}")):
             name = f"layer{stage + 1}.{index}"
+            if is_smoothing(block):
+                walk[-1] = smoothed(walk[-1], block)
+                continue
             if type(block).__name__ not in _CONVS:
                 raise unknown_block(name, block)
             residual = Residual(_skip(block), _branch(block), _total(block, shared_activation))
