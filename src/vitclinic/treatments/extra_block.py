@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
-from timm.layers import LayerScale, Mlp, trunc_normal_
+from timm.layers import Mlp, trunc_normal_
 from timm.models.vision_transformer import Attention, ResPostBlock
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments.treatment import Case, Treatment, register
+
+M = TypeVar("M", bound=nn.Module)
 
 MLP_RATIO = 2
 """An MLP of this ratio has 4 D^2 weights, as an attention has."""
@@ -97,7 +99,7 @@ class ExtraBlock(Treatment):
 def _mlp_like(block: Any) -> nn.Module:
     """An MLP of ratio 2 with the activation, dropout and precision of a block's own, where that has them."""
     like: Tensor = block.norm1.weight
-    mlp = Mlp(
+    mlp: nn.Module = Mlp(
         like.shape[0],
         MLP_RATIO * like.shape[0],
         bias=block.attn.proj.bias is not None,
@@ -110,14 +112,15 @@ def _mlp_like(block: Any) -> nn.Module:
     return _fresh(mlp)
 
 
-def _fresh(module: nn.Module) -> Any:
+def _fresh(module: M) -> M:
     """A copy at timm's initial values for ViTs: matrices from a normal of 0.02 cut at 2, biases zero."""
     module = copy.deepcopy(module)
     for part in module.modules():
+        reset = getattr(part, "reset_parameters", None)
         if isinstance(part, nn.Linear):
             trunc_normal_(part.weight, std=0.02)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
-        elif isinstance(part, LayerScale) or hasattr(part, "reset_parameters"):
-            part.reset_parameters()
+        elif callable(reset):
+            reset()
     return module
