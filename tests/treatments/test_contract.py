@@ -27,6 +27,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "uniform_heads": [{"variant": "adjust"}],
     "squeeze_excitation": [{"position": "mlp_mid", "layers": "all", "reduction": 4}],
+    "extra_block": [{"kind": "mlp"}],
+    "local_attention": [{"kernel": 5}, {"kernel": "global"}],
 }
 """Further settings of a treatment to hold it to the contract with."""
 

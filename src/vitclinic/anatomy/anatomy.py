@@ -92,6 +92,10 @@ class Anatomy:
             raise AnatomyError(f"this {kind} is no longer part of the network; make its anatomy anew.")
         return names[id(module)]
 
+    def size(self, layout: Layout) -> Size:
+        """(rows, columns) of the flattened grid of `layout`, as it was when the network was examined."""
+        return self._grids[layout]
+
     def grid(self, site: Site, activation: Tensor) -> Tensor:
         """What a tap read at `site`, as [B, C, H, W] with prefix tokens stripped."""
         return onto_grid(site.layout, activation, self._grids.get(site.layout))

@@ -12,7 +12,9 @@ for runs, and three cases:
 Heads of uniform attention, which need no softmax, come last in a map: an attention module that has such heads says how
 many in its attribute `uniform_heads`.
 
-Maps are those without dropout in the first two cases and before dropout in the third.
+Maps are those without dropout in the first two cases and before dropout in the third. An attention that computes its
+map in pieces has an attribute `in_pieces`; it is False while the attention is recorded, and the attention then makes
+one call.
 Shapes: B batch (times windows), H heads, Q queries, K keys.
 """
 
@@ -104,15 +106,20 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks that learn the grid of each forward pass and turn the mode on and off around the module."""
-        module = self._spec.module
+        module: Any = self._spec.module
         handles = [
             *watch(self._grid_at, self._note_grid),
             module.register_forward_pre_hook(self._start),
             module.register_forward_hook(self._stop, always_call=True),
         ]
+        in_pieces = getattr(module, "in_pieces", None)
         try:
+            if in_pieces is not None:
+                module.in_pieces = False
             yield
         finally:
+            if in_pieces is not None:
+                module.in_pieces = in_pieces
             self._stop()  # an interrupt, unlike an error, skips the module's last hook
             for handle in handles:
                 handle.remove()

@@ -6,6 +6,7 @@ A family describes where its states can be read; the functions here make units o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -79,6 +80,11 @@ def transformer_block(
     )
 
 
+def softmax_attention(module: nn.Module, keys: Layout) -> AttentionSpec | None:
+    """The attention map of timm's attention; none where a treatment took its softmax away."""
+    return AttentionSpec(module, keys) if getattr(module, "softmax", True) else None
+
+
 def image_channels(network: nn.Module) -> int:
     """The number of channels of the images that a network takes: those of its first convolution."""
     return next(module.in_channels for module in network.modules() if isinstance(module, nn.Conv2d))
@@ -106,6 +112,16 @@ def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | No
     """
     acting = None if isinstance(norm, nn.Identity) else norm
     return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), acting)
+
+
+def is_smoothing(module: nn.Module) -> bool:
+    """Whether an entry of a stage is not a block but the blur that `spatial_smoothing` puts at its end."""
+    return type(module).__name__ == "Blur"
+
+
+def smoothed(unit: Unit, blur: nn.Module) -> Unit:
+    """A stage's last unit, read behind the blur: that is what the next unit sees; its residual stays in front."""
+    return replace(unit, output=out_of(blur))
 
 
 def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None) -> Unit:

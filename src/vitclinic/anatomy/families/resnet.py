@@ -14,7 +14,15 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, image_channels, stem, unknown_block
+from vitclinic.anatomy.families.building import (
+    conv_unit,
+    head,
+    image_channels,
+    is_smoothing,
+    smoothed,
+    stem,
+    unknown_block,
+)
 from vitclinic.anatomy.families.preact_resnet import msa_unit
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.removal import Bypass
@@ -32,6 +40,9 @@ def units(network: Any, *, shared_activation: bool) -> list[Unit]:
             name = f"layer{stage + 1}.{index}"
             if type(block).__name__ == "PostActMsaBlock":
                 walk.append(msa_unit(name, stage, block, out_of(block.drop_path), into(block.act)))
+                continue
+            if is_smoothing(block):
+                walk[-1] = smoothed(walk[-1], block)
                 continue
             if type(block).__name__ not in _CONVS:
                 raise unknown_block(name, block)
