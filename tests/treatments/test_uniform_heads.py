@@ -223,3 +223,14 @@ def test_the_softmax_is_steepest_at_uniform_attention(scores: list[float], scale
     assert nuclear <= largest * (1 + 1e-12)
     # Strictly: the gap is lambda times the squared distance from uniform.
     torch.testing.assert_close(largest - nuclear, scale * (a - 1 / len(s)).square().sum(), rtol=1e-6, atol=1e-12)
+
+
+def test_a_widened_network_learns_and_comes_back() -> None:
+    network = treat(shaken(tiny_vit()), {"uniform_heads": {"variant": "append"}})
+    x = torch.randn(2, 3, 32, 48)
+    network(x).square().sum().backward()
+    assert all(p.grad is not None for p in network.parameters())
+    again = treat(tiny_vit(), {"uniform_heads": {"variant": "append"}})
+    again.load_state_dict(network.state_dict())
+    assert torch.equal(again.eval()(x), network.eval()(x))
+    assert torch.equal(copy.deepcopy(network)(x), network(x))
