@@ -91,6 +91,9 @@ def test_a_resized_network_and_local_attention_follow() -> None:
     treated = treat(vit(), "gap_head", "local_attention")
     treated.set_input_size((32, 24))
     assert treated(torch.randn(1, 3, 32, 24, dtype=torch.float64)).shape == (1, 5)
+    assert treated.blocks[0].attn.neighbourhood.size == (8, 6)
+    with pytest.raises(TreatmentError, match="List gap_head before local_attention"):
+        treat(vit(), "local_attention", "gap_head")
 
 
 @pytest.mark.parametrize("pool", ["map", ""])

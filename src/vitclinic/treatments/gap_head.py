@@ -10,6 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vitclinic.errors import TreatmentError
+from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 
@@ -24,6 +25,8 @@ class GapHead(Treatment):
     families: ClassVar[tuple[str, ...] | None] = ("timm ViT",)
 
     def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        if "local_attention" in treatments_of(network):
+            raise TreatmentError("List gap_head before local_attention, which counts the tokens that gap_head removes.")
         vit: Any = network
         if vit.attn_pool is not None or not vit.global_pool:
             found = f"'{vit.global_pool}'"
