@@ -41,14 +41,13 @@ def _conv(name: str, stage: int, block: Any) -> Unit:
 
 
 def msa_unit(name: str, stage: int, block: Any, branch: Site, total: Site) -> Unit:
-    """The unit of an MSA block in a ResNet, whose attention is in windows."""
+    """The unit of an MSA block in a ResNet, all of whose layers are its own; attention is in windows."""
     keys = Layout(channels_last=True, grid_at=into(block.attn, NHWC))
     return Unit(
         name=f"{name}.msa",
         kind="msa",
         stage=stage,
-        module=block.attn,
-        norm=block.norm1,
+        module=block,
         block=name,
         input=into(block),
         output=out_of(block),
