@@ -167,7 +167,9 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("module")
 def test_a_function_of_a_module():
-    assert len(resolve("my_nets:good", CPU).network) == 2
+    first, second = (resolve("my_nets:good", CPU).network for _ in range(2))
+    assert len(first) == 2
+    assert torch.equal(first[1].weight, second[1].weight)  # random weights are the same every time, to be found again
 
 
 @pytest.mark.usefixtures("module")
@@ -182,6 +184,7 @@ def test_a_function_of_a_module():
         ("resnet18", "write timm:resnet18."),
         ("nothing", "write a run directory, timm:NAME[@FILE]"),
         (".", "it has no recipe.yaml"),
+        ("my_nets.py", "write my_nets:FUNCTION, a function in it that returns a network."),
         ("timm:resnet81@x.pth", "There is no model 'resnet81'. Did you mean"),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'. Did you mean 'resnet18'?"),
         ("timm:resnet18@nothing.pth", "There is no file 'nothing.pth'"),

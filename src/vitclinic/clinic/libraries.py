@@ -81,7 +81,7 @@ def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> 
     except ImportError:
         raise MissingExtraError(f"hf:{name}", "hf") from None
     auto: Any = transformers.AutoModelForImageClassification
-    with _published(f"hf:{name}", keywords), _seeded():
+    with _published(f"hf:{name}", keywords), seeded():
         if pretrained:
             backbone = auto.from_pretrained(name, **keywords)
         else:
@@ -107,7 +107,7 @@ def _built(target: str, build: Callable[[bool], N], pretrained: bool, keywords: 
         with _published(target, keywords, lambda: _built(target, build, False, keywords)):
             return build(True)
     try:
-        with _seeded():
+        with seeded():
             return build(False)
     except VitclinicError:
         raise
@@ -118,7 +118,7 @@ def _built(target: str, build: Callable[[bool], N], pretrained: bool, keywords: 
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
+def seeded() -> Iterator[None]:
     """Random weights, the same at every call: what was measured of them can be found again."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

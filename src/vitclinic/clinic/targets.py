@@ -21,7 +21,7 @@ import torch
 from timm.models import is_model
 from torch import nn
 
-from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchvision
+from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchvision, seeded
 from vitclinic.data import DataConfig
 from vitclinic.data.decoding import Size
 from vitclinic.errors import ModelError, RecipeError, did_you_mean
@@ -132,7 +132,8 @@ def _call(text: str, module: str, function: str) -> nn.Module:
     if not hasattr(imported, function):
         raise RecipeError(f"'{text}': the module {module} has no '{function}'.")
     try:
-        network = getattr(imported, function)()
+        with seeded():
+            network = getattr(imported, function)()
     except Exception as error:  # the user's own code may raise anything
         raise ModelError(f"'{text}' raised {type(error).__name__}: {error}.") from error
     if not isinstance(network, nn.Module):
@@ -143,6 +144,8 @@ def _call(text: str, module: str, function: str) -> nn.Module:
 def _advice(text: str) -> str:
     if is_model(text):
         return f"write timm:{text}."
+    if Path(text).suffix == ".py":
+        return f"write {Path(text).stem}:FUNCTION, a function in it that returns a network."
     if Path(text).exists():
         return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
     prefix, colon, rest = text.partition(":")
