@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from vitclinic.anatomy import Anatomy, Site, out_of, taps
+from vitclinic.anatomy import Anatomy, Site, evaluating, out_of, taps
 from vitclinic.anatomy.families import recognise
 from vitclinic.anatomy.sites import watch
 from vitclinic.errors import TreatmentError
@@ -50,13 +50,8 @@ class Patches:
         sites = {"first": stem.output, "block": head.input}
         if head.norm is not None:
             sites["norm"] = out_of(head.norm, head.input.layout)
-        was_training = [module for module in core.modules() if module.training]
-        try:
-            with torch.no_grad(), taps(sites) as seen:
-                core.eval()(example)
-        finally:
-            for module in was_training:
-                module.training = True
+        with torch.no_grad(), evaluating(core), taps(sites) as seen:
+            core(example)
         last = "norm" if "norm" in seen and seen["norm"].shape == seen["block"].shape else "block"
         rows, columns = anatomy.grid(head.input, seen["block"]).shape[2:]
         before, after = (patch_tokens(sites[end], seen[end]) for end in ("first", last))

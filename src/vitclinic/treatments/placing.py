@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vitclinic.anatomy import Anatomy, Block, Site, Unit, into, out_of, taps
+from vitclinic.anatomy import Anatomy, Block, Site, Unit, evaluating, into, out_of, taps
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments.treatment import Case
 
@@ -104,13 +104,8 @@ def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, case: 
     for index, (unit, site) in enumerate(ends):
         sites |= {("part", index): site, ("state", index): unit.output}
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-    modes = [(module, module.training) for module in network.modules()]
-    try:
-        with taps(sites) as seen:
-            network.eval()(torch.zeros(1, case.channels, *case.size, dtype=like.dtype, device=like.device))
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(network), taps(sites) as seen:
+        network(torch.zeros(1, case.channels, *case.size, dtype=like.dtype, device=like.device))
     for index, (unit, site) in enumerate(ends):
         if site.end == "out" and seen["part", index].shape[-1] != seen["state", index].shape[-1]:
             raise TreatmentError(
