@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,16 +30,36 @@ scalars = st.builds(
 names = st.text(min_size=1, max_size=8)
 tables = st.dictionaries(names, scalars, max_size=3)
 units = st.builds(UnitRow, name=names, kind=names, stage=st.integers(0, 9), depth=st.integers(0, 99), values=tables)
-array_names = st.text("abcdefgh_", min_size=1, max_size=8)
+array_names = st.sampled_from(["file", "allow_pickle", "a", "a.npy", "a/b", "../a"]) | st.text(
+    st.characters(codec="utf-8", exclude_characters="\0"), max_size=8
+)
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | numbers
+    | names
+    | st.floats(width=32).map(np.float32)
+    | st.integers(0, 9).map(np.int8),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+configs = st.dictionaries(names, plain, max_size=3)
 arrays = npst.arrays(
     st.sampled_from([np.float64, np.float32, np.int64, np.uint8, np.bool_]), npst.array_shapes(min_dims=0, min_side=0)
 )
 
 
-@given(scalars=tables, units=st.lists(units, max_size=3), arrays=st.dictionaries(array_names, arrays, max_size=2))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_read_is_what_was_written(tmp_path, scalars, units, arrays):
-    written = measurement(scalars=scalars, units=units, arrays=arrays, config={"a": [1, None, "x"]})
+@given(
+    scalars=tables,
+    units=st.lists(units, max_size=3),
+    arrays=st.dictionaries(array_names, arrays, max_size=3),
+    config=configs,
+    conditions=configs,
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_read_is_what_was_written(tmp_path, scalars, units, arrays, config, conditions):
+    written = measurement(scalars=scalars, units=units, arrays=arrays, config=config, conditions=conditions)
     written.write(tmp_path / "deep" / "m.json")
     assert Measurement.read(tmp_path / "deep" / "m.json") == written
 
@@ -94,5 +115,27 @@ def test_arrays_that_do_not_belong_are_noticed(tmp_path):
 
 
 def test_nothing_is_pickled(tmp_path):
-    with pytest.raises(TypeError, match="Python objects"):
+    with pytest.raises(ValueError, match="Python objects"):
         measurement(arrays={"a": np.array([object()])}).write(tmp_path / "m.json")
+
+
+def test_arrays_can_be_read_without_vitclinic(tmp_path):
+    measurement(arrays={"file": np.arange(3), "allow_pickle": np.ones((2, 2))}).write(tmp_path / "m.json")
+    with np.load(tmp_path / "m.npz", allow_pickle=False) as stored:
+        assert stored["file"].tolist() == [0, 1, 2]
+        assert stored["allow_pickle"].shape == (2, 2)
+
+
+def test_the_same_arrays_are_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        measurement(arrays={"x": np.arange(9.0)}).write(tmp_path / f"{name}.json")
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+
+
+def test_options_are_what_json_can_say():
+    stored = measurement(config={"a": (1, np.float64(0.5)), "b": math.inf, "c": np.bool_(True), 3: Path("x")})
+    assert stored.config == {"a": [1, 0.5], "b": "inf", "c": True, "3": "x"}
+    with pytest.raises(ValueError, match=r"'config\.a' is of type set, which cannot be stored"):
+        measurement(config={"a": {1}})
+    with pytest.raises(ValueError, match="name"):
+        measurement(arrays={"a\0b": np.zeros(2)})

@@ -31,6 +31,14 @@ class AnatomyError(ModelError):
     """A network's structure is not known, or is not what its family promises."""
 
 
+class UnknownStructureError(AnatomyError):
+    """No family is known that says what a network's units are."""
+
+
+class NoAttentionMapError(AnatomyError):
+    """A unit's attention is not one softmax over tokens, so that there is no map of it."""
+
+
 class TreatmentError(ModelError):
     """A treatment does not fit a network, or another treatment, or was applied before."""
 

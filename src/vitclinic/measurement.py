@@ -18,7 +18,16 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from vitclinic.config import Config, validate
 from vitclinic.errors import RecipeError, RunError
@@ -46,6 +55,31 @@ Number = Annotated[
     float, BeforeValidator(_from_text), AfterValidator(_one_nan), PlainSerializer(_to_text, when_used="json")
 ]
 """A float that survives strict JSON, also where it is not finite."""
+
+
+def plain_data(value: Any, where: str) -> Any:
+    """`value` as strict JSON can say it, so that what is read back equals what was written.
+
+    Tuples become lists, numpy's numbers Python's, paths texts, and numbers that are not finite texts as everywhere
+    else. Whatever else JSON does not know is a ValueError that says `where` it is.
+
+    Example:
+        >>> plain_data({"a": (1, math.inf)}, "config")
+        {'a': [1, 'inf']}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item, f"{where}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, np.generic):
+        return plain_data(value.item(), where)
+    if isinstance(value, float):
+        return _to_text(float(value))
+    if isinstance(value, str | Path):  # also subclasses, such as torch's version
+        return str(value)
+    if value is None or isinstance(value, int):
+        return value
+    raise ValueError(f"'{where}' is of type {type(value).__name__}, which cannot be stored")
 
 
 class Scalar(Config):
@@ -106,6 +140,20 @@ class Measurement(Config):
     arrays: dict[str, NDArray[Any]] = Field(default_factory=dict, exclude=True)
     provenance: Provenance
 
+    @field_validator("config", "conditions", mode="before")
+    @classmethod
+    def _plain(cls, value: Any, info: ValidationInfo) -> Any:
+        return plain_data(value, str(info.field_name))
+
+    @field_validator("arrays")
+    @classmethod
+    def _storable(cls, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
+            raise ValueError(f"arrays of Python objects cannot be stored: {', '.join(objects)}")
+        if odd := [name for name in arrays if "\0" in name]:
+            raise ValueError(f"an array's name must not hold a zero byte: {odd[0]!r}")
+        return arrays
+
     @model_validator(mode="after")
     def _says_why(self) -> Measurement:
         if self.status != "ok" and not self.reason:
@@ -164,11 +212,21 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    if unstorable := [name for name, array in arrays.items() if array.dtype.hasobject]:
-        raise TypeError(f"arrays of Python objects cannot be stored: {', '.join(unstorable)}")
+    """As numpy.savez_compressed writes it, but with arrays of any name, and the same bytes at any time."""
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: np.asarray(array) for name, array in arrays.items()})  # type: ignore[arg-type]
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, array in arrays.items():
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            with archive.open(entry, "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
     return buffer.getvalue()
+
+
+def _unpacked(content: bytes, name: str) -> NDArray[Any]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, archive.open(f"{name}.npy") as file:
+        array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+        return array
 
 
 def _read_arrays(path: Path, listed: Any) -> dict[str, NDArray[Any]]:
@@ -177,8 +235,7 @@ def _read_arrays(path: Path, listed: Any) -> dict[str, NDArray[Any]]:
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
             raise RunError(f"'{file}' does not belong to '{path.name}'; remove both to measure anew.")
-        with np.load(io.BytesIO(content), allow_pickle=False) as stored:
-            return {name: stored[name] for name in listed["names"]}
+        return {name: _unpacked(content, name) for name in listed["names"]}
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(f"The arrays of '{path}' cannot be read: {error}.") from error
 

@@ -14,6 +14,10 @@ import torchvision.models as tv
 from torch import nn
 from torchvision.models import convnext, resnet, swin_transformer
 
+from vitclinic.models import alternate
+from vitclinic.models.alternet import AlterNet
+from vitclinic.models.preact_resnet import PreActBasicBlock, PreActBottleneck, PreActResNet
+
 Builder = Callable[[], nn.Module]
 
 _FOUR = {"depths": (2, 1, 1, 1), "num_heads": (2, 2, 2, 2)}
@@ -151,6 +155,29 @@ _SPECIAL: dict[str, Builder] = {
     ),
 }
 
+
+def alternet(stem: str, **keywords: Any) -> nn.Module:
+    """A small AlterNet with an MSA in each of the last stages, two in the last."""
+    small = {"layers": (1, 2, 2, 4), "channels": (8, 8, 8, 16), "heads": (1, 1, 2, 2), "head_width": 4}
+    return AlterNet(PreActBottleneck, stem=stem, num_classes=5, **(small | keywords))
+
+
+_OURS: dict[str, Builder] = {
+    "preact_resnet": lambda: PreActResNet(PreActBottleneck, (2, 1, 1, 1), channels=(8, 8, 8, 16), num_classes=5),
+    "preact_resnet, basic, cifar": lambda: PreActResNet(
+        PreActBasicBlock, (2, 1, 1, 1), stem="cifar", channels=(8, 8, 8, 16), num_classes=5, drop_path_rate=0.2
+    ),
+    "alternet, padded": lambda: alternet("imagenet", window=3, shared_bias=True, msa_act="gelu"),
+    "alternet, cifar": lambda: alternet("cifar", drop_path_rate=0.2),
+    "timm resnet with MSAs": lambda: alternate(
+        timm.models.ResNet(timm.models.resnet.Bottleneck, (1, 1, 2, 2), channels=(8, 8, 8, 16), num_classes=5),
+        msas=(0, 0, 1, 1),
+        heads=(1, 1, 2, 2),
+        head_width=4,
+        window=3,
+    ),
+}
+
 _SAMPLES = {"vision_transformer": 9, "resnet": 6, "mlp_mixer": 4, "convnext": 3, "deit": 3}
 NETWORKS: dict[str, Builder] = {
     **{
@@ -161,6 +188,7 @@ NETWORKS: dict[str, Builder] = {
     },
     **{f"torchvision {name}": build for name, build in _torchvision().items()},
     **{f"huggingface {name}": build for name, build in _huggingface().items()},
+    **{f"vitclinic {name}": build for name, build in _OURS.items()},
     **_SPECIAL,
 }
 """Every family and library, small."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.attention_oracle import output_from_map
+from tests.anatomy.expected import expected_units
 from tests.anatomy.networks import NETWORKS, shaken
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention, stream, taps
 from vitclinic.anatomy.families import recognise
@@ -19,9 +20,14 @@ REFUSED = ("ParallelScalingBlock", "ParallelThingsBlock")
 
 
 @pytest.fixture(params=NETWORKS, scope="module")
-def network(request: pytest.FixtureRequest) -> nn.Module:
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def network(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return shaken(NETWORKS[request.param]()).eval()
+    return shaken(NETWORKS[name]()).eval()
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +84,25 @@ def test_units_come_in_the_order_of_the_forward_pass(anatomy: Anatomy, network: 
     with stream(sites, lambda depth, _: fired.append(depth)):
         logits(network, images)
     assert fired == list(range(len(anatomy.units)))
-    assert (anatomy.units[0].kind, anatomy.units[-1].kind) == ("stem", "head")
     assert len({unit.name for unit in anatomy.units}) == len(anatomy.units)
-    assert all(first.stage <= second.stage for first, second in pairwise(anatomy.units))
-    pools = [unit.stage for unit in anatomy.of_kind("pool")]
-    assert pools == sorted(set(pools))
+
+
+def test_kinds_and_stages_are_those_that_the_network_was_built_with(
+    name: str, anatomy: Anatomy, network: nn.Module
+) -> None:
+    assert [(unit.kind, unit.stage) for unit in anatomy.units] == expected_units(name, network)
+
+
+def test_a_stage_has_one_grid_and_a_pool_leads_to_another(anatomy: Anatomy, network: nn.Module, images: Tensor) -> None:
+    spatial = [unit for unit in anatomy.units if unit.output.layout.spatial]
+    with taps({unit.name: unit.output for unit in spatial}) as seen:
+        logits(network, images)
+    shapes = {unit: anatomy.grid(unit.output, seen[unit.name]).shape[1:] for unit in spatial}
+    for before, after in pairwise(spatial):
+        if after.kind == "pool":
+            assert shapes[before] != shapes[after]
+        elif before.stage == after.stage:
+            assert shapes[before] == shapes[after] or before.kind == "stem"
 
 
 def test_features_come_on_their_grid(anatomy: Anatomy, network: nn.Module, images: Tensor) -> None:

@@ -17,10 +17,10 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tests.anatomy.networks import Normalised, cut, shaken, tiny_vit
-from vitclinic.anatomy import Anatomy, Family, register_family, taps
-from vitclinic.anatomy.families import registry, swin
-from vitclinic.errors import AnatomyError
+from tests.anatomy.networks import NETWORKS, Normalised, cut, shaken, tiny_vit
+from vitclinic.anatomy import Anatomy, Family, out_of, register_family, taps
+from vitclinic.anatomy.families import recognise, registry, swin
+from vitclinic.errors import AnatomyError, UnknownStructureError
 
 DOCS = Path(__file__).parents[2] / "docs" / "anatomy.md"
 
@@ -70,6 +70,10 @@ def test_the_documented_example_runs(capsys: pytest.CaptureFixture[str]) -> None
     exec(code, namespace)  # noqa: S102
     assert namespace["features"].shape == (2, 192, 14, 14)
     assert "blocks.11.msa torch.Size([2, 3, 197, 197])" in capsys.readouterr().out
+    recipe = next(code for code in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if "head.norm" in code)
+    exec(recipe, namespace)  # noqa: S102
+    assert namespace["tokens"].shape == (2, 192, 14, 14)
+    assert torch.allclose(namespace["tokens"].mean(1), torch.zeros(()), atol=1e-5)  # behind a layer norm
 
 
 def test_no_library_of_networks_is_imported_to_recognise_them() -> None:
@@ -227,3 +231,78 @@ def test_removal_is_undone_on_exceptions() -> None:
                 raise ZeroDivisionError
             assert torch.equal(network(images), whole)
     assert network.pos_embed.data_ptr() == pointer
+
+
+class Headed(nn.Module):
+    """A user's own network: somebody's backbone and a head."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+
+def test_a_backbone_with_a_head_of_its_own_is_no_wrapper() -> None:
+    with pytest.raises(UnknownStructureError, match=r"Headed, whose children are backbone \(VisionTransformer\), head"):
+        Anatomy.of(Headed(tiny_vit()))
+    scaled = Normalised(tiny_vit())
+    scaled.temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(UnknownStructureError):
+        Anatomy.of(scaled)
+
+
+@pytest.mark.parametrize(
+    ("network", "norm"),
+    [
+        (lambda: tiny_vit(), "norm"),
+        (lambda: tiny_vit(class_token=False, global_pool="avg"), None),
+        (lambda: tiny_vit(class_token=False, global_pool="avg", fc_norm=False), "norm"),
+        (lambda: cut("convnext", "convnext_tiny"), None),
+        (lambda: cut("convnext", "convnext_tiny_hnf"), "norm_pre"),
+        (lambda: cut("resnet", "resnet18"), None),
+        (lambda: cut("mlp_mixer", "mixer_b16_224"), "norm"),
+        (lambda: cut("swin_transformer", "swin_tiny_patch4_window7_224"), "norm"),
+        (lambda: cut("volo", "volo_d1_224"), "norm"),
+        (NETWORKS["torchvision vit"], "encoder.ln"),
+        (NETWORKS["torchvision convnext"], None),
+    ],
+)
+def test_the_norm_of_a_head_acts_on_the_last_state_or_there_is_none(network: Any, norm: str | None) -> None:
+    network = shaken(network()).eval()
+    anatomy = Anatomy.of(network)
+    head = anatomy.unit("head")
+    assert (None if head.norm is None else anatomy.path(head.norm)) == norm
+    final = head.input if head.norm is None else out_of(head.norm, head.input.layout)  # as docs/anatomy.md says
+    images = torch.randn(1, *recognise(network)[1].input_size(network))
+    with torch.no_grad(), taps({"final": final, "last": head.input}) as seen:
+        network(images)
+    assert anatomy.grid(final, seen["final"]).shape == anatomy.grid(head.input, seen["last"]).shape
+    assert torch.equal(seen["final"], seen["last"]) == (norm is None)
+
+
+@pytest.mark.parametrize(
+    ("build", "path"),
+    [
+        (lambda: tiny_vit(in_chans=1), "patch_embed.proj"),
+        (lambda: cut("mlp_mixer", "mixer_b16_224"), "stem.proj"),
+        (lambda: cut("pit", "pit_ti_224"), "patch_embed.conv"),
+        (lambda: cut("swin_transformer", "swin_tiny_patch4_window7_224"), "patch_embed.proj"),
+        (lambda: cut("volo", "volo_d1_224"), "patch_embed.proj"),
+        (NETWORKS["torchvision vit"], "conv_proj"),
+    ],
+)
+def test_a_patch_projection_may_be_several_convs(build: Any, path: str) -> None:
+    network = shaken(build()).eval()
+    before = Anatomy.of(network)
+    old = network.get_submodule(path)
+    first = nn.Conv2d(old.in_channels, 6, 3, padding=1)
+    network.set_submodule(
+        path, nn.Sequential(first, nn.GELU(), nn.Conv2d(6, old.out_channels, old.kernel_size, old.stride, old.padding))
+    )
+    anatomy = Anatomy.of(network)
+    assert [unit.name for unit in anatomy.units] == [unit.name for unit in before.units]
+    assert recognise(network)[1].input_size(network) == recognise(build())[1].input_size(build())
+    assert any(parameter is first.weight for parameter in anatomy.unit("stem").module.parameters())

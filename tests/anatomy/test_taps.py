@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.anatomy.networks import shaken, tiny_vit
 from tests.anatomy.test_contract import hooks
-from vitclinic.anatomy import Anatomy, into, out_of, stream, taps
+from vitclinic.anatomy import Anatomy, into, out_of, record_attention, stream, taps
 from vitclinic.errors import AnatomyError
 
 IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
@@ -137,3 +137,25 @@ def test_a_compiled_network_is_read_as_well() -> None:
         with anatomy.removed(anatomy.units[3]):
             assert not torch.allclose(compiled(IMAGES), whole)
     assert not hooks(network)
+
+
+def test_what_checkpointing_recomputes_is_not_seen_again() -> None:
+    network = shaken(tiny_vit()).train()
+    anatomy = Anatomy.of(network)
+    plain_sites = {unit.name: unit.output for unit in anatomy.units}
+    with taps(plain_sites, grad=True) as seen:
+        expected = torch.autograd.grad(network(IMAGES).square().sum(), [seen[name] for name in plain_sites])
+    network.set_grad_checkpointing(True)
+    fired: list[str] = []
+    maps: list[str] = []
+    with (
+        stream(plain_sites, lambda name, _: fired.append(name)),
+        record_attention(anatomy.of_kind("msa"), lambda map_: maps.append(map_.unit.name)),
+        taps(plain_sites, grad=True) as seen,
+    ):
+        loss = network(IMAGES).square().sum()
+        gradients = torch.autograd.grad(loss, [seen[name] for name in plain_sites])
+    assert fired == list(plain_sites)
+    assert maps == [unit.name for unit in anatomy.of_kind("msa")]
+    for actual, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(actual, wanted)

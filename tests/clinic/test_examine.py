@@ -67,7 +67,7 @@ def test_what_is_stored_is_not_computed_again():
         {"fresh": True},
         {"probes": [{"cost": {"repeats": 2, "batch": 3}}]},
     ],
-    ids=str,
+    ids=lambda change: next(iter(change)),
 )
 def test_anything_that_the_result_depends_on_makes_another_result(change):
     network = Counting()
@@ -263,3 +263,42 @@ def test_mistakes_on_the_command_line(words, code, message, command):
     ended, _, error = command("examine", *words)
     assert ended == code
     assert message in error
+
+
+def test_a_network_that_fails_in_a_batch_fails_its_probes_and_not_the_exam(command, tmp_path):
+    (tmp_path / "brittle.py").write_text(
+        "import timm\n"
+        "class Brittle(timm.models.VisionTransformer):\n"
+        "    def forward(self, x):\n"
+        "        if len(x) > 1:\n"
+        "            raise RuntimeError('one at a time')\n"
+        "        return super().forward(x)\n"
+        "def build():\n"
+        "    return Brittle(32, 8, embed_dim=24, depth=2, num_heads=2, num_classes=10)\n"
+    )
+    code, out, _ = command("examine", "brittle:build", "--data", "shapes:60", "--limit", "6")
+    assert code == 6
+    assert "cost, norms, about an unknown time" in out
+    for probe in ("cost", "norms"):
+        assert f"{probe} failed (brittle:build): RuntimeError: one at a time" in out
+
+
+def test_a_run_on_data_whose_classes_are_called_otherwise(tmp_path):
+    from tests.training.conftest import TINY
+
+    class Labelled(Fickle):
+        name = "labelled"
+        needs = frozenset({"labels"})
+
+        def measure(self, subject):
+            return Result({"x": Scalar(value=1.0)})
+
+    run = vitclinic.train({**TINY, "out": str(tmp_path / "run")})
+    own = vitclinic.examine(run, probes=[Labelled()], limit=4)
+    assert own["labelled"].status == "ok", own["labelled"].reason
+    facts = run.data_facts
+    facts["classes"] = [*facts["classes"][1:], facts["classes"][0]]
+    (run.path / "data.json").write_text(json.dumps(facts))
+    exam = vitclinic.examine(run, probes=[Labelled()], limit=4, fresh=True)
+    assert exam["labelled"].status == "does_not_apply"
+    assert "output 0 of the network means" in exam["labelled"].reason

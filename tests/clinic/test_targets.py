@@ -71,6 +71,13 @@ def test_weights_that_do_not_fit_are_one_sentence(weights, tmp_path):
         resolve(f"timm:@{tmp_path}/w.safetensors", CPU)
 
 
+@pytest.mark.parametrize("facts", [{"kwargs": "{"}, {"mean": "0.5,x,0.5"}, {"kwargs": '{"pretrained": true}'}], ids=str)
+def test_metadata_that_cannot_be_meant_are_a_sentence(weights, tmp_path, facts):
+    save_file(weights[1], tmp_path / "w.safetensors", {"timm": "test_vit", **facts})
+    with pytest.raises(ModelError, match=r"metadata of|cannot be built"):
+        resolve(f"timm:@{tmp_path}/w.safetensors", CPU)
+
+
 class Bomb:
     def __reduce__(self):
         return print, ("unpickled!",)
@@ -132,8 +139,10 @@ def test_hugging_face_from_a_local_folder(tmp_path):
 
 
 def test_without_weights_the_sentence_says_what_to_do(monkeypatch):
-    def offline(*_, **__):
-        raise ConnectionError("Max retries exceeded\nand a page of details")
+    def offline(name, *, pretrained, **keywords):
+        if pretrained:
+            raise ConnectionError("Max retries exceeded\nand a page of details")
+        return vitclinic.models.create_model(name, **keywords)
 
     monkeypatch.setattr("vitclinic.clinic.libraries.create_model", offline)
     with pytest.raises(ModelError) as caught:
@@ -158,7 +167,9 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("module")
 def test_a_function_of_a_module():
-    assert len(resolve("my_nets:good", CPU).network) == 2
+    first, second = (resolve("my_nets:good", CPU).network for _ in range(2))
+    assert len(first) == 2
+    assert torch.equal(first[1].weight, second[1].weight)  # random weights are the same every time, to be found again
 
 
 @pytest.mark.usefixtures("module")
@@ -173,17 +184,61 @@ def test_a_function_of_a_module():
         ("resnet18", "write timm:resnet18."),
         ("nothing", "write a run directory, timm:NAME[@FILE]"),
         (".", "it has no recipe.yaml"),
+        ("my_nets.py", "write my_nets:FUNCTION, a function in it that returns a network."),
         ("timm:resnet81@x.pth", "There is no model 'resnet81'. Did you mean"),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'. Did you mean 'resnet18'?"),
         ("timm:resnet18@nothing.pth", "There is no file 'nothing.pth'"),
         ("timm:resnet18?depth@x", "'depth' in 'timm:resnet18?depth@x' is not key=value"),
         ("hf:name@file", "without '@'"),
+        ("timm:", "'timm:' names no network; write timm:NAME."),
+        ("timm:?depth=3", "'timm:?depth=3' names no network; write timm:NAME."),
+        ("torchvision:", "'torchvision:' names no network; write torchvision:NAME."),
+        ("hf:", "'hf:' names no network; write hf:NAME."),
+        ("torchvision:@x.pth", "names no network; write torchvision:NAME@x.pth."),
+        ("timm:@missing", "There is no file 'missing'."),
+        ("timm:@missing.safetensors", "There is no file 'missing.safetensors'."),
+        ("timm:resnet18@", "'timm:resnet18@' names no file of weights after its '@'."),
+        ("timm:resnet18?pretrained=true", "'pretrained' in 'timm:resnet18?pretrained=true' is not the network's own"),
+        ("torchvision:resnet18?weights=DEFAULT", "'weights' in 'torchvision:resnet18?weights=DEFAULT' is not the"),
+        ("timm:resnet18?checkpoint_path=x", "a file's are @FILE, random ones --random-weights."),
+        ("torchvision:resnet18?name=vgg11", "'name' in 'torchvision:resnet18?name=vgg11' is not the network's own"),
     ],
 )
 def test_mistakes_are_sentences(target, message):
-    with pytest.raises((RecipeError, ModelError)) as caught:
+    with pytest.raises(RecipeError) as caught:
         resolve(target, CPU)
     assert message in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("random_weights", [True, False])
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("torchvision:resnet18?foo=1", "torchvision:resnet18 takes no keyword 'foo'."),
+        ("torchvision:resnet18?num_classes=x", "torchvision:resnet18 cannot be built with these keywords ("),
+        ("torchvision:vit_b_16?image_size=30", "(Input shape indivisible by patch size!)."),
+        ("timm:resnet18?foo=1", "'resnet18' takes no model.foo."),
+        ("timm:vit_tiny_patch16_224?img_size=[32]", "timm:vit_tiny_patch16_224 cannot be built with these keywords ("),
+        ("timm:test_resnet?mean=3", "timm:test_resnet cannot be built with these keywords ("),
+        ("timm:resnet81", "There is no model 'resnet81'. Did you mean"),
+    ],
+)
+def test_keywords_that_do_not_fit_are_blamed_and_not_the_weights(target, message, random_weights):
+    with pytest.raises(ModelError) as caught:
+        resolve(target, CPU, random_weights)
+    assert message in str(caught.value)
+    assert "pretrained" not in str(caught.value)
+
+
+def test_keywords_for_which_there_are_no_weights():
+    assert (
+        resolve("torchvision:resnet18?num_classes=10", CPU, random_weights=True).network.backbone.fc.out_features == 10
+    )
+    with pytest.raises(
+        ModelError, match=r"no pretrained weights for torchvision:resnet18 with these keywords here \(The"
+    ):
+        resolve("torchvision:resnet18?num_classes=10", CPU)
 
 
 def test_a_run_is_examined_on_its_own_data_and_keeps_its_exams(tmp_path):

@@ -37,7 +37,7 @@ def test_targets_say_how_much_of_each_image_is_there(mixup, cutmix):
 
 
 def test_lambda_is_beta_distributed():
-    keep, cut = Mixing(0.8, 0)._lambdas(keys(4000))
+    keep, cut = Mixing(0.8, 0).lambdas(keys(4000))
     assert not cut.any()
     assert stats.kstest(keep, stats.beta(0.8, 0.8).cdf).pvalue > 0.01
 

@@ -86,6 +86,6 @@ def test_a_network_with_nan_weights_says_so():
     with torch.no_grad():
         patient.network.backbone.blocks[1].mlp.fc1.weight[0, 0] = math.nan
     (measurement,) = measure(patient, parse_probes(["norms"]))
-    assert measurement.status == "does_not_apply"
+    assert measurement.status == "failed"
     assert "blocks.1.mlp" in measurement.reason
     assert "not finite" in measurement.reason

@@ -4,12 +4,14 @@ import logging
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import nn
 
-from tests.probes.subjects import subject, vit
-from vitclinic.anatomy import out_of
-from vitclinic.measurement import Scalar
+import vitclinic
+from tests.probes.subjects import noise, subject, vit
+from vitclinic.anatomy import Anatomy, out_of
+from vitclinic.measurement import Measurement, Scalar
 from vitclinic.probes import DoesNotApply, OwningProbe, Result, StreamingProbe, Subject, Tally, measure, parse_probes
 
 EXACT = {"rel": 1e-12}
@@ -133,9 +135,110 @@ def test_a_tap_that_nothing_passes_is_borne_by_its_probe_alone():
             return tally
 
     elsewhere, mean = measure(subject(Counting()), [Elsewhere(), Mean()])
-    assert elsewhere.status == "does_not_apply"
+    assert elsewhere.status == "failed"
     assert "nothing passed the taps" in elsewhere.reason
     assert mean.scalars == measure(subject(Counting()), [Mean()])[0].scalars
+
+
+@pytest.mark.parametrize("site", [lambda head: None, lambda head: out_of(head, first="x")], ids=["none", "odd"])
+def test_a_site_that_cannot_be_read_is_borne_by_its_probe_alone(site):
+    class Unreadable(StreamingProbe):
+        name = "unreadable"
+
+        def begin(self, subject):
+            tally = MeanTally(subject, "tap")
+            tally.taps = lambda: {"tap": site(subject.network.backbone.head)}
+            return tally
+
+    unreadable, mean = measure(subject(Counting()), [Unreadable(), Mean()])
+    assert unreadable.status == "failed"
+    assert mean.scalars == measure(subject(Counting()), [Mean()])[0].scalars
+
+
+class Broken(OwningProbe):
+    """Breaks where `part` says."""
+
+    name = "broken"
+    part: str
+
+    def forwards(self, subject):
+        return 1 / (self.part != "forwards")
+
+    def conditions(self, subject):
+        return {"one": 1 / (self.part != "conditions"), "device": object() if self.part == "odd conditions" else "cpu"}
+
+    def measure(self, subject):
+        return {
+            "no reason": Result(status="not_converged"),
+            "no scalar": Result({"x": 1.0}),
+            "no array": Result(arrays={"x": [1, 2]}),
+            "objects": Result(arrays={"x": np.array([object()])}),
+            "no result": None,
+        }.get(self.part, Result({"x": Scalar(value=1.0)}))
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("forwards", "ZeroDivisionError: division by zero"),
+        ("conditions", "ZeroDivisionError: division by zero"),
+        ("odd conditions", "'conditions.device' is of type object, which cannot be stored"),
+        ("no reason", "A measurement that is not_converged gives its reason"),
+        ("no scalar", "'scalars.x'"),
+        ("no array", "'arrays.x'"),
+        ("objects", "arrays of Python objects cannot be stored: x"),
+        ("no result", "NoneType"),
+    ],
+)
+def test_a_broken_probe_does_not_stop_an_exam(part, reason, tmp_path):
+    exam = vitclinic.examine(Counting(), noise(), probes=[Broken(part=part), Mean()], out=tmp_path)
+    assert exam["broken"].status == "failed"
+    assert reason in exam["broken"].reason
+    assert Measurement.read(exam.files["broken"]) == exam["broken"]
+    assert exam["mean"].status == "ok"
+
+
+def test_a_network_that_is_not_what_its_family_promises_fails():
+    network = vit()
+    network.blocks[1].mlp = nn.Sequential(network.blocks[1].mlp, nn.Identity())
+    network.blocks[1].drop_path2 = nn.Identity()
+    network.blocks[1].forward = lambda x: 2 * x
+    (measurement,) = measure(subject(network), [Mean()])
+    assert measurement.status == "failed"
+    assert "blocks.1" in measurement.reason
+
+
+def test_a_network_without_attention_or_with_blocks_of_another_kind_does_not_apply():
+    (measurement,) = measure(subject("mixer"), [OtherMean()])
+    assert (measurement.status, measurement.reason) == ("does_not_apply", "a timm MLP-Mixer has no attention maps.")
+    parallel = vit(block_fn=timm.models.vision_transformer.ParallelThingsBlock)
+    (measurement,) = measure(subject(parallel), [Mean()])
+    assert measurement.status == "does_not_apply"
+    assert "blocks.0 is a ParallelThingsBlock" in measurement.reason
+
+
+def test_attention_without_a_softmax_does_not_apply_and_attention_that_never_ran_fails():
+    class Averaging(nn.Module):
+        def forward(self, x, *_, **__):
+            return x.mean(1, keepdim=True).expand_as(x)
+
+    network = vit()
+    network.blocks[1].attn = Averaging()
+    (measurement,) = measure(subject(network), [Mean()])
+    assert measurement.status == "does_not_apply"
+    assert "no attention was seen in blocks.1.msa" in measurement.reason
+
+    class Stale(Mean):
+        name = "stale"
+
+        def begin(self, subject):
+            tally = MeanTally(subject, "tap")
+            units = Anatomy.of(vit()).of_kind("msa")
+            tally.attention = lambda: units
+            return tally
+
+    (measurement,) = measure(subject(Counting()), [Stale()])
+    assert measurement.status == "failed"
 
 
 def test_a_network_that_fails_fails_each_probe_with_its_reason():
@@ -186,6 +289,9 @@ def test_the_cpu_allocator_has_words_of_its_own():
     class Huge(OwningProbe):
         name = "huge"
 
+        def forwards(self, subject):
+            return 1
+
         def measure(self, subject):
             if subject.batch_size > 2:
                 torch.empty(2**62, dtype=torch.uint8)
@@ -224,17 +330,35 @@ def test_digests_tell_networks_and_data_apart():
     assert subject(split="val").data_digest != subject().data_digest
 
 
+class Labelled(OwningProbe):
+    name = "labelled"
+    needs = frozenset({"labels"})
+
+    def forwards(self, subject):
+        return 0
+
+    def measure(self, subject):
+        return Result({"classes": Scalar(value=float(np.unique(subject.images.labels).size))})
+
+
 def test_labels_that_mean_something_else_do_not_apply():
-    from tests.probes.subjects import noise
-
-    class Labelled(OwningProbe):
-        name = "labelled"
-        needs = frozenset({"labels"})
-
-        def measure(self, subject):
-            return Result({"classes": Scalar(value=float(np.unique(subject.images.labels).size))})
-
     assert measure(subject(), [Labelled()])[0].status == "ok"
     (measurement,) = measure(Subject(vit(), noise(classes=3), batch_size=8), [Labelled()])
     assert measurement.status == "does_not_apply"
     assert measurement.reason.startswith("the network tells 5 classes apart and the data has 3")
+
+
+@pytest.mark.parametrize(
+    ("known", "reason"),
+    [
+        (("class 0", "class 2", "class 1", "class 3", "class 4"), "output 1 of the network means 'class 2'"),
+        (("a", "b", "c", "d", "e"), "output 0 of the network means 'a' and label 0 of the data 'class 0'"),
+        (tuple(f"class {number}" for number in range(5)), None),
+        (None, None),
+    ],
+    ids=["another order", "other names", "the same", "unknown"],
+)
+def test_classes_that_are_called_otherwise_do_not_apply(known, reason):
+    (measurement,) = measure(Subject(vit(), noise(), batch_size=8, output_names=known), [Labelled()])
+    assert measurement.status == ("does_not_apply" if reason else "ok")
+    assert (reason or "") in (measurement.reason or "")

@@ -18,7 +18,18 @@ from vitclinic.anatomy.families import known_families, recognise
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
-SETTINGS: dict[str, list[dict[str, Any]]] = {}
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "conv_stem": [{"components": "1Proj+1BN+1ReLU"}, {"components": "3Conv+1Proj+1ReLU", "act": "gelu", "hidden": 8}],
+    "ffn_variant": [{"variant": "no_norm"}, {"variant": "relu"}, {"variant": "conv_gelu"}],
+    "context_broadcasting": [
+        {"scaled": True, "position": "mlp_mid", "layers": [0]},
+        {"position": "mlp_front", "layers": "all"},
+    ],
+    "uniform_heads": [{"variant": "adjust"}],
+    "squeeze_excitation": [{"position": "mlp_mid", "layers": "all", "reduction": 4}],
+    "extra_block": [{"kind": "mlp"}],
+    "local_attention": [{"kernel": 5}, {"kernel": "global"}],
+}
 """Further settings of a treatment to hold it to the contract with."""
 
 ONE_EACH = {
@@ -26,7 +37,7 @@ ONE_EACH = {
     "timm PiT": [name for name in NETWORKS if name.startswith("timm pit")],
     "timm Swin": ["swin, not square, padded"],
     "timm Swin V2": [name for name in NETWORKS if name.startswith("timm swinv2")][:1],
-    "timm MLP-Mixer": ["timm mixer_b16_224"],
+    "timm MLP-Mixer": [name for name in NETWORKS if name.startswith("timm mixer")],
     "timm ResNet": [name for name in NETWORKS if name.startswith("timm resnet")][:2],
     "timm ConvNeXt": [name for name in NETWORKS if name.startswith("timm convnext")][:1],
     "timm VOLO": [name for name in NETWORKS if name.startswith("timm volo")][:1],
@@ -37,6 +48,8 @@ ONE_EACH = {
     "Hugging Face ViT": ["huggingface vit"],
     "Hugging Face DeiT": ["huggingface deit"],
     "Hugging Face Swin": ["huggingface swin"],
+    "vitclinic pre-activation ResNet": ["vitclinic preact_resnet", "vitclinic preact_resnet, basic, cifar"],
+    "vitclinic AlterNet": ["vitclinic alternet, padded", "vitclinic alternet, cifar"],
 }
 """Small networks by family."""
 
@@ -75,7 +88,8 @@ def logits(network: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_every_family_has_a_network_here() -> None:
-    names = {family.name for family in known_families() if family.name.partition(" ")[0] in ("timm", "torchvision")}
+    libraries = ("timm", "torchvision", "vitclinic")
+    names = {family.name for family in known_families() if family.name.partition(" ")[0] in libraries}
     assert names <= set(ONE_EACH)
 
 

@@ -6,7 +6,7 @@ with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
 """
 
 from vitclinic.anatomy.anatomy import Anatomy
-from vitclinic.anatomy.eager import double_differentiable
+from vitclinic.anatomy.eager import double_differentiable, evaluating
 from vitclinic.anatomy.families import Family, known_families, register_family
 from vitclinic.anatomy.recording import AttentionMap, record_attention
 from vitclinic.anatomy.removal import Bypass, Erase, Silence
@@ -35,6 +35,7 @@ __all__ = [
     "Unit",
     "Windows",
     "double_differentiable",
+    "evaluating",
     "into",
     "known_families",
     "out_of",

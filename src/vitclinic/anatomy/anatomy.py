@@ -38,6 +38,10 @@ class Anatomy:
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
         """Examine `network` by a forward pass of the first image of the batch `example` (by default, noise).
 
+        That image goes into the network inside all wrappers, as it is: nothing that a wrapper does to its input, such
+        as a normalisation, is done to it, and a wrapper's own hooks do not run. Only its shape matters to what is
+        checked. Grids are those of its size: for images of another size, make another anatomy.
+
         Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
         rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the
         first unit that fails.
@@ -87,6 +91,10 @@ class Anatomy:
             kind = type(module).__name__
             raise AnatomyError(f"this {kind} is no longer part of the network; make its anatomy anew.")
         return names[id(module)]
+
+    def size(self, layout: Layout) -> Size:
+        """(rows, columns) of the flattened grid of `layout`, as it was when the network was examined."""
+        return self._grids[layout]
 
     def grid(self, site: Site, activation: Tensor) -> Tensor:
         """What a tap read at `site`, as [B, C, H, W] with prefix tokens stripped."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitclinic.anatomy.eager import evaluating
 from vitclinic.anatomy.sites import Layout, Site, Size, watch
 from vitclinic.anatomy.taps import taps
 from vitclinic.anatomy.units import Unit
@@ -31,7 +32,7 @@ def checked_grids(network: nn.Module, units: tuple[Unit, ...], example: Tensor) 
         if unit.attention is not None:
             layouts.add(unit.attention.keys)
     layouts |= {site.layout for site in sites.values()}
-    with _evaluating(network), _measured(layouts) as grids, taps(sites) as seen:
+    with evaluating(network), _measured(layouts) as grids, taps(sites) as seen:
         network(example)
     for unit in units:
         if unit.residual is not None:
@@ -74,15 +75,3 @@ def _measured(layouts: set[Layout]) -> Iterator[dict[Layout, Size]]:
             handle.remove()
     if unseen := {type(site.module).__name__ for layout, site in seen_at.items() if layout not in grids}:
         raise AnatomyError(f"no grid was seen at {', '.join(sorted(unseen))}, so the family does not fit.")
-
-
-@contextmanager
-def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Eval mode, and then every module's own mode again."""
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -1,4 +1,4 @@
-"""Contexts in which a network runs uncompiled, and can be differentiated twice."""
+"""How a network runs: in evaluation mode, uncompiled, twice differentiable, or once more in a backward pass."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -15,6 +16,23 @@ def eager() -> AbstractContextManager[None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second or two
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is under way, in which checkpointed activations are computed once more."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """Eval mode, and then every module's own mode again."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager

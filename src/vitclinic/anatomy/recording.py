@@ -9,7 +9,12 @@ for runs, and three cases:
    for its weights;
 3. any other attention ends in a softmax over its last axis: its result is the map.
 
-Maps are those without dropout in the first two cases and before dropout in the third.
+Heads of uniform attention, which need no softmax, come last in a map: an attention module that has such heads says how
+many in its attribute `uniform_heads`.
+
+Maps are those without dropout in the first two cases and before dropout in the third. An attention that computes its
+map in pieces has an attribute `in_pieces`; it is False while the attention is recorded, and the attention then makes
+one call.
 Shapes: B batch (times windows), H heads, Q queries, K keys.
 """
 
@@ -26,11 +31,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitclinic.anatomy.eager import eager
+from vitclinic.anatomy.eager import eager, recomputing
 from vitclinic.anatomy.sites import Size, watch
 from vitclinic.anatomy.units import AttentionSpec, Unit
 from vitclinic.anatomy.windows import Windows
-from vitclinic.errors import AnatomyError
+from vitclinic.errors import AnatomyError, NoAttentionMapError
 
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
@@ -62,17 +67,22 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
     """Call `consumer` with the attention map of each of `units` at every forward pass inside the context.
 
     The network's outputs stay what they are (torchvision's ViT under no_grad leaves PyTorch's fast path,
-    which changes the last bits). A unit without a map, or whose attention was never seen, is an error.
+    which changes the last bits). A unit without a map is a NoAttentionMapError, one whose attention never ran an
+    AnatomyError.
     """
     recorders = [_Recorder(unit, consumer) for unit in units]
     with ExitStack() as stack, eager():
         for recorder in recorders:
             stack.enter_context(recorder.attached())
         yield
-    if unseen := [recorder.unit.name for recorder in recorders if not recorder.seen]:
+    if idle := [recorder.unit.name for recorder in recorders if not recorder.called]:
         raise AnatomyError(
-            f"no attention was seen in {', '.join(unseen)}: call the network inside the context; if it was "
-            "called, its attention uses no softmax that vitclinic knows."
+            f"the attention of {', '.join(idle)} never ran: call the network inside the context, and make its anatomy "
+            "anew if its modules have been replaced since."
+        )
+    if unseen := [recorder.unit.name for recorder in recorders if not recorder.seen]:
+        raise NoAttentionMapError(
+            f"no attention was seen in {', '.join(unseen)}: it uses no softmax that vitclinic knows; leave it out."
         )
 
 
@@ -82,8 +92,9 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, unit: Unit, consumer: Consumer) -> None:
         super().__init__()
         if unit.attention is None or unit.attention.keys.grid_at is None:
-            raise AnatomyError(f"attention maps do not apply to {unit.name}: it has no softmax over tokens.")
+            raise NoAttentionMapError(f"attention maps do not apply to {unit.name}: it has no softmax over tokens.")
         self.unit = unit
+        self.called = False
         self.seen = False
         self._spec: AttentionSpec = unit.attention
         self._grid_at = unit.attention.keys.grid_at
@@ -95,15 +106,20 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks that learn the grid of each forward pass and turn the mode on and off around the module."""
-        module = self._spec.module
+        module: Any = self._spec.module
         handles = [
             *watch(self._grid_at, self._note_grid),
             module.register_forward_pre_hook(self._start),
             module.register_forward_hook(self._stop, always_call=True),
         ]
+        in_pieces = getattr(module, "in_pieces", None)
         try:
+            if in_pieces is not None:
+                module.in_pieces = False
             yield
         finally:
+            if in_pieces is not None:
+                module.in_pieces = in_pieces
             self._stop()  # an interrupt, unlike an error, skips the module's last hook
             for handle in handles:
                 handle.remove()
@@ -112,7 +128,10 @@ class _Recorder(TorchFunctionMode):
         self._grid = self._grid_at.size_of(value)
 
     def _start(self, *_: Any) -> None:
+        if recomputing():
+            return
         self._maps_in_call = 0
+        self.called = True
         self._on = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -144,11 +163,14 @@ class _Recorder(TorchFunctionMode):
             raise AnatomyError(f"{self.unit.name} ran before its grid was seen: its family does not fit the network.")
         self._maps_in_call += 1
         if self._maps_in_call > 1 or weights.ndim != 4:
-            raise AnatomyError(
+            raise NoAttentionMapError(
                 f"the attention of {self.unit.name} is not one softmax of shape [B, heads, queries, keys], "
                 "so that it has no map; leave the unit out."
             )
         self.seen = True
+        batch, _, queries, keys = weights.shape
+        if uniform := getattr(self._spec.module, "uniform_heads", 0):
+            weights = torch.cat((weights, weights.new_full((batch, uniform, queries, keys), 1 / keys)), dim=1)
         windows = None if self._spec.windows is None else self._spec.windows(self._grid)
         self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows))
 

@@ -109,7 +109,8 @@ def watch(site: Site, act: Callable[[Any], Tensor | None]) -> list[RemovableHand
 
     handles = [] if site.within is None else [site.within.register_forward_pre_hook(restart)]
     if site.end == "in":
-        handles.append(site.module.register_forward_pre_hook(before, with_kwargs=True))
+        # First of all hooks: what the module is called with, not what another hook (a treatment's) makes of it.
+        handles.append(site.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
     else:
         handles.append(site.module.register_forward_hook(after))
     return handles

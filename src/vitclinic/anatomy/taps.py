@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from vitclinic.anatomy.eager import eager
+from vitclinic.anatomy.eager import eager, recomputing
 from vitclinic.anatomy.sites import Site, watch
 from vitclinic.errors import AnatomyError
 
@@ -24,12 +24,15 @@ def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *
 
     Without `grad` activations come detached. A consumer that keeps a tensor of a site marked `overwritten`
     must copy it. The network computes what it always computes; compiled modules run eagerly, since their
-    graphs do not see hooks. A site that nothing passed is an error when the context ends.
+    graphs do not see hooks. What activation checkpointing recomputes in a backward pass is not seen again. A site
+    that nothing passed is an error when the context ends.
     """
     silent = dict(sites)
 
     def reader(key: Key) -> Callable[[Tensor], None]:
         def read(activation: Tensor) -> None:
+            if recomputing():
+                return
             silent.pop(key, None)
             consumer(key, activation if grad else activation.detach())
 

@@ -57,8 +57,9 @@ class Unit:
 
     `input` is the state before the unit and `output` the state after the residual addition (after the block's
     last activation, if it has one). `module` is the unit's own module (the attention, the MLP, the block of
-    convs, the stem ...) and `norm` its norm (a head's is the final norm), for surgery; `block` names the
-    block that it is part of.
+    convs, the stem ...) and `norm` its norm, for surgery; `block` names the block that it is part of. A head's
+    norm is the final one where it acts on the last state, tokens or feature map (PiT: on the class tokens of it);
+    None where the network has none, or one behind its pooling.
     """
 
     name: str

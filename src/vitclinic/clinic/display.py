@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,6 +135,8 @@ def _plain(measurement: Measurement, exam: Exam, probe: str) -> dict[str, Any]:
 
 
 def _duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "an unknown time"
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

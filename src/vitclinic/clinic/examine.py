@@ -151,6 +151,7 @@ class Examination:
             limit=self.limit,
             batch_size=self.batch_size,
             seed=self.seed,
+            output_names=target.output_names,
             progress=self.watcher.on_progress,
         )
 

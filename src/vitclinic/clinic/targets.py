@@ -21,7 +21,7 @@ import torch
 from timm.models import is_model
 from torch import nn
 
-from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchvision
+from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchvision, seeded
 from vitclinic.data import DataConfig
 from vitclinic.data.decoding import Size
 from vitclinic.errors import ModelError, RecipeError, did_you_mean
@@ -29,6 +29,8 @@ from vitclinic.training import Run, load
 from vitclinic.training.overrides import parse_yaml
 
 LIBRARIES = ("timm", "torchvision", "hf")
+RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
+"""Keywords of the libraries' factories, which say what the rest of a target says already."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Target:
     def data(self) -> DataConfig | None:
         """What a run was trained on."""
         return None if self.run is None else self.run.recipe.data
+
+    @property
+    def output_names(self) -> tuple[str, ...] | None:
+        """The classes that a run's outputs mean, in their order."""
+        return None if self.run is None else tuple(self.run.data_facts["classes"])
 
 
 def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_weights: bool = False) -> Target:
@@ -80,6 +87,10 @@ def _from_library(text: str, library: str, rest: str, random_weights: bool) -> T
     if at and random_weights:
         raise RecipeError(f"'{text}' names a file of weights; leave out --random-weights.")
     name, _, query = described.partition("?")
+    if at and not file:
+        raise RecipeError(f"'{text}' names no file of weights after its '@'.")
+    if not name and not (library == "timm" and at):  # a file of timm's may say what it is
+        raise RecipeError(f"'{text}' names no network; write {library}:NAME{at}{file}.")
     keywords = _keywords(query, text)
     path = Path(file).expanduser() if at else None
     pretrained = not at and not random_weights
@@ -100,6 +111,11 @@ def _keywords(query: str, text: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals or not key.isidentifier():
             raise RecipeError(f"'{part}' in '{text}' is not key=value.")
+        if key in RESERVED:
+            raise RecipeError(
+                f"'{key}' in '{text}' is not the network's own; its weights are the published ones, a file's are @FILE,"
+                " random ones --random-weights."
+            )
         keywords[key] = parse_yaml(value, f"'{part}' in '{text}'")
     return keywords
 
@@ -116,7 +132,8 @@ def _call(text: str, module: str, function: str) -> nn.Module:
     if not hasattr(imported, function):
         raise RecipeError(f"'{text}': the module {module} has no '{function}'.")
     try:
-        network = getattr(imported, function)()
+        with seeded():
+            network = getattr(imported, function)()
     except Exception as error:  # the user's own code may raise anything
         raise ModelError(f"'{text}' raised {type(error).__name__}: {error}.") from error
     if not isinstance(network, nn.Module):
@@ -127,6 +144,8 @@ def _call(text: str, module: str, function: str) -> nn.Module:
 def _advice(text: str) -> str:
     if is_model(text):
         return f"write timm:{text}."
+    if Path(text).suffix == ".py":
+        return f"write {Path(text).stem}:FUNCTION, a function in it that returns a network."
     if Path(text).exists():
         return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
     prefix, colon, rest = text.partition(":")

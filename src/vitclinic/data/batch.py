@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,17 @@ class Batch:
             targets=move(self.targets),
             patch_targets=None if self.patch_targets is None else move(self.patch_targets),
         )
+
+    def split(self, size: int | None) -> list[Batch]:
+        """Parts of `size` images in order, the last one possibly smaller; the whole where there is no size."""
+        if size is None or size >= len(self):
+            return [self]
+        parts: list[Batch] = []
+        for start in range(0, len(self), size):
+            rows = slice(start, start + size)
+            values = {field.name: getattr(self, field.name) for field in fields(self)}
+            parts.append(replace(self, **{name: v[rows] for name, v in values.items() if v is not None}))
+        return parts
 
     def pin_memory(self) -> Batch:
         """In page-locked memory: the name that torch's DataLoader looks for."""

@@ -37,7 +37,7 @@ class Mixing:
     def __call__(self, x_bchw: Tensor, y_bk: Tensor, partner: NDArray[np.int64], keys: Keys) -> tuple[Tensor, Tensor]:
         """Mix the first len(partner) images; `partner` says which row each is mixed with."""
         count = len(partner)
-        keep, cut = self._lambdas(keys[:count])
+        keep, cut = self.lambdas(keys[:count])
         mixed = x_bchw[:count].clone()
         blended = np.flatnonzero(~cut & (keep < 1))
         if blended.size:
@@ -51,7 +51,7 @@ class Mixing:
         share = torch.from_numpy(keep).float()[:, None]
         return mixed, share * y_bk[:count] + (1 - share) * y_bk[partner]
 
-    def _lambdas(self, keys: Keys) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def lambdas(self, keys: Keys) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Each image's lambda (1: not mixed), and whether it is cut rather than blended."""
         draws = uniforms(keys, "mixing", 3)
         cut = draws[:, 0] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))

@@ -21,8 +21,10 @@ from torch.utils.data import Dataset as TorchDataset
 from vitclinic.data.augment import Augment, Augmenter, to_unit_interval
 from vitclinic.data.batch import Batch
 from vitclinic.data.dataset import Dataset, Split
+from vitclinic.data.decoding import Size
 from vitclinic.data.framing import centre_view
 from vitclinic.data.mixing import Mixing, soft_targets
+from vitclinic.data.patch_mixing import PatchMixing
 from vitclinic.data.randomness import generator, sample_keys
 from vitclinic.data.streaming import StreamedImages
 
@@ -77,8 +79,7 @@ class TrainingStream(TorchDataset[Batch]):
         config = self.augmenter.config
         self.smoothing = config.smoothing or 0.0
         self.order = SampleOrder(len(self.split), seed, config.repeats or 1)
-        mixes = bool(config.mixup or config.cutmix)
-        self.mixing = Mixing(config.mixup or 0, config.cutmix or 0, config.mix_probability or 0) if mixes else None
+        self.mixing = _mixing(config, dataset.size)
 
     def __getitem__(self, places: Places) -> Batch:
         count = len(places)
@@ -91,13 +92,17 @@ class TrainingStream(TorchDataset[Batch]):
         keys = sample_keys(self.seed, showings, indices)
         images = self.augmenter(self.split.read(indices), keys)
         labels = torch.from_numpy(self.split.labels[indices])
-        targets = labels[:count]
+        targets, patch_targets = labels[:count], None
         if self.mixing is not None and partner is not None:
             soft = soft_targets(labels, self.classes, self.smoothing)
-            images, targets = self.mixing(images, soft, partner, keys)
+            if isinstance(self.mixing, PatchMixing):
+                images, targets, patch_targets = self.mixing(images, soft, partner, keys)
+            else:
+                images, targets = self.mixing(images, soft, partner, keys)
         elif self.smoothing:
             targets = soft_targets(targets, self.classes, self.smoothing)
-        return Batch(images, targets, torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64)))
+        index, signed = torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64))
+        return Batch(images, targets, index, signed, patch_targets)
 
     @staticmethod
     def _partners(places: Places) -> NDArray[np.int64]:
@@ -113,6 +118,13 @@ class TrainingStream(TorchDataset[Batch]):
         if workers is None:
             workers = spare_workers() if self.augmenter.is_heavy or is_streamed(self.split) else 0
         return read_ahead(self, requests, workers, pin)
+
+
+def _mixing(config: Augment, size: Size) -> Mixing | PatchMixing | None:
+    mixup, cutmix, probability = config.mixup or 0.0, config.cutmix or 0.0, config.mix_probability or 0.0
+    if config.cutmix_cell is not None:
+        return PatchMixing(cutmix, probability, config.cutmix_cell, size)
+    return Mixing(mixup, cutmix, probability) if mixup or cutmix else None
 
 
 class EvaluationStream(TorchDataset[Batch]):

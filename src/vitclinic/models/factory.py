@@ -14,6 +14,7 @@ import torch
 from timm.models import is_model, list_models, model_entrypoint
 from torch import nn
 
+from vitclinic.anatomy import evaluating
 from vitclinic.errors import ModelError, did_you_mean
 from vitclinic.models.normalised import Normalised
 
@@ -56,11 +57,9 @@ def create_model(
 
 def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes: int) -> None:
     """Run the network once on an image of the data's shape, so that a misfit is a sentence now."""
-    was_training = network.training
-    network.eval()
     try:
         parameter = next(network.parameters())
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(network):
             x_bchw = torch.full((2, channels, *size), 0.5, dtype=parameter.dtype, device=parameter.device)
             logits = network(x_bchw)
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
@@ -68,8 +67,6 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
             f"The network does not take {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
             " Other sizes and patches: model.img_size=..., model.patch_size=..."
         ) from error
-    finally:
-        network.train(was_training)
     if logits.shape != (2, classes):
         raise ModelError(f"The network returns {tuple(logits.shape)} for 2 images and {classes} classes.")
 

@@ -50,7 +50,10 @@ class _Desk:
 
     def admit(self, name: str, probe: StreamingProbe, subject: Subject) -> None:
         tally = probe.begin(subject)
-        taps, units = tally.taps(), tally.attention()
+        taps, units = dict(tally.taps()), list(tally.attention())
+        for wanted, kind in ((taps.values(), Site), (units, Unit)):
+            if odd := [type(item).__name__ for item in wanted if not isinstance(item, kind)]:
+                raise TypeError(f"{name} asks to see a {odd[0]}; expected a {kind.__name__}")
         self.tallies[name] = tally
         for key, site in taps.items():
             self.readers[site].append((name, key))

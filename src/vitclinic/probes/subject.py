@@ -29,6 +29,7 @@ class Subject:
 
     The images are the first of the split's stratified order, so that a smaller limit is part of a larger one.
     `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
+    `output_names` are the classes that the network's outputs mean, where that is known.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Subject:
         limit: int | None = None,
         batch_size: int = 64,
         seed: int = 0,
+        output_names: tuple[str, ...] | None = None,
         progress: Progress = lambda what, done, total: None,
     ) -> None:
         self.network = network
@@ -49,6 +51,7 @@ class Subject:
         self.dataset = _limited(dataset, split, limit)
         self.batch_size = batch_size
         self.seed = seed
+        self.output_names = output_names
         self.progress = progress
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vitclinic.anatomy import evaluating
 from vitclinic.data import Dataset, evaluation_batches
 from vitclinic.statistics import share_interval
 from vitclinic.training.distributed import World
@@ -49,9 +50,7 @@ def evaluate(network: nn.Module, dataset: Dataset, split: str, world: World, bat
     parameter = next(network.parameters())
     top = min(5, len(dataset.classes))
     totals = torch.zeros(4, dtype=torch.float64)
-    was_training = network.training
-    network.eval()
-    try:
+    with evaluating(network):
         for batch in evaluation_batches(dataset, split, batch_size, world.rank, world.size):
             moved = batch.to(parameter.device, parameter.dtype)
             logits = network(moved.images)
@@ -60,7 +59,5 @@ def evaluate(network: nn.Module, dataset: Dataset, split: str, world: World, bat
             nll = F.cross_entropy(logits.double(), moved.targets, reduction="sum")
             parts = [torch.tensor(len(batch)), hits[:, 0].sum(), hits.sum(), nll]
             totals += torch.stack([part.double().cpu() for part in parts])
-    finally:
-        network.train(was_training)
     count, correct, in_top, nll_sum = world.sum(totals.to(parameter.device)).tolist()
     return Score(int(count), int(correct), int(in_top), nll_sum / count)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic.data import Batch, Dataset, TrainingStream
+from vitclinic.data.randomness import torch_seed
 from vitclinic.errors import RecipeError
 from vitclinic.models import Normalised
 from vitclinic.training.distributed import World
@@ -27,12 +28,14 @@ from vitclinic.training.optimizer import build_optimizer
 from vitclinic.training.passes import Passes
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.schedule import Schedule
-from vitclinic.training.steps import PlainStep
+from vitclinic.training.steps import InputAscentStep, PlainStep
 from vitclinic.training.task import Task
-from vitclinic.treatments import Case, Losses, Objective, StepRule
+from vitclinic.treatments import Case, Losses, Objective, StepRule, TakesInputAscent, Treatment
 
 EXPLODED = 10.0
 """A loss of this many times the first step's counts as a divergence."""
+STUCK = 50
+"""So many steps in a row without a finite gradient count as a divergence; a loss scaler needs some to come down."""
 
 
 class Trainer:
@@ -43,6 +46,7 @@ class Trainer:
         self.total_steps = total_steps
         self.step = 0
         self.first_loss: float | None = None
+        self.skipped = 0
         self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
         self.micro_batch = _micro_batch(recipe, world)
 
@@ -52,9 +56,11 @@ class Trainer:
         # Copied before any objective hooks into the network.
         self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
         objectives: dict[str, Objective] = {}
-        for treatment in treatments:
-            objectives.update(treatment.objectives(network.backbone, case))
-        self.rule = _one_rule([rule for t in treatments if (rule := t.step_rule()) is not None])
+        with torch.random.fork_rng():
+            torch.manual_seed(torch_seed("objectives", recipe.seed))
+            for treatment in treatments:
+                objectives.update(treatment.objectives(network.backbone, case))
+        self.rule = _one_rule(treatments)
         transforms = (t.batch_transform(network.backbone, case) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
         augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, case)
@@ -91,6 +97,7 @@ class Trainer:
     def advance(self) -> Row:
         """One step: read, differentiate, clip, update. Returns its metrics, the same in every process.
 
+        A gradient that is not finite, the same in every process, changes nothing but the loss scale.
         Reading the loss waits for the device; without it a divergence could not be told from its first step on.
         """
         if self._batches is None:
@@ -102,10 +109,13 @@ class Trainer:
         losses = self.rule(batches, self.passes)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
-        self.scaler.step(self.optimizer)
+        stepped = math.isfinite(norm)
+        self.skipped = 0 if stepped else self.skipped + 1
+        if stepped:
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None:
+        if self.ema is not None and stepped:
             self.ema.update(self.network, self.step + 1)
         self.step += 1
         return self._row(losses, norm, started)
@@ -128,6 +138,8 @@ class Trainer:
             self.first_loss = row["loss"]
         if row["loss"] > EXPLODED * max(abs(self.first_loss), 1.0):
             return f"the loss rose to {row['loss']:.3g} at step {row['step']}, from {self.first_loss:.3g} at first"
+        if self.skipped >= STUCK:
+            return f"no gradient was finite in the {self.skipped} steps up to step {row['step']}"
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,6 +147,7 @@ class Trainer:
         return {
             "step": self.step,
             "first_loss": self.first_loss,
+            "skipped": self.skipped,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rule": self.rule.state_dict(),
@@ -150,7 +163,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.rule.load_state_dict(state["rule"])
-        self.step, self.first_loss = state["step"], state["first_loss"]
+        self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
 
     def _requests(self) -> Iterator[range]:
         """The places of the stream that this process's micro-batches take, from the current step on."""
@@ -198,7 +211,17 @@ def _micro_batch(recipe: Recipe, world: World) -> int:
     return recipe.batch_size // parts
 
 
-def _one_rule(rules: Sequence[StepRule]) -> StepRule:
-    if len(rules) > 1:
-        raise RecipeError("At most one treatment of a run may set the step rule.")
-    return rules[0] if rules else PlainStep()
+def _one_rule(treatments: Sequence[Treatment]) -> StepRule:
+    """The step rule of a run; an input ascent takes part in its first pass, and has a rule of its own without one."""
+    rules = [rule for t in treatments if (rule := t.step_rule()) is not None]
+    ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
+    if len(rules) > 1 or len(ascents) > 1:
+        raise RecipeError("At most one treatment of a run may set the step rule, and one the ascent of its images.")
+    if not ascents:
+        return rules[0] if rules else PlainStep()
+    if not rules:
+        return InputAscentStep(ascents[0])
+    if not isinstance(rules[0], TakesInputAscent):
+        raise RecipeError("The treatment that sets the step rule has no pass by which the images can climb, too.")
+    rules[0].take_input_ascent(ascents[0])
+    return rules[0]

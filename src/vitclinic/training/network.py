@@ -39,14 +39,21 @@ def treated_augmentation(
     for treatment in treatments:
         changed = treatment.augmentation(augment, network, case)
         parts = [
-            f"{name} ({value} becomes {getattr(changed, name)})"
+            f"{name} is {_said(getattr(changed, name))} instead of {_said(value)}"
             for name, value in augment
             if value != getattr(changed, name)
         ]
         if parts:
-            notices.append(f"{treatment.name} replaces the recipe's {', '.join(parts)}")
+            notices.append(f"{treatment.name} changes the recipe's data.augment: {', '.join(parts)}")
         augment = changed
     return augment, notices
+
+
+def _said(value: Any) -> str:
+    """A part of the augmentation, as a notice says it."""
+    if value is None:
+        return "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def load(path: str | Path, checkpoint: str | None = None) -> Normalised:

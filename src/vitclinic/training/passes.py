@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic.data import Batch
 from vitclinic.treatments import Losses
+from vitclinic.treatments.looksam import average_over_processes
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,6 +50,10 @@ class Passes:
             total = sum(losses.values(), torch.zeros((), device=self.device)) * (weight / self.accumulate)
             self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         return {name: value.detach() for name, value in losses.items()}
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        if self.ddp is not None:
+            average_over_processes(tensors, self.ddp.process_group)
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = _AUTOCAST.get(self.precision)

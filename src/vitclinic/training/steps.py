@@ -1,4 +1,4 @@
-"""The plain step rule."""
+"""The plain step rules: back-propagation, and back-propagation after the images have climbed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vitclinic.data import Batch
-from vitclinic.treatments import Losses, LossesAndGradients
+from vitclinic.treatments import InputAscent, Losses, LossesAndGradients
+from vitclinic.treatments.ascent import frozen, kept_buffers
 
 
 class PlainStep:
@@ -21,6 +22,22 @@ class PlainStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class InputAscentStep(PlainStep):
+    """Back-propagation on images that climbed first, by a pass that moves no running statistics."""
+
+    def __init__(self, inputs: InputAscent) -> None:
+        self.inputs = inputs
+
+    def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
+        return super().__call__([self._climbed(batch, losses_and_gradients) for batch in batches], losses_and_gradients)
+
+    def _climbed(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
+        started = self.inputs.start(batch)
+        with kept_buffers(losses_and_gradients.module), frozen(losses_and_gradients.module):
+            losses_and_gradients(started, sync=False)
+        return self.inputs.finish(batch, started)
 
 
 def mean_losses(passes: Sequence[Losses]) -> Losses:

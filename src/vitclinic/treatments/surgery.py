@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitclinic.anatomy import evaluating
 from vitclinic.anatomy.families import recognise
 from vitclinic.errors import AnatomyError, RecipeError, TreatmentError
 from vitclinic.treatments.treatment import Case, Treatment, parse_treatments
@@ -74,13 +75,8 @@ def case_of(network: nn.Module) -> Case:
     core, family = recognise(network)
     channels, height, width = family.input_size(core)
     like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
-    was_training = [module for module in core.modules() if module.training]
-    try:
-        with torch.no_grad():
-            logits = core.eval()(torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device))
-    finally:
-        for module in was_training:
-            module.training = True
+    with torch.no_grad(), evaluating(core):
+        logits = core(torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device))
     return Case(int(getattr(logits, "logits", logits).shape[-1]), channels, (height, width))
 
 

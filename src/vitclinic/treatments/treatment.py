@@ -1,16 +1,16 @@
-"""What a treatment is: a strict config, facts about it, and up to five seams.
+"""What a treatment is: a strict config, facts about it, and up to six seams.
 
-A treatment changes a training run in at most five ways, and the training loop knows these seams and no
+A treatment changes a training run in at most six ways, and the training loop knows these seams and no
 treatment: *surgery* on the network before the optimizer is built, an added *objective*, the *augmentation* of the
-images, a *batch transform*, and a *step rule* (at most one a run). A treatment overrides the seams it uses and
-leaves the others.
+images, a *batch transform*, a *step rule* and an *input ascent* (at most one of each a run). A treatment overrides the
+seams it uses and leaves the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -26,8 +26,8 @@ class LossesAndGradients(Protocol):
     """Forward and backward of one micro-batch: adds to the parameters' gradients, returns the named losses.
 
     With `sync=False` the gradients stay this process's own. `weight` is the share of the step's gradient that this
-    micro-batch stands for, relative to the others. Called twice on one batch it uses the same dropout masks. Images
-    that require a gradient get theirs.
+    micro-batch stands for, relative to the others; one that is not a number makes a gradient that is not. Called twice
+    on one batch it uses the same dropout masks. Images that require a gradient get theirs.
     """
 
     @property
@@ -44,6 +44,9 @@ class LossesAndGradients(Protocol):
 
     def __call__(self, batch: Batch, sync: bool = True, weight: float = 1.0) -> Losses: ...
 
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each of this process's tensors by its mean over all processes, all of which call this."""
+
 
 class StepRule(Protocol):
     """How a step gets its gradient. Clipping, unscaling, the optimizer's step, EMA and schedule stay in the loop."""
@@ -54,6 +57,23 @@ class StepRule(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class InputAscent(Protocol):
+    """A change of the images towards a higher loss, by one backward pass from a start."""
+
+    def start(self, batch: Batch) -> Batch:
+        """The batch that the pass is made with: its images ask for a gradient."""
+
+    def finish(self, batch: Batch, started: Batch) -> Batch:
+        """The batch to train on, from the one given and the started one, whose images now have a gradient."""
+
+
+@runtime_checkable
+class TakesInputAscent(Protocol):
+    """A step rule with a first pass of its own, by which the images can climb, too."""
+
+    def take_input_ascent(self, inputs: InputAscent) -> None: ...
 
 
 class Objective(nn.Module):
@@ -104,6 +124,10 @@ class Treatment(Config):
 
     def step_rule(self) -> StepRule | None:
         """How a step gets its gradient, where this is not plain back-propagation."""
+        return None
+
+    def input_ascent(self) -> InputAscent | None:
+        """How the images of a step climb before it is made: by a pass of their own, or by the step rule's first."""
         return None
 
 

@@ -6,6 +6,7 @@ A family describes where its states can be read; the functions here make units o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,12 +15,12 @@ from torch import nn
 from vitclinic.anatomy.removal import Erase, Silence
 from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
-from vitclinic.errors import AnatomyError
+from vitclinic.errors import UnknownStructureError
 
 
-def unknown_block(name: str, block: nn.Module) -> AnatomyError:
+def unknown_block(name: str, block: nn.Module) -> UnknownStructureError:
     """The error for a block that a family does not know how to take apart."""
-    return AnatomyError(
+    return UnknownStructureError(
         f"{name} is a {type(block).__name__}, for which no units with a state between them are known; "
         "register a family that says what its units are (docs/anatomy.md)."
     )
@@ -79,6 +80,11 @@ def transformer_block(
     )
 
 
+def softmax_attention(module: nn.Module, keys: Layout) -> AttentionSpec | None:
+    """The attention map of timm's attention; none where a treatment took its softmax away."""
+    return AttentionSpec(module, keys) if getattr(module, "softmax", True) else None
+
+
 def image_channels(network: nn.Module) -> int:
     """The number of channels of the images that a network takes: those of its first convolution."""
     return next(module.in_channels for module in network.modules() if isinstance(module, nn.Conv2d))
@@ -100,8 +106,22 @@ def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) ->
 
 
 def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
-    """From the last state, through the final norm, to the network's output."""
-    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), norm)
+    """From the last state to the network's output; `norm` acts on that state, before any pooling.
+
+    Libraries put an identity where there is no such norm.
+    """
+    acting = None if isinstance(norm, nn.Identity) else norm
+    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), acting)
+
+
+def is_smoothing(module: nn.Module) -> bool:
+    """Whether an entry of a stage is not a block but the blur that `spatial_smoothing` puts at its end."""
+    return type(module).__name__ == "Blur"
+
+
+def smoothed(unit: Unit, blur: nn.Module) -> Unit:
+    """A stage's last unit, read behind the blur: that is what the next unit sees; its residual stays in front."""
+    return replace(unit, output=out_of(blur))
 
 
 def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None) -> Unit:

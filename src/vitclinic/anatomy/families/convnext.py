@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, image_channels, pool, stem
+from vitclinic.anatomy.families.building import conv_unit, head, image_channels, is_smoothing, pool, smoothed, stem
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import out_of
 from vitclinic.anatomy.units import Residual, Unit
@@ -20,6 +20,9 @@ def units(network: Any) -> list[Unit]:
         if not isinstance(layer.downsample, nn.Identity):
             walk.append(pool(name, stage, layer.downsample, walk[-1].output, out_of(layer.downsample)))
         for index, block in enumerate(layer.blocks):
+            if is_smoothing(block):
+                walk[-1] = smoothed(walk[-1], block)
+                continue
             residual = Residual(out_of(block.shortcut), out_of(block.drop_path), out_of(block))
             walk.append(conv_unit(f"{name}.blocks.{index}", stage, block, residual))
     return [*walk, head(network.head, network, walk[-1], network.norm_pre)]

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitclinic.anatomy.families.building import head, image_channels, pool, position, stem, transformer_block
+from vitclinic.anatomy.families.building import (
+    head,
+    image_channels,
+    pool,
+    position,
+    softmax_attention,
+    stem,
+    transformer_block,
+)
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import Layout, out_of
-from vitclinic.anatomy.units import AttentionSpec, Unit
+from vitclinic.anatomy.units import Unit
 
 
 def units(network: Any) -> list[Unit]:
@@ -22,7 +30,7 @@ def units(network: Any) -> list[Unit]:
             walk.append(pool(name, stage, transformer.pool, walk[-1].output, grid))
         tokens = Layout(prefix=network.num_tokens, grid_at=grid)
         for index, block in enumerate(transformer.blocks):
-            attention = AttentionSpec(block.attn, tokens)
+            attention = softmax_attention(block.attn, tokens)
             walk += transformer_block(f"{name}.blocks.{index}", stage, block, tokens, attention=attention)
     return [*walk, head(network.head, network, walk[-1], network.norm)]
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from vitclinic.anatomy.units import Unit
-from vitclinic.errors import AnatomyError
+from vitclinic.errors import UnknownStructureError
 
 ENTRY_POINTS = "vitclinic.families"
 WRAPPERS = ("_orig_mod", "module", "backbone")
@@ -62,16 +62,24 @@ def _load_entry_points() -> None:
 def recognise(network: nn.Module) -> tuple[nn.Module, Family]:
     """The network inside all wrappers, and its family.
 
-    A module of no known family is looked into through the attributes `WRAPPERS`, in that order.
+    A module of no known family is looked into through the attributes `WRAPPERS`, in that order, if nothing beside
+    that attribute has parameters: a backbone with a head behind it is a network of its own.
     """
     core: nn.Module | None = network
     while core is not None:
         for family in known_families():
             if family.includes(core):
                 return core, family
-        children = dict(core.named_children())
-        core = next((children[name] for name in WRAPPERS if name in children), None)
-    raise AnatomyError(_unknown(network))
+        core = _wrapped(core)
+    raise UnknownStructureError(_unknown(network))
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The child that `module` is only a wrapper of."""
+    children = dict(module.named_children())
+    parameters = set(module.parameters())
+    inside = (children[name] for name in WRAPPERS if name in children)
+    return next((child for child in inside if parameters == set(child.parameters())), None)
 
 
 def _unknown(network: nn.Module) -> str:

@@ -3,17 +3,28 @@
 A post-activation block computes relu(skip + branch): the residual is checked before that activation and the
 unit's output read after it. Both libraries add in place, so branch and sum are overwritten by the network
 itself. Removing a bottleneck replaces its 3 x 3 conv by the identity, or by subsampling if it has a stride
-[park2022]; a basic block, where no conv can be left out alone in general, has its branch set to zero.
+[park2022]; a basic block, where no conv can be left out alone in general, has its branch set to zero. Blocks that
+vitclinic's build-up rule has turned into MSA blocks are MSA units.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import count, takewhile
 from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, image_channels, stem, unknown_block
+from vitclinic.anatomy.families.building import (
+    conv_unit,
+    head,
+    image_channels,
+    is_smoothing,
+    smoothed,
+    stem,
+    unknown_block,
+)
+from vitclinic.anatomy.families.preact_resnet import msa_unit
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.removal import Bypass
 from vitclinic.anatomy.sites import Site, into, out_of
@@ -25,9 +36,16 @@ _CONVS = {"BasicBlock": 2, "Bottleneck": 3}
 def units(network: Any, *, shared_activation: bool) -> list[Unit]:
     """Stem (with its max-pooling), then a conv unit per block; stages subsample in their first block."""
     walk = [stem(network.conv1, network, out_of(network.maxpool))]
-    for stage in range(4):
-        for index, block in enumerate(getattr(network, f"layer{stage + 1}")):
-            name = f"layer{stage + 1}.{index}"
+    stages = takewhile(lambda layer: hasattr(network, layer), (f"layer{number}" for number in count(1)))
+    for stage, layer in enumerate(stages):
+        for index, block in enumerate(getattr(network, layer)):
+            name = f"{layer}.{index}"
+            if type(block).__name__ == "PostActMsaBlock":
+                walk.append(msa_unit(name, stage, block, out_of(block.drop_path), into(block.act)))
+                continue
+            if is_smoothing(block):
+                walk[-1] = smoothed(walk[-1], block)
+                continue
             if type(block).__name__ not in _CONVS:
                 raise unknown_block(name, block)
             residual = Residual(_skip(block), _branch(block), _total(block, shared_activation))

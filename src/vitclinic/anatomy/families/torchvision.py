@@ -11,9 +11,11 @@ from vitclinic.anatomy.families.building import (
     conv_unit,
     head,
     image_channels,
+    is_smoothing,
     pool,
     position,
     residual_block,
+    smoothed,
     stem,
 )
 from vitclinic.anatomy.families.registry import Family
@@ -97,6 +99,9 @@ def convnext(network: Any) -> list[Unit]:
             walk.append(pool(name, stage, entry, walk[-1].output, out_of(entry)))
             continue
         for place, block in enumerate(entry):
+            if is_smoothing(block):
+                walk[-1] = smoothed(walk[-1], block)
+                continue
             # The block's input is added to the branch in place.
             branch = out_of(block.stochastic_depth, overwritten=True)
             residual = Residual(into(block), branch, out_of(block))

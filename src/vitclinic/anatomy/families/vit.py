@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from vitclinic.anatomy.families.building import (
+    Step,
     head,
     image_channels,
     position,
+    residual_block,
+    softmax_attention,
     stem,
     transformer_block,
     unknown_block,
 )
 from vitclinic.anatomy.families.registry import Family
-from vitclinic.anatomy.sites import Layout, out_of
-from vitclinic.anatomy.units import AttentionSpec, Unit
+from vitclinic.anatomy.sites import Layout, into, out_of
+from vitclinic.anatomy.units import Kind, Unit
 
 _POST_NORM = {"Block": False, "ResPostBlock": True}
+_ONE_STEP: dict[str, Kind] = {"MsaBlock": "msa", "MlpBlock": "mlp"}
+"""The blocks that the treatment `extra_block` adds, each an attention or an MLP alone."""
 
 
 def units(network: Any) -> list[Unit]:
@@ -30,11 +36,23 @@ def units(network: Any) -> list[Unit]:
         walk.append(position(network.pos_embed, network.pos_drop, walk[-1].output, after))
     for index, block in enumerate(network.blocks):
         name, kind = f"blocks.{index}", type(block).__name__
+        if kind in _ONE_STEP:
+            walk += _one_step(name, block, tokens)
+            continue
         if kind not in _POST_NORM:
             raise unknown_block(name, block)
-        attention = AttentionSpec(block.attn, tokens)
+        attention = softmax_attention(block.attn, tokens)
         walk += transformer_block(name, 0, block, tokens, attention=attention, post_norm=_POST_NORM[kind])
     return [*walk, head(network.head, network, walk[-1], network.norm)]
+
+
+def _one_step(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
+    kind = _ONE_STEP[type(block).__name__]
+    attention = softmax_attention(block.attn, tokens) if kind == "msa" else None
+    step = Step(
+        kind, block.attn if kind == "msa" else block.mlp, block.norm, out_of(block.drop_path, tokens), attention
+    )
+    return residual_block(name, 0, [into(block, tokens), out_of(block, tokens)], [step])
 
 
 def input_size(network: Any) -> tuple[int, int, int]:

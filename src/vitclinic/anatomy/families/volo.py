@@ -7,6 +7,7 @@ token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -75,8 +76,9 @@ def _class_block(name: str, stage: int, block: Any, tokens: Layout) -> list[Unit
 
 def input_size(network: Any) -> tuple[int, int, int]:
     """The size the position embedding was made for."""
-    stem_stride = network.patch_embed.conv[0].stride[0] * network.patch_embed.proj.stride[0]
-    height, width = (network.pos_embed.shape[axis] * stem_stride * network.pooling_scale for axis in (1, 2))
+    convs = [module for module in network.patch_embed.modules() if isinstance(module, nn.Conv2d)]  # one behind another
+    patch = math.prod(conv.stride[0] for conv in convs)
+    height, width = (network.pos_embed.shape[axis] * patch * network.pooling_scale for axis in (1, 2))
     return (image_channels(network), height, width)
 
 

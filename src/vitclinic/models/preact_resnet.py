@@ -1,0 +1,211 @@
+"""Pre-activation ResNet [He et al. 2016b], the baseline of AlterNet [park2022 Sec. 4.1], with timm's conventions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import DropPath, create_classifier
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Stem = Literal["imagenet", "cifar"]
+
+
+class PreActBasicBlock(nn.Module):
+    """skip + conv(act(BN(conv(act(BN(x)))))), both convs 3 x 3."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, width: int, stride: int = 1, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.act1 = nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(in_channels, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.act2 = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.downsample = _downsample(in_channels, width, stride)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        activated = self.act1(self.bn1(x_bchw))
+        skip = x_bchw if self.downsample is None else self.downsample(activated)
+        out: Tensor = skip + self.drop_path(self.conv2(self.act2(self.bn2(self.conv1(activated)))))
+        return out
+
+
+class PreActBottleneck(nn.Module):
+    """skip + conv(act(BN(conv(act(BN(conv(act(BN(x))))))))), the convs 1 x 1, 3 x 3 (with the stride) and 1 x 1."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int = 1, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.act1 = nn.ReLU(inplace=True)
+        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.act2 = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+        self.act3 = nn.ReLU(inplace=True)
+        self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
+        self.downsample = _downsample(in_channels, width * self.expansion, stride)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        activated = self.act1(self.bn1(x_bchw))
+        skip = x_bchw if self.downsample is None else self.downsample(activated)
+        branch = self.conv2(self.act2(self.bn2(self.conv1(activated))))
+        out: Tensor = skip + self.drop_path(self.conv3(self.act3(self.bn3(branch))))
+        return out
+
+
+def _downsample(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:
+    """The projection of the skip where a block changes the shape; it is given the activated state."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+
+
+class PreActResNet(nn.Module):
+    """Stem, four stages of pre-activation blocks, BN and ReLU, average pooling, classifier.
+
+    `stem="imagenet"` is a 7 x 7 conv of stride 2 and a max-pooling of stride 2, `stem="cifar"` a 3 x 3 conv: the last
+    stage then has an eighth of the image's side instead of a 32nd. `channels` are the widths of the stages, the
+    first also the stem's. Stochastic depth rises linearly to `drop_path_rate` at the last block.
+    """
+
+    def __init__(
+        self,
+        block: type[PreActBasicBlock] | type[PreActBottleneck],
+        layers: Sequence[int],
+        *,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        stem: Stem = "imagenet",
+        channels: Sequence[int] = (64, 128, 256, 512),
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if len(layers) != 4 or len(channels) != 4 or min(layers) < 1:
+            raise ValueError("layers and channels are four numbers each, one for each stage.")
+        if stem not in ("imagenet", "cifar"):
+            raise ValueError(f"stem is {stem!r}; write 'imagenet' or 'cifar'.")
+        self.num_classes = num_classes
+        self.drop_rate = drop_rate
+        if stem == "imagenet":
+            self.conv1 = nn.Conv2d(in_chans, channels[0], 7, stride=2, padding=3, bias=False)
+            self.maxpool: nn.Module = nn.MaxPool2d(3, stride=2, padding=1)
+        else:
+            self.conv1 = nn.Conv2d(in_chans, channels[0], 3, padding=1, bias=False)
+            self.maxpool = nn.Identity()
+
+        drop_paths = (drop_path_rate * place / max(1, sum(layers) - 1) for place in range(sum(layers)))
+        reduction, width = (4 if stem == "imagenet" else 1), channels[0]
+        self.feature_info = []
+        for stage, depth in enumerate(layers):
+            blocks = nn.Sequential()
+            for index in range(depth):
+                stride = 2 if stage > 0 and index == 0 else 1
+                blocks.append(block(width, channels[stage], stride, next(drop_paths)))
+                width = channels[stage] * block.expansion
+            name = f"layer{stage + 1}"
+            self.add_module(name, blocks)
+            self.feature_info.append({"num_chs": width, "reduction": reduction * 2**stage, "module": name})
+
+        self.num_features = self.head_hidden_size = width
+        self.norm = nn.BatchNorm2d(width)
+        self.act = nn.ReLU(inplace=True)
+        self.global_pool, self.fc = create_classifier(width, num_classes, pool_type=global_pool)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def stage(self, number: int) -> nn.Sequential:
+        """The blocks of a stage, from 0; in the state they are layer1 to layer4, as in timm's and torchvision's."""
+        blocks = self.get_submodule(f"layer{number + 1}")
+        assert isinstance(blocks, nn.Sequential)
+        return blocks
+
+    def get_classifier(self) -> nn.Module:
+        return self.get_submodule("fc")
+
+    def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
+        """A new classifier; 0 classes: none, the pooled features come out."""
+        self.num_classes = num_classes
+        like = self.norm.weight
+        self.global_pool, self.fc = create_classifier(
+            self.num_features, num_classes, pool_type=global_pool, device=like.device, dtype=like.dtype
+        )
+
+    def forward_features(self, x_bchw: Tensor) -> Tensor:
+        """The last stage's state, behind the final norm and activation."""
+        x_bchw = self.maxpool(self.conv1(x_bchw))
+        for stage in range(4):
+            x_bchw = self.stage(stage)(x_bchw)
+        features: Tensor = self.act(self.norm(x_bchw))
+        return features
+
+    def forward_head(self, x_bchw: Tensor, pre_logits: bool = False) -> Tensor:
+        x_bc: Tensor = self.global_pool(x_bchw)
+        if self.drop_rate > 0:
+            x_bc = F.dropout(x_bc, p=self.drop_rate, training=self.training)
+        return x_bc if pre_logits else self.fc(x_bc)
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x_bchw))
+
+
+PUBLISHED: dict[str, Any] = {
+    "num_classes": 1000,
+    "input_size": (3, 224, 224),
+    "pool_size": (7, 7),
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "first_conv": "conv1",
+    "classifier": "fc",
+}
+"""What timm wants to know of networks of this kind; there are no weights of them to download."""
+
+default_cfgs = generate_default_cfgs({f"preact_resnet{depth}.untrained": PUBLISHED for depth in (18, 34, 50, 101)})
+
+
+def build(variant: str, network: type[PreActResNet], pretrained: bool, **keywords: Any) -> PreActResNet:
+    """`network(**keywords)` as timm's registry builds it, feature extraction (`features_only=True`) included."""
+    feature_cfg = {"out_indices": (0, 1, 2, 3), "flatten_sequential": False}
+    built: PreActResNet = build_model_with_cfg(network, variant, pretrained, feature_cfg=feature_cfg, **keywords)
+    return built
+
+
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet18(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Pre-activation ResNet-18."""
+    keywords = {"block": PreActBasicBlock, "layers": (2, 2, 2, 2), **keywords}
+    return build("preact_resnet18", PreActResNet, pretrained, **keywords)
+
+
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet34(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Pre-activation ResNet-34."""
+    keywords = {"block": PreActBasicBlock, "layers": (3, 4, 6, 3), **keywords}
+    return build("preact_resnet34", PreActResNet, pretrained, **keywords)
+
+
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet50(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Pre-activation ResNet-50."""
+    keywords = {"block": PreActBottleneck, "layers": (3, 4, 6, 3), **keywords}
+    return build("preact_resnet50", PreActResNet, pretrained, **keywords)
+
+
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet101(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Pre-activation ResNet-101."""
+    keywords = {"block": PreActBottleneck, "layers": (3, 4, 23, 3), **keywords}
+    return build("preact_resnet101", PreActResNet, pretrained, **keywords)

@@ -1,0 +1,66 @@
+"""Context Broadcasting: the mean of all tokens given to every token, uniform attention without a softmax.
+
+Shapes: B images, N tokens (prefix tokens included; or a grid [B, H, W, D]), D channels.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
+from vitclinic.treatments.treatment import Case, Treatment, register
+
+
+class ContextBroadcasting(nn.Module):
+    """CB(x_i) = (x_i + mean_j x_j) / 2 over all tokens, no parameters [hyeonwoo2023 Eq. 1].
+
+    >>> ContextBroadcasting()(torch.tensor([[[0.0], [4.0]]])).flatten().tolist()
+    [1.0, 3.0]
+    """
+
+    def forward(self, x_bnd: Tensor) -> Tensor:
+        return (x_bnd + over_tokens(x_bnd)).mul_(0.5)  # in place on the sum, which nobody else has
+
+
+class ScaledContextBroadcasting(nn.Module):
+    """CB_S(x_i) = x_i + Lambda * mean_j x_j with Lambda in R^D learned [hyeonwoo2023 Sec. 3.2].
+
+    >>> ScaledContextBroadcasting(1, 0.5)(torch.tensor([[[0.0], [4.0]]])).flatten().tolist()
+    [1.0, 5.0]
+    """
+
+    def __init__(self, width: int, value: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((width,), value))
+
+    def forward(self, x_bnd: Tensor) -> Tensor:
+        # Under autocast the scale is wider than the tokens, which must keep their type.
+        return x_bnd + (self.scale * over_tokens(x_bnd)).to(x_bnd.dtype)
+
+
+@register
+class ContextBroadcastingTreatment(Treatment):
+    """The mean of all tokens added to every token, at the end of the MLP."""
+
+    name: ClassVar[str] = "context_broadcasting"
+    paper: ClassVar[str] = "hyeonwoo2023 Eq. 1, Sec. 3.2-3.3, 4.1"
+    changes: ClassVar[str] = "every token gets the mean of all tokens (CB; with `scaled`, CB_S) at the end of the MLP"
+    costs: ClassVar[str] = "one mean and one addition per block; CB no parameters, CB_S the width per block"
+    families: ClassVar[tuple[str, ...]] = FAMILIES
+
+    scaled: bool = Field(False, description="CB_S, with a learned scale per channel, instead of CB")
+    position: Position = Field("mlp_end", description=POSITION)
+    layers: Layers | None = Field(None, min_length=1, description=f"{LAYERS}; by default upper for CB and all for CB_S")
+    initial_scale: float = Field(0.0, description="the value at which the scales of CB_S start")
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        layers = self.layers or ("all" if self.scaled else "upper")
+        place(network, self.name, self.position, layers, self._part, case)
+        return network
+
+    def _part(self, width: int) -> nn.Module:
+        return ScaledContextBroadcasting(width, self.initial_scale) if self.scaled else ContextBroadcasting()

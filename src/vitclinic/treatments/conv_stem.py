@@ -1,0 +1,193 @@
+"""Convolutional stem with scaled ReLU in place of the patchify stem [wang2022, Conv-stem; Tables 2, 3, 5].
+
+Shapes: B images, C image channels, D the network's width, H x W pixels, h x w the token grid; x_bchw is [B, C, H, W].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal, cast
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from vitclinic.anatomy import Anatomy
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.treatment import Case, Treatment, register
+
+Components = Literal[
+    "3Conv+3BN+3ReLU+1Proj",
+    "3Conv+3BN+1Proj",
+    "3Conv+3ReLU+1Proj",
+    "3Conv+1Proj",
+    "3Conv+1Proj+1ReLU",
+    "1Proj+1BN+1ReLU",
+    "1Proj+1ReLU",
+    "1Proj",
+]
+"""The rows of Table 2, in the paper's words. What stands behind 1Proj comes behind the projection."""
+
+Pair = tuple[int, int]
+Four = tuple[int, int, int, int]
+KERNELS = (7, 3, 3)
+
+
+class ConvStem(nn.Module):
+    """x_bchw to [B, D, h, w], on the grid of the convolution (kernel, stride) that it replaces.
+
+    Full stem: 3 x (Conv + BatchNorm + ReLU) + 1 projection. For patch size 16 its kernels are (7, 3, 3, 8) and its
+    strides (2, 1, 1, 8); other even patch sizes p have (2, 1, 1, p/2) and a projection of kernel p/2. Where the
+    convolution replaced overlaps (PiT: kernel 16, stride 8), the projection overlaps in the same proportion.
+    A convolution has a bias unless BatchNorm follows it.
+
+    >>> stem = ConvStem(3, 384, kernel=(16, 16), stride=(16, 16))
+    >>> sum(parameter.numel() for parameter in stem.parameters())
+    1656768
+    >>> import torch
+    >>> stem(torch.zeros(1, 3, 32, 48)).shape
+    torch.Size([1, 384, 2, 3])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        kernel: Pair,
+        stride: Pair,
+        *,
+        components: Components = "3Conv+3BN+3ReLU+1Proj",
+        act: Literal["relu", "gelu"] = "relu",
+        strides: Four | None = None,
+        hidden: int = 64,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels, self.kernel_size, self.stride = channels, width, kernel, stride
+        self.layers = nn.Sequential()
+        before, after = components.split("1Proj")
+        geometry = [(size, step, 0) for size, step in zip(kernel, stride, strict=True)]
+        entering = channels
+        if before:
+            by_axis = [_strides(step, strides) for step in stride]
+            for place, size in enumerate(KERNELS):
+                steps = (by_axis[0][place], by_axis[1][place])
+                conv = nn.Conv2d(entering, hidden, size, steps, size // 2, bias="BN" not in before)
+                self._append(f"{place + 1}", conv, before, act)
+                entering = hidden
+            geometry = [_projection(size, four) for size, four in zip(kernel, by_axis, strict=True)]
+        sizes, steps, paddings = (cast(Pair, pair) for pair in zip(*geometry, strict=True))
+        proj = nn.Conv2d(entering, width, sizes, steps, paddings, bias=bias and "BN" not in after)
+        self._append("", proj, after, act)
+
+    def _append(self, place: str, conv: nn.Conv2d, followed_by: str, act: str) -> None:
+        self.layers.add_module(f"conv{place}" if place else "proj", conv)
+        if "BN" in followed_by:
+            self.layers.add_module(f"norm{place}", nn.BatchNorm2d(conv.out_channels))
+        if "ReLU" in followed_by:
+            # In place, as in VOLO: these maps are the largest of the network.
+            self.layers.add_module(f"act{place}", nn.ReLU(inplace=True) if act == "relu" else nn.GELU())
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        """The features, of exactly the pixels that the replaced convolution read: it left out an incomplete patch."""
+        height, width = (
+            (length - size) // step * step + size
+            for length, size, step in zip(x_bchw.shape[-2:], self.kernel_size, self.stride, strict=True)
+        )
+        features: Tensor = self.layers(x_bchw[..., :height, :width])
+        return features
+
+
+def _strides(total: int, given: Four | None) -> Four:
+    """The strides of a stem of that total stride: those given, or (2, 1, 1, total / 2); for 16 that is (2, 1, 1, 8).
+
+    An odd total (1 for Swin on CIFAR, 7 in PiT-B) has no factor 2: the three convolutions keep every pixel.
+    """
+    if given is None:
+        return (1, 1, 1, total) if total % 2 else (2, 1, 1, total // 2)
+    if math.prod(given) != total:
+        raise TreatmentError(
+            f"conv_stem: the strides {list(given)} multiply to {math.prod(given)}, and the patch stride of this network"
+            f" is {total}; give four that multiply to it."
+        )
+    return given
+
+
+def _projection(kernel: int, strides: Four) -> tuple[int, int, int]:
+    """(kernel, stride, padding) of the projection along one axis.
+
+    Its kernel is half the one replaced, whatever the strides: (2, 2, 2, 2) keeps 8. In front of it one token is
+    `extent` places wide (never wider than the kernel); what the kernel exceeds that by is padding: the grid stays.
+    """
+    extent = math.ceil(kernel / math.prod(strides[:3]))
+    size = max(kernel // 2, extent)
+    if strides[3] == 1 and (size - extent) % 2:  # such a kernel could not be centred on its token
+        size += 1
+    return size, strides[3], math.ceil((size - extent) / 2)
+
+
+@register
+class ConvStemTreatment(Treatment):
+    """Replaces the patchify stem by convolutions with BatchNorm and ReLU, on the same token grid."""
+
+    name: ClassVar[str] = "conv_stem"
+    paper: ClassVar[str] = "wang2022, Conv-stem, Tables 1-3"
+    changes: ClassVar[str] = "the patchify stem becomes 3 x (Conv + BatchNorm + ReLU) + 1 projection"
+    costs: ClassVar[str] = (
+        "DeiT-Small: 22.05 M parameters become 23.41 M; 1.29 G multiply-adds more an image of 224 x 224"
+    )
+    families: ClassVar[tuple[str, ...] | None] = (
+        "timm ViT",
+        "timm PiT",
+        "timm Swin",
+        "timm Swin V2",
+        "timm MLP-Mixer",
+        "timm VOLO",
+        "torchvision ViT",
+        "torchvision Swin",
+    )
+
+    components: Components = Field("3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's words")
+    act: Literal["relu", "gelu"] = Field("relu", description="what stands at the places of ReLU")
+    strides: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=4, max_length=4)] | None = Field(
+        None, description="of the four convolutions; they multiply to the patch stride. Derived: [2, 1, 1, half of it]"
+    )
+    hidden: int = Field(64, ge=1, description="channels of the three convolutions")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ConvStemTreatment:
+        if self.act != "relu" and "ReLU" not in self.components:
+            raise ValueError(f"act {self.act} has no place in {self.components}, which has no ReLU")
+        if self.strides is None:
+            return self
+        if self.components.startswith("1Proj"):
+            raise ValueError(f"{self.components} has one convolution, whose stride is the network's: give no strides")
+        if any(step > size for step, size in zip(self.strides, KERNELS, strict=False)):
+            raise ValueError(f"strides {self.strides} skip pixels: the kernels of the first three layers are {KERNELS}")
+        return self
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        anatomy = Anatomy.of(network)
+        (module,) = (unit.module for unit in anatomy.of_kind("stem"))
+        convs = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+        volo = anatomy.family == "timm VOLO"
+        if len(convs) != 1 and not volo:
+            raise TreatmentError(
+                f"conv_stem replaces a patchify stem of one convolution, and that of this network has {len(convs)}."
+            )
+        first, last = convs[0], convs[-1]
+        stride = cast(Pair, tuple(math.prod(conv.stride[axis] for conv in convs) for axis in (0, 1)))
+        stem = ConvStem(
+            first.in_channels,
+            last.out_channels,
+            kernel=stride if volo else cast(Pair, first.kernel_size),
+            stride=stride,
+            components=self.components,
+            act=self.act,
+            strides=None if self.strides is None else cast(Four, tuple(self.strides)),
+            hidden=self.hidden,
+            bias=last.bias is not None,
+        )
+        network.set_submodule(anatomy.path(last), stem.to(last.weight).train(last.training))
+        if volo:  # its convolutions in front of the projection: the new stem has its own
+            module.register_module("conv", None)
+        return network

@@ -1,0 +1,117 @@
+"""The feed-forward layers of a transformer built otherwise: the encoder ablations of [wang2022, Table 5].
+
+Shapes: B images, N tokens (along one axis or two), D channels; x_bnd is [B, N, D] or [B, h, w, D].
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from vitclinic.anatomy import Anatomy, Unit
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.treatment import Case, Treatment, register
+
+
+class PointwiseConv(nn.Module):
+    """A linear layer as Conv1D over tokens with kernel 1 ("Conv1D equals to fc"), with BatchNorm behind it if asked.
+
+    It starts from the weights of the layer it is made from; without BatchNorm it computes the same.
+
+    >>> import torch
+    >>> layer, x_bnd = nn.Linear(4, 6), torch.randn(2, 5, 4)
+    >>> torch.allclose(PointwiseConv(layer, norm=False)(x_bnd), layer(x_bnd), atol=1e-6)
+    True
+    """
+
+    def __init__(self, layer: nn.Linear, *, norm: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        bias = layer.bias is not None and not norm  # BatchNorm would subtract it
+        self.conv = nn.Conv1d(layer.in_features, layer.out_features, 1, bias=bias).to(layer.weight)
+        self.conv.weight.data.copy_(layer.weight.data.unsqueeze(-1))
+        if self.conv.bias is not None:
+            self.conv.bias.data.copy_(layer.bias.data)
+        self.norm = nn.BatchNorm1d(layer.out_features).to(layer.weight) if norm else nn.Identity()
+        self.train(layer.training)
+
+    def forward(self, x_bnd: Tensor) -> Tensor:
+        """[B, N, out_features], or on the grid that came in; BatchNorm's statistics are over images and tokens."""
+        y_bdn = self.norm(self.conv(x_bnd.flatten(1, -2).transpose(1, 2)))
+        return y_bdn.transpose(1, 2).reshape(*x_bnd.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+
+
+class _Parts(NamedTuple):
+    """Of an ordinary MLP: linear, activation, linear."""
+
+    first: nn.Linear
+    act: nn.Module
+    second: nn.Linear
+
+
+@register
+class FFNVariant(Treatment):
+    """One of Table 5's changes to every MLP of the network."""
+
+    name: ClassVar[str] = "ffn_variant"
+    paper: ClassVar[str] = "wang2022, Table 5"
+    changes: ClassVar[str] = (
+        "every MLP: its LayerNorm removed, GELU as ReLU, or linear layers as Conv1D with or without BatchNorm"
+    )
+    costs: ClassVar[str] = "parameters of a block of width D, ratio r: no_norm -2D, conv_bn_gelu +rD, others none"
+    families: ClassVar[tuple[str, ...] | None] = (
+        "timm ViT",
+        "timm PiT",
+        "timm Swin",
+        "timm Swin V2",
+        "timm MLP-Mixer",
+        "timm VOLO",
+        "torchvision ViT",
+        "torchvision Swin",
+    )
+
+    variant: Literal["no_norm", "relu", "conv_bn_gelu", "conv_gelu"] = Field(
+        "conv_bn_gelu", description="which row of Table 5"
+    )
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        anatomy = Anatomy.of(network)
+        units = anatomy.of_kind("mlp")
+        if not units:
+            raise TreatmentError(f"ffn_variant: this {anatomy.family} has no MLP over channels to change.")
+        if self.variant == "no_norm":
+            replaced: dict[nn.Module, nn.Module] = {_norm(unit): nn.Identity() for unit in units}
+        else:
+            replaced = {old: new for unit in units for old, new in self._rewritten(_parts(unit)).items()}
+        paths = {anatomy.path(old): new for old, new in replaced.items()}
+        for path, new in paths.items():
+            network.set_submodule(path, new)
+        return network
+
+    def _rewritten(self, mlp: _Parts) -> dict[nn.Module, nn.Module]:
+        if self.variant == "relu":
+            return {mlp.act: nn.ReLU()}
+        first = PointwiseConv(mlp.first, norm=self.variant == "conv_bn_gelu")
+        return {mlp.first: first, mlp.act: nn.GELU(), mlp.second: PointwiseConv(mlp.second, norm=False)}
+
+
+def _norm(unit: Unit) -> nn.Module:
+    if unit.norm is None or isinstance(unit.norm, nn.Identity):
+        raise TreatmentError(f"ffn_variant: {unit.name} has no norm to remove.")
+    return unit.norm
+
+
+def _parts(unit: Unit) -> _Parts:
+    """The two linear layers of an MLP and the activation, which is the module right behind the first."""
+    leaves = [part for part in unit.module.modules() if not list(part.children())]
+    linear = [part for part in leaves if isinstance(part, nn.Linear)]
+    if len(linear) == 2 and linear[0].out_features == linear[1].in_features:
+        act = leaves[leaves.index(linear[0]) + 1]
+        if act is not linear[1] and not list(act.parameters()):
+            return _Parts(linear[0], act, linear[1])
+    raise TreatmentError(
+        f"ffn_variant rewrites MLPs of linear layer, activation, linear layer; {unit.name} is a"
+        f" {type(unit.module).__name__} that is built otherwise (gated, or already rewritten)."
+    )

@@ -1,0 +1,52 @@
+"""Attention restricted to a k x k neighbourhood: the paper's convolutional MSA."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from timm.layers import PatchDropout
+from torch import nn
+
+from vitclinic.anatomy import Anatomy, Layout
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.neighbourhood import Neighbourhood
+from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.variant_attention import attention_units, variant_of
+
+
+def _odd(kernel: int) -> int:
+    if kernel % 2 == 0:
+        raise ValueError("a kernel has a middle: give an odd number, or 'global'")
+    return kernel
+
+
+@register
+class LocalAttention(Treatment):
+    """Token i sees token j only if both their rows and their columns are at most (kernel - 1) / 2 apart [park2022]."""
+
+    name: ClassVar[str] = "local_attention"
+    paper: ClassVar[str] = "park2022 Sec. 2, Fig. 7"
+    changes: ClassVar[str] = "attention sees a k x k neighbourhood instead of all tokens"
+    costs: ClassVar[str] = "no parameters; about as much time as global attention on small grids, less on large ones"
+    families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
+
+    kernel: Annotated[int, Field(ge=1), AfterValidator(_odd)] | Literal["global"] = Field(
+        3, description="side of the neighbourhood, odd; `global` (the paper's 8 x 8 on a grid of 8 x 8): everything"
+    )
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        if any(isinstance(module, PatchDropout) for module in network.modules()):
+            raise TreatmentError("local_attention needs the whole grid: build the network with patch_drop_rate=0.")
+        anatomy = Anatomy.of(network)
+        units = attention_units(anatomy, self.name)
+        if self.kernel == "global":
+            return network
+        near: dict[Layout, Neighbourhood] = {}
+        for unit in units:
+            layout = unit.input.layout
+            assert layout.grid_at is not None  # tokens of a flattened grid
+            if layout not in near:
+                near[layout] = Neighbourhood(self.kernel, layout.prefix, anatomy.size(layout), layout.grid_at)
+            variant_of(anatomy, unit).neighbourhood = near[layout]
+        return network

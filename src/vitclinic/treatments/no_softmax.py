@@ -1,0 +1,35 @@
+"""ViT-Free: attention without its softmax."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from vitclinic.anatomy import Anatomy
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.surgery import treatments_of
+from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.variant_attention import attention_units, variant_of
+
+
+@register
+class NoSoftmax(Treatment):
+    """z = (q k^T / sqrt(d)) v: the logits themselves are the weights [chen2022 Sec. 3]."""
+
+    name: ClassVar[str] = "no_softmax"
+    paper: ClassVar[str] = "chen2022 Sec. 3 (ViT-B/16-Free)"
+    changes: ClassVar[str] = "attention weighs values by its logits, without a softmax"
+    costs: ClassVar[str] = "no parameters; products linear in the number of tokens, without attention dropout and masks"
+    families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        if "talking_heads" in treatments_of(network):
+            raise TreatmentError(
+                "no_softmax does not go with talking_heads, which mixes heads before and behind the softmax: without"
+                " it both mixes are one; leave out one of the two."
+            )
+        anatomy = Anatomy.of(network)
+        for unit in attention_units(anatomy, self.name):
+            variant_of(anatomy, unit).softmax = False
+        return network

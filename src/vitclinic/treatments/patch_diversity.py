@@ -1,0 +1,216 @@
+"""DiversePatch: three losses that keep the last layer's patches apart [gong2021 Sec. 4].
+
+    task loss + a1 cosine + a2 contrastive + a3 mixing
+
+`patch_losses` has the formulas, `patches` where the patches are read, `vitclinic.data.patch_mixing` the CutMix that
+gives every patch its own label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vitclinic.config import validate
+from vitclinic.data import Augment, Batch
+from vitclinic.data.mixing import soft_targets
+from vitclinic.data.patch_mixing import PatchMixing
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
+from vitclinic.treatments.patches import Patches, Reader
+from vitclinic.treatments.surgery import check_family
+from vitclinic.treatments.treatment import Case, Objective, Treatment, register
+
+Weight = Annotated[float, Field(ge=0)]
+
+
+class PatchObjective(Objective):
+    """One of the losses, times its weight, of the patches that the latest training pass left in `reader`."""
+
+    def __init__(self, weight: float, reader: Reader) -> None:
+        super().__init__()
+        self.weight, self.reader = weight, reader
+
+    def forward(self, batch: Batch, logits: Tensor) -> Tensor:
+        return self.weight * self.loss(batch.patch_targets)
+
+    def loss(self, patch_targets: Tensor | None) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not say what its loss is.")
+
+
+class CosineObjective(PatchObjective):
+    def loss(self, patch_targets: Tensor | None) -> Tensor:
+        (last_bnd,) = self.reader.take()
+        return cosine_loss(last_bnd)
+
+
+class ContrastiveObjective(PatchObjective):
+    def __init__(self, weight: float, reader: Reader, normalise: bool) -> None:
+        super().__init__(weight, reader)
+        self.normalise = normalise
+
+    def loss(self, patch_targets: Tensor | None) -> Tensor:
+        first_bnd, last_bnd = self.reader.take()
+        if first_bnd.shape != last_bnd.shape:
+            raise TreatmentError(
+                f"The contrastive loss needs every patch of the first layer in the last; of {first_bnd.shape[1]}"
+                f" there are {last_bnd.shape[1]}: train without dropping patches."
+            )
+        return contrastive_loss(first_bnd, last_bnd, self.normalise)
+
+
+class MixingObjective(PatchObjective):
+    """With the linear head that all patches share: trained, saved in the run's state, not exported."""
+
+    def __init__(self, weight: float, reader: Reader, width: int, classes: int) -> None:
+        super().__init__(weight, reader)
+        self.head = nn.Linear(width, classes)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def loss(self, patch_targets: Tensor | None) -> Tensor:
+        (last_bnd,) = self.reader.take()
+        if patch_targets is None:
+            raise TreatmentError(
+                "The mixing loss needs a target for every patch, and this batch has none: mix it by CutMix on patch"
+                " borders, or set the weight of mixing to 0."
+            )
+        return mixing_loss(self.head(last_bnd.to(self.head.weight.dtype)), patch_targets)
+
+
+@register
+class PatchDiversityTreatment(Treatment):
+    """The treatment `patch_diversity` of a recipe."""
+
+    name: ClassVar[str] = "patch_diversity"
+    paper: ClassVar[str] = "gong2021 Sec. 4, Table 5"
+    changes: ClassVar[str] = "adds three losses on the patches; CutMix on patch borders instead of mixup and repeats"
+    costs: ClassVar[str] = "no pass more; O(N^2 D) for the N patches' cosines and one linear head on every patch"
+    families: ClassVar[tuple[str, ...] | None] = (
+        "timm ViT",
+        "timm Swin",
+        "timm Swin V2",
+        "torchvision ViT",
+        "torchvision Swin",
+        "Hugging Face ViT",
+        "Hugging Face DeiT",
+        "Hugging Face Swin",
+    )
+
+    cosine: Weight = Field(1.0, description="weight of the cosine loss; 0 is off")
+    contrastive: Weight | None = Field(
+        None, description="weight of the contrastive loss; 0 is off; by default 1, and off where patches are merged"
+    )
+    mixing: Weight = Field(1.0, description="weight of the mixing loss; 0 is off and leaves the augmentation alone")
+    normalise: bool = Field(False, description="vectors of length 1 in the contrastive loss; the paper's are raw")
+    cutmix: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="alpha of CutMix's Beta distribution; by default the recipe's, or 1 where it has none"
+    )
+    probability: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="share of the images that are mixed; by default the recipe's mix_probability"
+    )
+
+    def objectives(self, network: nn.Module, case: Case) -> Mapping[str, Objective]:
+        return self.patch_objectives(Patches.of(network, case.size), case.classes)
+
+    def patch_objectives(self, patches: Patches, classes: int) -> dict[str, PatchObjective]:
+        """The losses whose weight is not 0, by name."""
+        if patches.grid == (1, 1):
+            raise TreatmentError(
+                f"{self.name} needs two patches at least, and images of {patches.size[0]} x {patches.size[1]} pixels"
+                " leave this network one: take larger images or smaller patches."
+            )
+        if self.contrastive and not patches.kept:
+            raise TreatmentError(
+                f"{self.name}: the contrastive loss does not apply to a network that merges patches on the way; leave"
+                " contrastive out."
+            )
+        objectives: dict[str, PatchObjective] = {}
+        contrastive = float(patches.kept) if self.contrastive is None else self.contrastive
+        if self.mixing:
+            _ = patches.cell  # sizes that do not divide are an error
+        if self.cosine:
+            objectives["patch_cosine"] = CosineObjective(self.cosine, Reader(last=patches.last))
+        if contrastive:
+            reader = Reader(first=patches.first, last=patches.last)
+            objectives["patch_contrastive"] = ContrastiveObjective(contrastive, reader, self.normalise)
+        if self.mixing:
+            reader = Reader(last=patches.last)
+            objectives["patch_mixing"] = MixingObjective(self.mixing, reader, patches.width, classes)
+        return objectives
+
+    def augmentation(self, augment: Augment, network: nn.Module, case: Case) -> Augment:
+        """Where patches have targets: CutMix on their borders, no mixup, no repeated augmentation [Sec. 5.1]."""
+        if not self.mixing:
+            return augment
+        height, width = Patches.of(network, case.size).cell
+        changes = {
+            "mixup": 0.0,
+            "cutmix": self.cutmix or augment.cutmix or 1.0,
+            "cutmix_cell": height if height == width else [height, width],
+            "repeats": 1,
+        }
+        if self.probability is not None:
+            changes["mix_probability"] = self.probability
+        return Augment(**{**augment.model_dump(), **changes})
+
+
+class PatchDiversity(nn.Module):
+    """The losses of the treatment in a training loop of one's own.
+
+    >>> import timm, torch.nn.functional as F
+    >>> network = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
+    >>> diversity = PatchDiversity(network, classes=1000)
+    >>> optimizer = torch.optim.AdamW([*network.parameters(), *diversity.parameters()])
+    >>> images, labels = torch.rand(4, 3, 32, 32), torch.tensor([7, 3, 9, 3])
+    >>> images, targets, patch_targets = diversity.mix(images, labels)
+    >>> task = F.cross_entropy(network(images), targets)
+    >>> losses = diversity(patch_targets)  # of the pass just made, weighted
+    >>> sorted(losses)
+    ['patch_contrastive', 'patch_cosine', 'patch_mixing']
+    >>> (task + sum(losses.values())).backward()
+
+    The options are the treatment's. The hooks sit in `network`: copy it (for averaged weights) before, and call
+    `remove()` when training is over.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        classes: int,
+        size: tuple[int, int] | None = None,
+        **options: float | bool | None,
+    ) -> None:
+        super().__init__()
+        self.classes = classes
+        self.treatment = validate(PatchDiversityTreatment, options)
+        check_family(self.treatment, network)
+        self.patches = Patches.of(network, size)
+        like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
+        self._named = self.treatment.patch_objectives(self.patches, classes)
+        self.objectives = nn.ModuleDict(self._named).to(like.device, like.dtype)
+
+    def forward(self, patch_targets: Tensor | None = None) -> dict[str, Tensor]:
+        """The weighted losses of the network's latest training pass, by name."""
+        return {name: objective.weight * objective.loss(patch_targets) for name, objective in self._named.items()}
+
+    def mix(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Images, targets [B, K] and patch targets [B, N, K] after CutMix on patch borders with the next image.
+
+        `targets` are classes [B] or shares [B, K]. Random numbers come from torch's global generator.
+        """
+        alpha, probability = self.treatment.cutmix or 1.0, self.treatment.probability
+        size = (images.shape[2], images.shape[3])
+        mixing = PatchMixing(alpha, 1.0 if probability is None else probability, self.patches.cell, size)
+        shares = soft_targets(targets.cpu(), self.classes).to(images) if targets.ndim == 1 else targets
+        keys = torch.randint(2**62, (len(images),)).numpy().astype("uint64")
+        return mixing(images, shares, torch.arange(len(images)).roll(-1).numpy(), keys)
+
+    def remove(self) -> None:
+        """Take the hooks out of the network."""
+        for objective in self._named.values():
+            objective.reader.remove()

@@ -1,0 +1,90 @@
+"""The three losses of DiversePatch, which keep patches from becoming alike [gong2021 Sec. 4].
+
+Plain functions of patch representations, without class and other prefix tokens. All compute in float32 at least, also
+under autocast; float64 stays float64.
+
+Shapes: B images, N patches, D channels, K classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitclinic.errors import TreatmentError
+
+
+def cosine_loss(h_bnd: Tensor) -> Tensor:
+    """The mean absolute cosine between different patches of an image, averaged over images.
+
+        P(h) = 1 / (n (n - 1)) sum_{i != j} |h_i . h_j| / (|h_i| |h_j|)
+
+    A patch that is zero counts as orthogonal to all others.
+
+    >>> patches = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]])
+    >>> round(cosine_loss(patches).item(), 4)  # one of the three pairs is parallel
+    0.3333
+    """
+    count = _several(h_bnd)
+    with torch.autocast(h_bnd.device.type, enabled=False):
+        unit_bnd = F.normalize(_precise(h_bnd), dim=-1)
+        gram_bnn = unit_bnd @ unit_bnd.mT
+        # What is left out is a constant, 1 for a patch with itself, not a part of the gradient.
+        alike_b = gram_bnn.abs().sum(dim=(1, 2)) - gram_bnn.detach().diagonal(dim1=1, dim2=2).sum(dim=1)
+        return alike_b.mean() / (count * (count - 1))
+
+
+def contrastive_loss(first_bnd: Tensor, last_bnd: Tensor, normalise: bool = False) -> Tensor:
+    """Each last-layer patch must resemble its own first-layer patch more than the other last-layer patches do.
+
+        -1/n sum_i log[ exp(h1_i . hL_i) / (exp(h1_i . hL_i) + exp(h1_i . mean_{j != i} hL_j)) ]
+            = 1/n sum_i softplus(h1_i . (mean_{j != i} hL_j - hL_i))
+
+    averaged over images; the second form cannot overflow. No gradient goes into `first_bnd`. The paper's dot products
+    are raw; `normalise` makes every vector's length 1 before.
+
+    >>> first = torch.eye(2)[None]
+    >>> round(contrastive_loss(first, 10 * first).item(), 6)  # every patch is still itself
+    4.5e-05
+    >>> round(contrastive_loss(first, torch.ones(1, 2, 2)).item(), 4)  # all are the same: log 2
+    0.6931
+    """
+    count = _several(last_bnd)
+    with torch.autocast(last_bnd.device.type, enabled=False):
+        first_bnd, last_bnd = _precise(first_bnd.detach()), _precise(last_bnd)
+        if normalise:
+            first_bnd, last_bnd = F.normalize(first_bnd, dim=-1), F.normalize(last_bnd, dim=-1)
+        # mean_{j != i} h_j - h_i = n / (n - 1) (mean_j h_j - h_i), without a sum for every i
+        others_bnd = last_bnd.mean(dim=1, keepdim=True) - last_bnd
+        margin_bn = (first_bnd * others_bnd).sum(dim=-1) * (count / (count - 1))
+        return -F.logsigmoid(-margin_bn).mean()
+
+
+def mixing_loss(logits_bnk: Tensor, targets_bnk: Tensor) -> Tensor:
+    """The cross-entropy of every patch's prediction with the patch's own target, averaged over patches and images.
+
+        1/n sum_i CE(g(h_i), y_i)
+
+    >>> targets = torch.eye(2)[None]  # two patches, the first of class 0, the second of class 1
+    >>> round(mixing_loss(torch.zeros(1, 2, 2), targets).item(), 4)
+    0.6931
+    """
+    if logits_bnk.shape != targets_bnk.shape:
+        raise TreatmentError(
+            f"The patches' predictions are {tuple(logits_bnk.shape)} (images, patches, classes) and their targets"
+            f" {tuple(targets_bnk.shape)}: CutMix's cells must be the network's patches."
+        )
+    logits_bnk = _precise(logits_bnk)
+    return F.cross_entropy(logits_bnk.flatten(0, 1), targets_bnk.flatten(0, 1).to(logits_bnk.dtype))
+
+
+def _several(h_bnd: Tensor) -> int:
+    """The number of patches of an image, of which there must be more than one."""
+    if h_bnd.shape[1] < 2:
+        raise TreatmentError("The diversity of an image's patches needs two of them at least; this image has one.")
+    return h_bnd.shape[1]
+
+
+def _precise(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x

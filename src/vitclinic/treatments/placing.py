@@ -1,0 +1,142 @@
+"""Placing a part into the blocks of a network: which blocks, where in each, and how.
+
+A part becomes a child of the module at whose end it acts, and a hook calls it. So no module is replaced or wrapped:
+every name in the state dict stays what it was, weights load before or after the surgery, and the unit whose module it
+is (`vitclinic.anatomy`) covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitclinic.anatomy import Anatomy, Block, Site, Unit, evaluating, into, out_of, taps
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.treatment import Case
+
+Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]
+"""Before the first (front), before the second (mid) or after the second (end) layer of the MLP; after the attention;
+or after the MLP and after the attention."""
+
+Layers = Literal["upper", "all"] | list[int]
+"""The upper half of the blocks, all, or these, counted from 0 over the whole network."""
+
+POSITION = "where: mlp_end, mlp_mid (after the activation), mlp_front, msa_end, or both (mlp_end and msa_end)"
+LAYERS = "which blocks: upper (the upper half), all, or a list of block numbers from 0 over the whole network"
+
+FAMILIES = (
+    *("timm ViT", "timm PiT", "timm Swin", "timm Swin V2", "timm MLP-Mixer"),
+    *("torchvision ViT", "torchvision Swin"),
+    *("Hugging Face ViT", "Hugging Face DeiT", "Hugging Face Swin"),
+)
+"""The families whose blocks have an MLP that sees all tokens."""
+
+Maker = Callable[[int], nn.Module]
+
+
+def place(network: nn.Module, name: str, position: Position, layers: Layers, make: Maker, case: Case) -> None:
+    """Put a part `make(width)` named `name` at `position` of each of `layers`. A part maps tokens to tokens."""
+    blocks = chosen_blocks(Anatomy.of(network).blocks, layers, name)
+    ends = [end for block in blocks for end in _ends(block, position, name)]
+    widths = _widths(network, ends, name, case)
+    like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
+    for (_, site), width in zip(ends, widths, strict=True):
+        _insert(site, name, make(width).to(like))
+
+
+def chosen_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Block]:
+    """The blocks that `layers` means. Of an odd number the middle one belongs to the upper half."""
+    if layers == "all":
+        return list(blocks)
+    if layers == "upper":
+        return list(blocks[len(blocks) // 2 :])
+    if outside := [number for number in layers if not 0 <= number < len(blocks)]:
+        raise TreatmentError(
+            f"{name}: 'layers' lists block {outside[0]}, and this network has blocks 0 to {len(blocks) - 1}."
+        )
+    return [block for number, block in enumerate(blocks) if number in layers]
+
+
+def _ends(block: Block, position: Position, name: str) -> list[tuple[Unit, Site]]:
+    """The ends of modules in `block` that `position` means, each with its unit."""
+    if position == "both":
+        return [*_ends(block, "msa_end", name), *_ends(block, "mlp_end", name)]
+    unit = block.unit("msa" if position == "msa_end" else "mlp")
+    if unit is None:
+        other = "an mlp position" if position == "msa_end" else "another network"
+        missing = "attention" if position == "msa_end" else "MLP on its channels"
+        raise TreatmentError(f"{name} does not fit at {position}: {block.name} has no {missing}; use {other}.")
+    if position == "msa_end" and unit.attention is not None and unit.attention.windows is not None:
+        raise TreatmentError(
+            f"{name} does not fit at {position}: the attention of {block.name} sees one window at a time, and the"
+            " mean is over all tokens; use an mlp position."
+        )
+    if position == "mlp_mid":
+        return [(unit, into(_second_layer(unit, name), unit.output.layout))]
+    front = position == "mlp_front"
+    module = _called(unit.module, 0 if front else -1)
+    return [(unit, (into if front else out_of)(module, unit.output.layout))]
+
+
+def _second_layer(mlp: Unit, name: str) -> nn.Module:
+    """The layer that leads back to the network's width; in a gated MLP the third."""
+    linears = [module for module in mlp.module.modules() if isinstance(module, nn.Linear)]
+    if len(linears) < 2:
+        raise TreatmentError(f"{name} does not fit at mlp_mid: {mlp.name} has no two linear layers; use mlp_end.")
+    return linears[-1]
+
+
+def _called(module: nn.Module, which: int) -> nn.Module:
+    """The module itself, or in a Sequential, which would run a new child as one more layer, its first or last."""
+    while isinstance(module, nn.Sequential):
+        module = module[which]
+    return module
+
+
+@torch.no_grad()
+def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, case: Case) -> list[int]:
+    """The number of channels at each end, from a forward pass, which also shows that an end is where it should be."""
+    sites: dict[tuple[str, int], Site] = {}
+    for index, (unit, site) in enumerate(ends):
+        sites |= {("part", index): site, ("state", index): unit.output}
+    like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
+    with evaluating(network), taps(sites) as seen:
+        network(torch.zeros(1, case.channels, *case.size, dtype=like.dtype, device=like.device))
+    for index, (unit, site) in enumerate(ends):
+        if site.end == "out" and seen["part", index].shape[-1] != seen["state", index].shape[-1]:
+            raise TreatmentError(
+                f"{name} does not fit at the end of {unit.name}: its module ends before it leads back to the network's"
+                " width, as those of transformers 4 do; use transformers 5."
+            )
+    return [seen["part", index].shape[-1] for index in range(len(ends))]
+
+
+def _insert(site: Site, name: str, part: nn.Module) -> None:
+    site.module.add_module(name, part.train(site.module.training))
+    if site.end == "in":
+        site.module.register_forward_pre_hook(partial(_before, name))
+    else:
+        site.module.register_forward_hook(partial(_after, name))
+
+
+# The hooks find the part by its name in the module that they are called with, so that a copy calls its own part.
+
+
+def _before(name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (module.get_submodule(name)(args[0]), *args[1:])
+
+
+def _after(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
+    part = module.get_submodule(name)
+    if isinstance(output, Tensor):
+        return part(output)
+    return (part(output[0]), *output[1:])  # an attention that also returns its weights
+
+
+def over_tokens(x_bnd: Tensor) -> Tensor:
+    """The mean over all tokens, prefix tokens included: [B, N, D] or [B, H, W, D] to [B, 1, D] or [B, 1, 1, D]."""
+    return x_bnd.mean(dim=tuple(range(1, x_bnd.ndim - 1)), keepdim=True)

@@ -1,0 +1,67 @@
+"""Every GELU of a network becomes a ReLU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.nn import functional as F
+
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.treatment import Case, Treatment, register
+
+
+def gelu_to_relu(network: nn.Module) -> int:
+    """Replace every GELU of any network by ReLU, in place, and return how many there were.
+
+    A GELU is a module whose class says so in its name (PyTorch's, timm's and Hugging Face's, exact or approximate), or
+    `torch.nn.functional.gelu` kept by a module as its activation. One called by name in a `forward` is out of reach.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+        >>> gelu_to_relu(network)
+        1
+        >>> network[1]
+        ReLU()
+    """
+    replaced = 0
+    for parent in list(network.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and "gelu" in type(child).__name__.lower():
+                parent._modules[name] = nn.ReLU()
+                replaced += 1
+        for name, value in list(vars(parent).items()):
+            if _is_functional_gelu(value):
+                setattr(parent, name, F.relu)
+                replaced += 1
+                if isinstance(parent, nn.TransformerEncoderLayer):
+                    parent.activation_relu_or_gelu = 1  # its fast path goes by this number: 1 is ReLU
+    return replaced
+
+
+def _is_functional_gelu(value: Any) -> bool:
+    return value is F.gelu or (isinstance(value, functools.partial) and value.func is F.gelu)
+
+
+@register
+class ReluActivation(Treatment):
+    """GELU -> ReLU, the setting in which the paper compares condition numbers of the NTK [chen2022 App. G]."""
+
+    name: ClassVar[str] = "relu_activation"
+    paper: ClassVar[str] = "chen2022 App. G; wang2022 Table 5"
+    changes: ClassVar[str] = "every GELU becomes a ReLU"
+    costs: ClassVar[str] = "no parameters; no more time than with GELU"
+    families: ClassVar[tuple[str, ...] | None] = (
+        *("timm ViT", "timm PiT", "timm Swin", "timm Swin V2", "timm MLP-Mixer", "timm ConvNeXt", "timm VOLO"),
+        *("torchvision ViT", "torchvision Swin", "torchvision ConvNeXt"),
+        *("Hugging Face ViT", "Hugging Face DeiT", "Hugging Face Swin"),
+    )
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        if gelu_to_relu(network) == 0:
+            raise TreatmentError(
+                f"relu_activation found no GELU among the modules of this {type(network).__name__}: its activations are"
+                " others already, or are called by name in its forward."
+            )
+        return network

@@ -1,0 +1,56 @@
+"""Spatial smoothing: a 2 x 2 blur at the end of every stage of a CNN."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vitclinic.anatomy import Anatomy
+from vitclinic.treatments.treatment import Case, Treatment, register
+
+
+class Blur(nn.Module):
+    """The mean over a 2 x 2 window with stride 1: y[i, j] = (x[i, j] + x[i+1, j] + x[i, j+1] + x[i+1, j+1]) / 4.
+
+    The last row and the last column are repeated behind the border, so that the size stays and a constant map stays
+    what it is. There is nothing to train.
+
+    Example:
+        >>> Blur()(torch.tensor([[[[0.0, 4.0], [8.0, 0.0]]]]))
+        tensor([[[[3., 2.],
+                  [4., 0.]]]])
+    """
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        for axis in (-2, -1):
+            last = x_bchw.narrow(axis, x_bchw.shape[axis] - 1, 1)
+            # Slices and not a padding by repetition, whose gradient is not deterministic on GPUs.
+            following = torch.cat((x_bchw.narrow(axis, 1, x_bchw.shape[axis] - 1), last), dim=axis)
+            x_bchw = (x_bchw + following) / 2
+        return x_bchw
+
+
+@register
+class SpatialSmoothing(Treatment):
+    """A blur behind the last block of each stage: attention's smoothing of feature maps, not trained [park2022]."""
+
+    name: ClassVar[str] = "spatial_smoothing"
+    paper: ClassVar[str] = "park2022 Fig. 3a, App. B"
+    changes: ClassVar[str] = "a 2 x 2 blur at the end of every stage of a CNN"
+    costs: ClassVar[str] = "no parameters; a few passes over the output of each stage"
+    families: ClassVar[tuple[str, ...] | None] = (
+        "timm ResNet",
+        "torchvision ResNet",
+        "timm ConvNeXt",
+        "torchvision ConvNeXt",
+    )
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        last_blocks = {block.stage: block.name for block in Anatomy.of(network).blocks}
+        for name in last_blocks.values():
+            stage = network.get_submodule(name.rpartition(".")[0])
+            assert isinstance(stage, nn.Sequential)  # in all four families
+            stage.append(Blur())
+        return network

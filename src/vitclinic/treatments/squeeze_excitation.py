@@ -1,0 +1,57 @@
+"""Squeeze-and-Excitation at the place of Context Broadcasting, the comparison of hyeonwoo2023's Table 3.
+
+Shapes: B images, N tokens (prefix tokens included; or a grid [B, H, W, D]), D channels, r the reduction.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
+from vitclinic.treatments.treatment import Case, Treatment, register
+
+
+class SqueezeExcitation(nn.Module):
+    """SE(x_i) = x_i * sigmoid(W2 relu(W1 mean_j x_j)), W1 in R^(D/r x D), W2 in R^(D x D/r), without biases.
+
+    The mean is over all tokens; Hu et al. 2018 (Eq. 2-4) with tokens for pixels [hyeonwoo2023 Table 3].
+
+    >>> SqueezeExcitation(width=32, reduction=16)(torch.ones(2, 5, 32)).shape
+    torch.Size([2, 5, 32])
+    """
+
+    def __init__(self, width: int, reduction: int = 16) -> None:
+        super().__init__()
+        squeezed = max(1, width // reduction)
+        self.squeeze = nn.Linear(width, squeezed, bias=False)
+        self.excite = nn.Linear(squeezed, width, bias=False)
+        for layer in (self.squeeze, self.excite):
+            nn.init.trunc_normal_(layer.weight, std=0.02)  # as the linear layers of a ViT
+
+    def forward(self, x_bnd: Tensor) -> Tensor:
+        return x_bnd * torch.sigmoid(self.excite(torch.relu(self.squeeze(over_tokens(x_bnd)))))
+
+
+@register
+class SqueezeExcitationTreatment(Treatment):
+    """Channels gated by the mean of all tokens, at the end of the MLP."""
+
+    name: ClassVar[str] = "squeeze_excitation"
+    paper: ClassVar[str] = "hyeonwoo2023 Table 3"
+    changes: ClassVar[str] = "the channels are gated by a small MLP of the mean of all tokens, at the end of the MLP"
+    costs: ClassVar[str] = "2 D^2 / r parameters, one mean and one product per block"
+    families: ClassVar[tuple[str, ...]] = FAMILIES
+
+    reduction: int = Field(16, ge=1, description="by how much the gate's hidden layer is narrower than the tokens")
+    position: Position = Field("mlp_end", description=POSITION)
+    layers: Layers = Field("upper", min_length=1, description=LAYERS)
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        place(
+            network, self.name, self.position, self.layers, lambda width: SqueezeExcitation(width, self.reduction), case
+        )
+        return network

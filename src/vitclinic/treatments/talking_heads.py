@@ -1,0 +1,40 @@
+"""Talking heads: learned mixes of the heads' logits and of their weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from vitclinic.anatomy import Anatomy
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments.surgery import treatments_of
+from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.variant_attention import attention_units, variant_of
+
+
+@register
+class TalkingHeads(Treatment):
+    """A = W softmax(L q k^T / sqrt(d)), L and W in R^{H x H} over the heads, the identity at first [gong2021]."""
+
+    name: ClassVar[str] = "talking_heads"
+    paper: ClassVar[str] = "gong2021 Table 6 (talking-heads attention, Shazeer et al. 2020)"
+    changes: ClassVar[str] = "heads exchange logits before the softmax and weights behind it"
+    costs: ClassVar[str] = "2 H^2 parameters a block; attention is not fused: its maps are held in memory"
+    families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
+
+    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+        if "no_softmax" in treatments_of(network):
+            raise TreatmentError(
+                "talking_heads mixes heads before and behind the softmax, and no_softmax took it away: without it both"
+                " mixes are one; leave out one of the two."
+            )
+        anatomy = Anatomy.of(network)
+        for unit in attention_units(anatomy, self.name):
+            attention = variant_of(anatomy, unit)
+            like = next(attention.qkv.parameters())
+            for name in ("logits_mix", "weights_mix"):
+                identity = torch.eye(attention.num_heads, dtype=like.dtype, device=like.device)
+                attention.register_parameter(name, nn.Parameter(identity))
+        return network
