@@ -63,7 +63,20 @@ def of_timm(name: str, network: Any) -> list[Row]:
     raise KeyError(module)
 
 
+def alternet(stages: Iterable[tuple[str, ...]]) -> list[Row]:
+    """The kinds of the blocks of each stage, written out."""
+    rows = [(kind, stage) for stage, kinds in enumerate(stages) for kind in kinds]
+    return [("stem", 0), *rows, ("head", rows[-1][1])]
+
+
+_PAIR = ("conv", "msa")
+
 OTHERS: dict[str, list[Row]] = {
+    "vitclinic preact_resnet": staged([2, 1, 1, 1], ("conv",), pools=False),
+    "vitclinic preact_resnet, basic, cifar": staged([2, 1, 1, 1], ("conv",), pools=False),
+    "vitclinic alternet, padded": alternet([("conv",), _PAIR, _PAIR, _PAIR * 2]),
+    "vitclinic alternet, cifar": alternet([("conv",), _PAIR, _PAIR, _PAIR * 2]),
+    "vitclinic timm resnet with MSAs": alternet([("conv",), ("conv",), _PAIR, _PAIR]),
     "torchvision vit": vit(2),
     "torchvision swin, padded": staged([2, 2], TRANSFORMER, pools=True),
     "torchvision swin_v2": staged([2, 2], TRANSFORMER, pools=True),

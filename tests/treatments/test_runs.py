@@ -13,7 +13,7 @@ from vitclinic.training import Observer, Recipe, build_recipe, load, resume, tra
 from vitclinic.treatments import known_treatments, treatments_of
 
 VIT = {"name": "vit_tiny_fitted", "patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2}
-CNN = {"name": "resnet18", "layers": [1, 1], "channels": [8, 16], "stem_width": 8}
+CNN = {"name": "resnet18", "layers": [1, 1, 1, 1], "channels": [8, 8, 8, 8], "stem_width": 8}
 
 COMPANY: list[list[Any]] = [
     ["conv_stem", "context_broadcasting", {"sam": {"rho": 0.1}}],

@@ -10,7 +10,6 @@ vitclinic's build-up rule has turned into MSA blocks are MSA units.
 from __future__ import annotations
 
 from functools import partial
-from itertools import count, takewhile
 from typing import Any
 
 from torch import nn
@@ -36,10 +35,9 @@ _CONVS = {"BasicBlock": 2, "Bottleneck": 3}
 def units(network: Any, *, shared_activation: bool) -> list[Unit]:
     """Stem (with its max-pooling), then a conv unit per block; stages subsample in their first block."""
     walk = [stem(network.conv1, network, out_of(network.maxpool))]
-    stages = takewhile(lambda layer: hasattr(network, layer), (f"layer{number}" for number in count(1)))
-    for stage, layer in enumerate(stages):
-        for index, block in enumerate(getattr(network, layer)):
-            name = f"{layer}.{index}"
+    for stage in range(4):
+        for index, block in enumerate(getattr(network, f"layer{stage + 1}")):
+            name = f"layer{stage + 1}.{index}"
             if type(block).__name__ == "PostActMsaBlock":
                 walk.append(msa_unit(name, stage, block, out_of(block.drop_path), into(block.act)))
                 continue
