@@ -3,9 +3,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitclinic.durations import seconds
 from vitclinic.errors import RecipeError
 from vitclinic.training import Recipe, build_recipe, shipped_recipes
-from vitclinic.training.recipe import seconds
 
 
 def test_a_bare_value_sets_a_section_s_main_key_also_beside_other_keys():

@@ -152,6 +152,7 @@ class Examination:
             batch_size=self.batch_size,
             seed=self.seed,
             output_names=target.output_names,
+            training=target.training,
             progress=self.watcher.on_progress,
         )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from vitclinic.data.source import fingerprint
 from vitclinic.errors import RunError
 from vitclinic.measurement import SCHEMA, Measurement
-from vitclinic.probes import Probe, Subject, conditions_of
+from vitclinic.probes import Probe, Subject, conditions_of, seen_by
 from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Store:
 
     def path(self, probe: Probe, subject: Subject) -> Path:
         """Where the measurement of `subject` by `probe` is, or will be."""
+        subject = seen_by(probe, subject)
         options = probe.model_dump(mode="json", exclude_defaults=True)
         identity = [probe.revision, options, conditions_of(probe, subject), subject.seed]
         key = fingerprint(SCHEMA, probe.name, subject.digest, subject.data_digest, *identity)

@@ -25,8 +25,13 @@ from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchv
 from vitclinic.data import DataConfig
 from vitclinic.data.decoding import Size
 from vitclinic.errors import ModelError, RecipeError, did_you_mean
+from vitclinic.models import Normalised
+from vitclinic.probes import Training
 from vitclinic.training import Run, load
+from vitclinic.training.network import treated_augmentation
+from vitclinic.training.optimizer import decayed_parameters
 from vitclinic.training.overrides import parse_yaml
+from vitclinic.treatments import Case
 
 LIBRARIES = ("timm", "torchvision", "hf")
 RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
@@ -52,6 +57,19 @@ class Target:
     def output_names(self) -> tuple[str, ...] | None:
         """The classes that a run's outputs mean, in their order."""
         return None if self.run is None else tuple(self.run.data_facts["classes"])
+
+    @property
+    def training(self) -> Training | None:
+        """How a run was trained."""
+        if self.run is None or not isinstance(self.network, Normalised):
+            return None
+        recipe, facts = self.run.recipe, self.run.data_facts
+        case = Case(len(facts["classes"]), facts["channels"], (facts["size"][0], facts["size"][1]))
+        treatments = recipe.parsed_treatments()
+        augment, _ = treated_augmentation(recipe.data.augment, treatments, self.network.backbone, case)
+        decayed = {id(parameter) for parameter in decayed_parameters(self.network)}
+        names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
+        return Training(augment, recipe.optimizer.weight_decay, names)
 
 
 def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_weights: bool = False) -> Target:

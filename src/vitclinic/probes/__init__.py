@@ -5,11 +5,11 @@ from vitclinic.probes.cost import Cost
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
-from vitclinic.probes.records import conditions_of
+from vitclinic.probes.records import conditions_of, seen_by
 from vitclinic.probes.registry import known_probes, parse_probes, register
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.running import estimated_seconds, measure
-from vitclinic.probes.subject import Subject
+from vitclinic.probes.subject import Subject, Training
 
 __all__ = [
     "Cost",
@@ -22,6 +22,7 @@ __all__ = [
     "StreamingProbe",
     "Subject",
     "Tally",
+    "Training",
     "conditions_of",
     "estimated_seconds",
     "known_probes",
@@ -31,5 +32,6 @@ __all__ = [
     "parameters_by_unit",
     "parse_probes",
     "register",
+    "seen_by",
     "unit_row",
 ]

@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
     """Why `probe` cannot measure `subject`: a DoesNotApply, or the error of a network or a probe that is broken."""
     try:
+        subject = probe.view(subject)
         _check_applies(probe, subject)
         probe.forwards(subject)
         stated_conditions(probe, subject)

@@ -55,6 +55,10 @@ class Probe(Config):
         """
         raise TypeError(f"{type(self).__name__} does not say what it costs.")
 
+    def view(self, subject: Subject) -> Subject:
+        """What it measures, where an owning probe has its own choice of images: `subject.on("train", 256)`."""
+        return subject
+
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """What else than subject, data, options and seed the result depends on, as plain data."""
         return {}

@@ -22,11 +22,21 @@ _NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
 
 def recorded(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
     """The measurement; a result that cannot be recorded is a failure too."""
+    subject = seen_by(probe, subject)
     try:
         return _record(probe, subject, outcome, duration)
     except Exception as error:  # a probe may return anything
         log.info("the result of %s cannot be recorded", probe.name, exc_info=error)
         return _record(probe, subject, error, duration)
+
+
+def seen_by(probe: Probe, subject: Subject) -> Subject:
+    """What a probe looks at; the subject itself if the probe cannot see what it wants, and so fails."""
+    try:
+        return probe.view(subject)
+    except Exception as error:  # a probe may raise anything
+        log.info("%s cannot see %s", probe.name, subject.name, exc_info=error)
+        return subject
 
 
 def stated_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:

@@ -58,9 +58,10 @@ def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe
         seconds = time.perf_counter() - started
         yield from ((streaming[name], outcome, seconds) for name, outcome in outcomes.items())
     for probe in owning:
-        subject.batch_size = batch_size
+        view = probe.view(subject)
+        view.batch_size = batch_size
         started = time.perf_counter()
-        outcomes = _attempted(subject, [probe.name], partial(_measured, subject, probe))
+        outcomes = _attempted(view, [probe.name], partial(_measured, view, probe))
         yield probe, outcomes[probe.name], time.perf_counter() - started
 
 
@@ -92,7 +93,7 @@ def estimated_seconds(subject: Subject, probes: Iterable[Probe]) -> float:
         return math.nan
     finally:
         subject.batch_size = batch_size
-    return seconds * (shared + sum(probe.forwards(subject) for probe in applicable))
+    return seconds * (shared + sum(probe.forwards(probe.view(subject)) for probe in applicable))
 
 
 def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[str, Outcome]]) -> dict[str, Outcome]:

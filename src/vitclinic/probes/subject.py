@@ -6,7 +6,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
-from vitclinic.data import Batch, Dataset, Split, evaluation_batches
+from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches
 from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
 from vitclinic.errors import AnatomyError, DataError, ModelError
@@ -24,12 +24,25 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many images are done, how many there are)."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """How a network was trained: what a probe of its loss repeats."""
+
+    augment: Augment
+    """What its images went through, mixing included."""
+    decay: float
+    """Its weight decay."""
+    decayed: frozenset[str]
+    """The names of the parameters that it acted on."""
+
+
 class Subject:
     """A network that takes pixels in [0, 1], and at most `limit` images of one split of the data.
 
     The images are the first of the split's stratified order, so that a smaller limit is part of a larger one.
     `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
-    `output_names` are the classes that the network's outputs mean, where that is known.
+    `output_names` are the classes that the network's outputs mean, and `training` how it was trained, where that is
+    known.
     """
 
     def __init__(
@@ -43,16 +56,37 @@ class Subject:
         batch_size: int = 64,
         seed: int = 0,
         output_names: tuple[str, ...] | None = None,
+        training: Training | None = None,
         progress: Progress = lambda what, done, total: None,
     ) -> None:
         self.network = network
         self.name = name
         self.split = split
         self.dataset = _limited(dataset, split, limit)
+        self._whole = dataset
+        self._views: dict[tuple[str, int | None], Subject] = {}
         self.batch_size = batch_size
         self.seed = seed
         self.output_names = output_names
+        self.training = training
         self.progress = progress
+
+    def on(self, split: str, limit: int | None = None) -> Subject:
+        """The same network with at most `limit` images of that split; the same object for the same question."""
+        if (split, limit) not in self._views:
+            self._views[split, limit] = Subject(
+                self.network,
+                self._whole,
+                name=self.name,
+                split=split,
+                limit=limit,
+                batch_size=self.batch_size,
+                seed=self.seed,
+                output_names=self.output_names,
+                training=self.training,
+                progress=self.progress,
+            )
+        return self._views[split, limit]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -84,6 +118,17 @@ class Subject:
     def batches(self) -> Iterator[Batch]:
         """All images in order, unaugmented, where the network can take them; the last batch may be smaller."""
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size):
+            yield batch.to(self.device, self.dtype)
+
+    def augmented_batches(self, size: int, count: int) -> Iterator[Batch]:
+        """The first `count` batches of `size` training images as its training would have shown them with this seed.
+
+        Without a known training, the images as they are.
+        """
+        augment = Augment(level="none") if self.training is None else self.training.augment
+        stream = TrainingStream(self.dataset, augment, self.seed)
+        places = (range(start, start + size) for start in range(0, count * size, size))
+        for batch in stream.batches(places, workers=0):
             yield batch.to(self.device, self.dtype)
 
     def logits(self, images: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ import time
 import torch
 
 from vitclinic.data import Dataset, evaluation_batches
+from vitclinic.durations import seconds
 from vitclinic.training.distributed import World
 from vitclinic.training.loop import Trainer
-from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe, seconds
+from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
 from vitclinic.training.schedule import in_steps
 
 _WARM_UP, _MEASURED = 2, 5

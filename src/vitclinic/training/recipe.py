@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from vitclinic.config import Config
 from vitclinic.data import DataConfig
+from vitclinic.durations import Time
 from vitclinic.training.optimizer import OptimizerConfig
 from vitclinic.training.schedule import Duration, ScheduleConfig
 from vitclinic.training.task import LossConfig
@@ -21,29 +21,6 @@ SCHEMA = 1
 
 DEFAULT_EPOCHS = 30
 LENGTHS = ("epochs", "steps", "max_time")
-
-_TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?\s*(?:(\d+(?:\.\d+)?)m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)s?)?")
-
-
-def seconds(text: str | int | float) -> float:
-    """`90`, `"90s"`, `"3m"`, `"1h30m"` as seconds.
-
-    Example:
-        >>> seconds("3m"), seconds("1h30m"), seconds(90)
-        (180.0, 5400.0, 90.0)
-    """
-    match = _TIME.fullmatch(str(text).strip())
-    if match is None or not any(match.groups()):
-        raise ValueError("write a time such as 90s, 3m or 1h30m")
-    hours, minutes, rest = (float(part or 0) for part in match.groups())
-    return 3600 * hours + 60 * minutes + rest
-
-
-def _checked_time(value: str | int | float) -> str | int | float:
-    if seconds(value) <= 0:
-        raise ValueError("the time must be longer than nothing")
-    return value
-
 
 Side = Annotated[int, Field(ge=1)]
 
@@ -102,7 +79,7 @@ class Recipe(Config):
     schedule: ScheduleConfig = ScheduleConfig()
     epochs: Annotated[float, Field(gt=0)] | None = None
     steps: Annotated[int, Field(ge=1)] | None = None
-    max_time: Annotated[str | int | float, AfterValidator(_checked_time)] | None = None
+    max_time: Time | None = None
     batch_size: Annotated[int, Field(ge=1)] = Field(128, description="images a step, over all processes")
     accumulate: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches that a batch is computed in")
     clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest gradient norm")

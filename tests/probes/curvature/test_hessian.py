@@ -91,6 +91,12 @@ def test_a_block_is_the_submatrix() -> None:
     with surface.measured():
         vectors, found = products(Hessian(surface), surface.size)
     torch.testing.assert_close(found, vectors @ dense("vit")[rows][:, rows], rtol=1e-9, atol=1e-9)
+    whole = LossSurface(net, data, decay=0.2)
+    with whole.measured():
+        product, size = Hessian(whole).block(list(chosen))
+        assert size == surface.size
+        shared = torch.stack([product(vector) for vector in vectors])
+    torch.testing.assert_close(shared, found + 0.2 * vectors, rtol=1e-9, atol=1e-9)
 
 
 def test_top_eigenvalues_equal_those_of_the_dense_matrix(name: str, net: nn.Module) -> None:

@@ -8,7 +8,7 @@ that memory is bounded by one batch's graph.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,6 @@ class Hessian:
         self.products = 0
         self.graph_bytes = 0
         self._kept: list[_Gradient | None] = []
-        self._shift = surface.decay * surface.decay_mask() if surface.decay else None
 
     @property
     def keeps(self) -> bool:
@@ -47,21 +46,44 @@ class Hessian:
 
     def product(self, vector: Tensor) -> Tensor:
         """H v, [n]."""
+        return self._product(vector, range(len(self.surface.weights)))
+
+    def block(self, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], int]:
+        """Products with the diagonal block of the parameters `names`, from the same graphs, and the block's size.
+
+        Only the way from these parameters to these parameters is differentiated.
+        """
+        at = {name: index for index, name in enumerate(self.surface.parameters)}
+        chosen = [at[name] for name in names]
+        size = sum(self.surface.weights[index].numel() for index in chosen)
+        return lambda vector: self._product(vector, chosen), size
+
+    def _product(self, vector: Tensor, chosen: Sequence[int]) -> Tensor:
         surface = self.surface
-        parts = surface.split(vector)
+        weights = [surface.weights[index] for index in chosen]
+        sizes = [weight.numel() for weight in weights]
+        along = {
+            at: piece.view_as(weight)
+            for at, piece, weight in zip(chosen, torch.split(vector, sizes), weights, strict=True)
+        }
         total = torch.zeros_like(vector)
+        into = [piece.view_as(weight) for piece, weight in zip(torch.split(total, sizes), weights, strict=True)]
         for index, batch in enumerate(surface.batches):
             gradient, kept = self._gradient(index, batch)
-            if not gradient.parts:
+            pairs = [(part, along[at]) for part, at in zip(gradient.parts, gradient.which, strict=True) if at in along]
+            if not pairs:
                 continue
-            along = [parts[at] for at in gradient.which]
-            found = torch.autograd.grad(gradient.parts, surface.weights, along, retain_graph=kept, allow_unused=True)
-            for target, part in zip(surface.split(total), found, strict=True):
+            parts, directions = zip(*pairs, strict=True)
+            found = torch.autograd.grad(parts, weights, directions, retain_graph=kept, allow_unused=True)
+            for target, part in zip(into, found, strict=True):
                 if part is not None:
                     target += part
         self.products += 1
         total = surface.summed(total.div_(surface.images))
-        return total if self._shift is None else total.addcmul_(self._shift, vector)
+        for at, target in zip(chosen, into, strict=True):
+            if surface.decay and surface.decayed[at]:
+                target.add_(along[at], alpha=surface.decay)
+        return total
 
     def release(self) -> None:
         """Let the kept graphs go."""

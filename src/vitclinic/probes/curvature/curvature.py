@@ -1,0 +1,56 @@
+"""What all curvature probes share: which images, how long, and the surface that they measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from vitclinic.data import Batch
+from vitclinic.durations import Time, seconds
+from vitclinic.probes.curvature.surface import LossSurface, Mode
+from vitclinic.probes.probe import Need, OwningProbe
+from vitclinic.probes.subject import Subject
+
+
+class CurvatureProbe(OwningProbe):
+    """A probe of the loss as a function of the weights, by default on training images [chen2022 App. F]."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
+
+    split: Literal["train", "val", "test"] = Field("train", description="which images")
+    images: Annotated[int, Field(ge=1)] = Field(256, description="how many of them")
+    batch_norm: Mode = Field("eval", description="BatchNorm by its running statistics (eval), or by the batch (train)")
+    budget: Time | None = Field(None, description="time after which the best estimate so far is the result, as in 2m")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on(self.split, self.images)
+
+    def surface(
+        self, subject: Subject, batches: Iterable[Batch] | None = None, *, regularised: bool = False
+    ) -> LossSurface:
+        """The loss on a subject's images (or on other batches), with the weight decay of its training if asked for."""
+        training = subject.training if regularised else None
+        decayed = None
+        if training is not None:
+            decayed = [p for name, p in subject.network.named_parameters() if name in training.decayed]
+        return LossSurface(
+            subject.network,
+            subject.batches() if batches is None else batches,
+            decay=0.0 if training is None else training.decay,
+            decayed=decayed,
+            mode=self.batch_norm,
+        )
+
+
+class Clock:
+    """How long a measurement may still take."""
+
+    def __init__(self, budget: str | int | float | None) -> None:
+        self.ends = None if budget is None else time.monotonic() + seconds(budget)
+
+    @property
+    def expired(self) -> bool:
+        return self.ends is not None and time.monotonic() >= self.ends
