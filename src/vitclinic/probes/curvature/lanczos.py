@@ -96,7 +96,8 @@ class Basis:
         fresh: Tensor = torch.randn(self.vectors.shape[1], generator=torch.Generator().manual_seed(m)).to(self.vectors)
         for _ in range(2):
             fresh = fresh - (self.vectors[:m] @ fresh) @ self.vectors[:m]
-        return fresh / fresh.norm()
+        unit: Tensor = fresh / fresh.norm()
+        return unit
 
     def restart(self, keep: NDArray[np.float64], values: NDArray[np.float64]) -> None:
         """Keep the Ritz vectors whose coefficients are the columns of `keep`, and the newest vector."""
