@@ -120,13 +120,13 @@ class Subject:
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size):
             yield batch.to(self.device, self.dtype)
 
-    def augmented_batches(self, size: int, count: int) -> Iterator[Batch]:
+    def augmented_batches(self, size: int, count: int, augment: bool = True) -> Iterator[Batch]:
         """The first `count` batches of `size` training images as its training would have shown them with this seed.
 
-        Without a known training, the images as they are.
+        Without a known training, or without `augment`, the images as they are.
         """
-        augment = Augment(level="none") if self.training is None else self.training.augment
-        stream = TrainingStream(self.dataset, augment, self.seed)
+        seen = self.training.augment if augment and self.training is not None else Augment(level="none")
+        stream = TrainingStream(self.dataset, seen, self.seed)
         places = (range(start, start + size) for start in range(0, count * size, size))
         for batch in stream.batches(places, workers=0):
             yield batch.to(self.device, self.dtype)

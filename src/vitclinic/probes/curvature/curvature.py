@@ -28,21 +28,20 @@ class CurvatureProbe(OwningProbe):
     def view(self, subject: Subject) -> Subject:
         return subject.on(self.split, self.images)
 
-    def surface(
-        self, subject: Subject, batches: Iterable[Batch] | None = None, *, regularised: bool = False
-    ) -> LossSurface:
-        """The loss on a subject's images (or on other batches), with the weight decay of its training if asked for."""
-        training = subject.training if regularised else None
-        decayed = None
-        if training is not None:
-            decayed = [p for name, p in subject.network.named_parameters() if name in training.decayed]
-        return LossSurface(
-            subject.network,
-            subject.batches() if batches is None else batches,
-            decay=0.0 if training is None else training.decay,
-            decayed=decayed,
-            mode=self.batch_norm,
-        )
+    def surface(self, subject: Subject) -> LossSurface:
+        """The loss on the subject's images."""
+        return surface_of(subject, subject.batches(), self.batch_norm)
+
+
+def surface_of(
+    subject: Subject, batches: Iterable[Batch], batch_norm: Mode = "eval", *, regularised: bool = False
+) -> LossSurface:
+    """The loss of a subject's network on some batches, with the weight decay of its training if asked for."""
+    training = subject.training if regularised else None
+    if training is None:
+        return LossSurface(subject.network, batches, mode=batch_norm)
+    decayed = [p for name, p in subject.network.named_parameters() if name in training.decayed]
+    return LossSurface(subject.network, batches, decay=training.decay, decayed=decayed, mode=batch_norm)
 
 
 class Clock:

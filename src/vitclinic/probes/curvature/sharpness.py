@@ -1,0 +1,194 @@
+"""How sharp the minimum is: largest eigenvalue, trace and spectral density of the Hessian [chen2022 App. F].
+
+The Hessian is that of the mean softmax cross-entropy over all the images, without regulariser, at the weights.
+
+    lambda_max   the eigenvalue of largest magnitude, with its sign; also of the diagonal blocks of the embedding, of
+                 all MSAs, of all MLPs, of all convs, and of each block of the network
+    trace        E[v^T H v] over vectors of random signs [Hutchinson 1990], with a t interval
+    density      of all eigenvalues: nodes and weights of stochastic Lanczos quadrature [Ghorbani et al. 2019]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.anatomy import Kind
+from vitclinic.data.randomness import torch_seed
+from vitclinic.errors import AnatomyError
+from vitclinic.measurement import Scalar, UnitRow
+from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
+from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs, quadrature
+from vitclinic.probes.parameters import parameters_by_unit
+from vitclinic.probes.probe import Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+Count = Annotated[int, Field(ge=0)]
+_GROUPS: dict[str, tuple[Kind, ...]] = {
+    "embedding": ("stem", "position"),
+    "msa": ("msa",),
+    "mlp": ("mlp", "token_mlp"),
+    "conv": ("conv",),
+}
+_PRODUCTS = 15
+"""What an eigenvalue takes as a rule, for the estimate of the cost."""
+_PASSES = 6
+"""A product costs about as much as so many forward passes."""
+
+
+@register
+class Sharpness(CurvatureProbe):
+    """Largest Hessian eigenvalue, whole and per component, trace and spectral density [chen2022 App. F]."""
+
+    name: ClassVar[str] = "sharpness"
+
+    images: Annotated[int, Field(ge=1)] = Field(128, description="how many of them")
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(1e-3, description="relative error of the eigenvalues")
+    max_products: Annotated[int, Field(ge=1)] = Field(200, description="Hessian-vector products an eigenvalue may take")
+    components: bool = Field(True, description="also of each component, where the network's anatomy is known")
+    trace_draws: Count = Field(10, description="random vectors of the trace; 0 leaves it out")
+    density_draws: Count = Field(1, description="random vectors of the density; 0 leaves it out")
+    density_steps: Annotated[int, Field(ge=2)] = Field(20, description="products for each of them")
+
+    def forwards(self, subject: Subject) -> float:
+        eigenvalues = 1 + (len(list(components(subject))) if self.components else 0)
+        products = _PRODUCTS * eigenvalues + self.trace_draws + self.density_draws * self.density_steps
+        return float(_PASSES * products * len(subject))
+
+    def measure(self, subject: Subject) -> Result:
+        surface = self.surface(subject)
+        with surface.measured():
+            surface.check()
+            return _Examination(self, subject, Hessian(surface)).result()
+
+
+class _Examination:
+    """The measurements in the order of their importance, as far as the budget goes."""
+
+    def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian) -> None:
+        self.probe, self.subject, self.hessian = probe, subject, hessian
+        self.clock = Clock(probe.budget)
+        self.expected = max(1, round(probe.forwards(subject) / len(subject) / _PASSES))
+        self.missing: list[str] = []
+        self.scalars: dict[str, Scalar] = {}
+        self.units: list[UnitRow] = []
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def result(self) -> Result:
+        surface = self.hessian.surface
+        self.scalars["loss"] = Scalar(value=surface.value())
+        self.scalars["lambda_max"] = self._largest("lambda_max", self.hessian.product, surface.size)
+        self._trace()
+        if self.probe.components:
+            self._components()
+        self._density()
+        self.scalars["products"] = Scalar(value=self.hessian.products)
+        reason = f"not converged: {', '.join(self.missing)}." if self.missing else None
+        status = "not_converged" if self.missing else "ok"
+        return Result(self.scalars, self.units, self.arrays, status, reason, self.probe.batch_norm)
+
+    def _largest(self, what: str, product: Callable[[Tensor], Tensor], size: int) -> Scalar:
+        def go_on(products: int, found: object) -> bool:
+            self._tell()
+            return not self.clock.expired
+
+        probe = self.probe
+        found: Eigenpairs = largest_eigenpairs(
+            product,
+            self._random(what, size),
+            1,
+            tolerance=probe.tolerance,
+            max_products=probe.max_products,
+            go_on=go_on,
+        )
+        if not found.converged:
+            self.missing.append(what)
+        value, error = float(found.values[0]), float(found.errors[0])
+        return Scalar(value=value, low=value - error, high=value + error)
+
+    def _trace(self) -> None:
+        running = RunningMean()
+        surface = self.hessian.surface
+        for draw in range(self.probe.trace_draws):
+            if self.clock.expired:
+                self.missing.append(f"trace ({draw} of {self.probe.trace_draws} draws)")
+                break
+            signs = self._random(f"trace {draw}", surface.size).sign()
+            running.add([float(signs.double() @ self.hessian.product(signs).double())])
+            self._tell()
+        if running.n:
+            mean, half = float(running.mean), float(running.half_width())
+            certain = running.n > 1
+            low, high = (mean - half, mean + half) if certain else (None, None)
+            self.scalars["trace"] = Scalar(value=mean, low=low, high=high, n=running.n)
+
+    def _components(self) -> None:
+        for component, row, owned in components(self.subject):
+            if self.clock.expired:
+                self.missing.append(f"lambda_max of {component}")
+                continue
+            product, size = self.hessian.block(owned)
+            found = self._largest(f"lambda_max of {component}", product, size)
+            if row is None:
+                self.scalars[f"lambda_max_{component}"] = found
+            else:
+                self.units.append(row.model_copy(update={"values": {"lambda_max": found}}))
+
+    def _density(self) -> None:
+        surface, probe = self.hessian.surface, self.probe
+        nodes, weights = [], []
+        for draw in range(probe.density_draws):
+            if self.clock.expired:
+                self.missing.append(f"density ({draw} of {probe.density_draws} draws)")
+                break
+            start = self._random(f"density {draw}", surface.size).sign()
+            found = quadrature(self._told(self.hessian.product), start, probe.density_steps)
+            nodes.append(found[0])
+            weights.append(found[1])
+        if nodes:
+            self.arrays["density_nodes"] = np.concatenate(nodes)
+            self.arrays["density_weights"] = np.concatenate(weights) / len(nodes)
+
+    def _told(self, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def telling(vector: Tensor) -> Tensor:
+            self._tell()
+            return product(vector)
+
+        return telling
+
+    def _tell(self) -> None:
+        done = self.hessian.products
+        self.subject.progress("sharpness, products", done, max(done, self.expected))
+
+    def _random(self, what: str, size: int) -> Tensor:
+        like = self.hessian.surface.weights[0]
+        generator = torch.Generator().manual_seed(torch_seed(f"sharpness {what}", self.subject.seed))
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(like)
+
+
+def components(subject: Subject) -> Iterator[tuple[str, UnitRow | None, list[str]]]:
+    """Of every diagonal block its name, the row it is reported in (None: a scalar), and its parameters' names.
+
+    None where the network's structure is not known: the numbers of the whole network need no anatomy.
+    """
+    try:
+        anatomy = subject.anatomy
+    except AnatomyError:
+        return
+    names = {id(p): name for name, p in subject.network.named_parameters()}
+    owned = {unit: [names[id(p)] for p in found] for unit, found in parameters_by_unit(anatomy).items()}
+    for group, kinds in _GROUPS.items():
+        units = anatomy.of_kind(*kinds)
+        if together := [name for unit in units for name in owned[unit.name]]:
+            yield group, None, together
+    for block in anatomy.blocks:
+        row = UnitRow(name=block.name, kind="block", stage=block.stage, depth=block.units[0].depth, values={})
+        yield block.name, row, [name for unit in block.units for name in owned[unit.name]]

@@ -1,0 +1,130 @@
+"""The Hessian max-eigenvalue spectrum [park2022 App. A].
+
+One mini-batch at a time, of training images as training showed them: the eigenvalues of largest magnitude, with their
+sign, of the Hessian of cross-entropy + (wd/2)|w|^2. Over many mini-batches, their density is the spectrum;
+
+    NEP  the share of them that is negative
+    APE  the mean of the positive ones
+
+both with an interval by the jackknife over mini-batches, whose eigenvalues belong together. The regulariser shifts the
+eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are in the loss; dropout and stochastic depth
+are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from vitclinic.data.randomness import torch_seed
+from vitclinic.durations import Time
+from vitclinic.measurement import Scalar
+from vitclinic.probes.curvature.curvature import Clock, surface_of
+from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
+from vitclinic.probes.curvature.surface import LossSurface, Mode
+from vitclinic.probes.probe import Need, OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+Count = Annotated[int, Field(ge=1)]
+Values = NDArray[np.float64]
+_PRODUCTS, _PASSES = 25, 6
+"""What a mini-batch takes as a rule: products, and forward passes a product."""
+
+
+@register
+class HessianSpectrum(OwningProbe):
+    """Top Hessian eigenvalues of training mini-batches: their spectrum, NEP and APE [park2022 Fig. 1c, 4]."""
+
+    name: ClassVar[str] = "hessian_spectrum"
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
+
+    batches: Count = Field(16, description="how many mini-batches")
+    batch: Count = Field(16, description="images in each")
+    top: Count = Field(5, description="eigenvalues of each")
+    augment: bool = Field(True, description="the images as the run's training showed them, where that is known")
+    regulariser: bool = Field(True, description="with the run's weight decay in the loss, where that is known")
+    batch_norm: Mode = Field("eval", description="BatchNorm by its running statistics (eval), or by the batch (train)")
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(1e-3, description="relative error of the eigenvalues")
+    max_products: Count = Field(200, description="Hessian-vector products a mini-batch may take")
+    budget: Time | None = Field(None, description="time after which the mini-batches so far are the result, as in 2m")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on("train")
+
+    def forwards(self, subject: Subject) -> float:
+        return float(_PASSES * _PRODUCTS * self.batches * self.batch)
+
+    def measure(self, subject: Subject) -> Result:
+        clock = Clock(self.budget)
+        found: list[Eigenpairs] = []
+        drawn = subject.augmented_batches(self.batch, self.batches, self.augment)
+        for number, batch in enumerate(drawn):
+            if clock.expired:
+                break
+            surface = surface_of(subject, [batch], self.batch_norm, regularised=self.regulariser)
+            with surface.measured():
+                if number == 0:
+                    surface.check()
+                found.append(self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed)))
+            subject.progress("hessian_spectrum, mini-batches", number + 1, self.batches)
+        return self._result(found)
+
+    def _top(self, surface: LossSurface, seed: int) -> Eigenpairs:
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(surface.size, generator=generator, dtype=torch.float64).to(surface.weights[0])
+        return largest_eigenpairs(
+            Hessian(surface).product, start, self.top, tolerance=self.tolerance, max_products=self.max_products
+        )
+
+    def _result(self, found: list[Eigenpairs]) -> Result:
+        values = np.stack([pairs.values for pairs in found])
+        scalars = {
+            "nep": jackknifed(values, negative_share),
+            "ape": jackknifed(values, positive_mean),
+            "largest": Scalar(value=float(values.max()), n=len(values)),
+            "smallest": Scalar(value=float(values.min()), n=len(values)),
+            "products": Scalar(value=sum(pairs.products for pairs in found)),
+        }
+        arrays = {
+            "eigenvalues": values,
+            "residuals": np.stack([pairs.residuals for pairs in found]),
+            "errors": np.stack([pairs.errors for pairs in found]),
+        }
+        missing = []
+        if len(found) < self.batches:
+            missing.append(f"{len(found)} of {self.batches} mini-batches within the budget")
+        if loose := sum(not pairs.converged for pairs in found):
+            missing.append(f"{loose} of {len(found)} mini-batches not converged in {self.max_products} products")
+        status = "not_converged" if missing else "ok"
+        return Result(scalars, (), arrays, status, "; ".join(missing) + "." if missing else None, self.batch_norm)
+
+
+def negative_share(values: Values) -> float:
+    """NEP of eigenvalues of any shape."""
+    return float((values < 0).mean())
+
+
+def positive_mean(values: Values) -> float:
+    """APE of eigenvalues of any shape; 0 where none is positive."""
+    positive = values[values > 0]
+    return float(positive.mean()) if positive.size else 0.0
+
+
+def jackknifed(values: Values, statistic: Callable[[Values], float]) -> Scalar:
+    """A statistic of all rows of `values`, with its 95% t interval from leaving out one row at a time."""
+    whole, n = statistic(values), len(values)
+    if n < 2:
+        return Scalar(value=whole, n=n)
+    from scipy.special import stdtrit  # a tenth of a second that only this needs
+
+    without = np.array([statistic(np.delete(values, row, axis=0)) for row in range(n)])
+    error = np.sqrt((n - 1) / n * np.square(without - without.mean()).sum())
+    half = float(stdtrit(n - 1, 0.975)) * float(error)
+    return Scalar(value=whole, low=whole - half, high=whole + half, n=n)
