@@ -1,0 +1,150 @@
+"""The probes `sharpness` and `hessian_spectrum` against dense float64 Hessians."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.probes import subjects
+from tests.probes.curvature.networks import CLASSES, SIZE, dense_hessian, network
+from vitclinic.data import Augment, Dataset
+from vitclinic.measurement import Measurement
+from vitclinic.probes import Subject, Training, measure, parse_probes
+from vitclinic.probes.curvature.sharpness import components
+from vitclinic.probes.curvature.spectrum import jackknifed, negative_share, positive_mean
+
+
+def data(count: int = 13) -> Dataset:
+    whole = subjects.noise(count, CLASSES)
+    split = whole.train
+    split.images.pixels = split.images.pixels[:, :SIZE, :SIZE]
+    return replace(whole, size=(SIZE, SIZE))
+
+
+def patient(name: str, **options: object) -> Subject:
+    return Subject(network(name), data(), batch_size=5, **options)
+
+
+def measured(subject: Subject, **entry: object) -> Measurement:
+    (measurement,) = measure(subject, parse_probes([entry]))
+    return measurement
+
+
+@cache
+def dense(name: str) -> Tensor:
+    subject = patient(name).on("train", 13)
+    return dense_hessian(subject.network.eval(), list(subject.batches()))
+
+
+def largest(matrix: Tensor) -> float:
+    values = torch.linalg.eigvalsh(matrix)
+    return float(values[values.abs().argmax()])
+
+
+@pytest.mark.parametrize("name", ["vit", "convnet"])
+def test_lambda_max_and_trace_are_those_of_the_dense_matrix(name: str) -> None:
+    found = measured(patient(name), sharpness={"tolerance": 1e-8, "trace_draws": 40})
+    assert found.status == "ok", found.reason
+    assert found.scalars["lambda_max"].value == pytest.approx(largest(dense(name)), rel=1e-6)
+    trace = found.scalars["trace"]
+    error = (trace.high - trace.low) / 4  # about the standard error
+    assert abs(trace.value - float(dense(name).trace())) < 4 * error
+
+
+def test_components_are_the_diagonal_blocks() -> None:
+    subject = patient("vit")
+    found = measured(subject, sharpness={"tolerance": 1e-8})
+    names = [name for name, _ in subject.network.named_parameters()]
+    sizes = [p.numel() for p in subject.network.parameters()]
+    offsets = np.cumsum([0, *sizes])
+    values = {name: scalar.value for name, scalar in found.scalars.items()}
+    values |= {row.name: row.values["lambda_max"].value for row in found.units}
+    seen = []
+    for component, row, owned in components(subject):
+        rows = torch.cat([torch.arange(offsets[names.index(n)], offsets[names.index(n) + 1]) for n in owned])
+        exact = largest(dense("vit")[rows][:, rows])
+        assert values[component if row else f"lambda_max_{component}"] == pytest.approx(exact, rel=1e-6)
+        seen.append(component)
+    assert seen == ["embedding", "msa", "mlp", "blocks.0", "blocks.1"]
+
+
+def test_the_densitys_moments_are_those_of_the_random_vectors() -> None:
+    """With one draw v of signs, sum weight node^k = v^T H^k v / |v|^2: of the trace in expectation."""
+    found = measured(patient("vit"), sharpness={"density_draws": 20, "density_steps": 4, "components": False})
+    nodes, weights = found.arrays["density_nodes"], found.arrays["density_weights"]
+    assert weights.sum() == pytest.approx(1)
+    matrix, n = dense("vit"), len(dense("vit"))
+    for power in (1, 2):
+        exact = float(torch.linalg.matrix_power(matrix, power).trace()) / n
+        off = torch.linalg.matrix_power(matrix, power)
+        spread = float((2 * (off.square().sum() - off.diagonal().square().sum())).sqrt()) / n / 20**0.5
+        assert abs((weights * nodes**power).sum() - exact) < 4 * spread
+
+
+def test_a_network_without_anatomy_has_no_components_and_is_measured() -> None:
+    found = measured(patient("mlp"), sharpness={})
+    assert found.status == "ok"
+    assert not found.units
+    assert "lambda_max_msa" not in found.scalars
+
+
+def test_a_spent_budget_gives_what_there_is_and_says_so() -> None:
+    found = measured(patient("vit"), sharpness={"budget": 0.001})
+    assert found.status == "not_converged"
+    assert "lambda_max" in found.reason
+    assert "trace (0 of 10 draws)" in found.reason
+    assert np.isfinite(found.scalars["lambda_max"].value)
+
+
+def test_the_batch_size_does_not_matter() -> None:
+    one, other = patient("vit"), patient("vit")
+    other.batch_size = 4
+    a, b = (measured(s, sharpness={"components": False, "tolerance": 1e-9}) for s in (one, other))
+    assert a.scalars["lambda_max"].value == pytest.approx(b.scalars["lambda_max"].value, rel=1e-9)
+
+
+def test_the_spectrum_is_that_of_each_regularised_mini_batch() -> None:
+    decayed = frozenset(name for name, _ in network("vit").named_parameters())
+    training = Training(Augment(level="none", mixup=0.4), 0.3, decayed)
+    subject = patient("vit", training=training)
+    options = {"batches": 3, "batch": 6, "top": 4, "tolerance": 1e-8}
+    found = measured(subject, hessian_spectrum=options)
+    assert found.status == "ok", found.reason
+    view = subject.on("train")
+    values = []
+    for batch in view.augmented_batches(6, 3):
+        assert batch.targets.ndim == 2  # mixed
+        exact = torch.linalg.eigvalsh(dense_hessian(view.network.eval(), [batch], decay=0.3))
+        values.append(exact[exact.abs().argsort(descending=True)][:4].numpy())
+    np.testing.assert_allclose(found.arrays["eigenvalues"], np.stack(values), rtol=1e-6)
+    assert found.scalars["nep"].value == pytest.approx((np.stack(values) < 0).mean())
+    plain = measured(subject, hessian_spectrum={**options, "regulariser": False})
+    assert not np.allclose(plain.arrays["eigenvalues"], found.arrays["eigenvalues"])
+
+
+def test_a_spent_budget_of_the_spectrum() -> None:
+    found = measured(patient("mlp"), hessian_spectrum={"batches": 50, "batch": 4, "top": 2, "budget": 0.05})
+    assert found.status == "not_converged"
+    assert "of 50 mini-batches" in found.reason
+
+
+def test_jackknife_of_a_mean_is_the_t_interval() -> None:
+    """Of a plain mean the jackknife's standard error is s / sqrt(n)."""
+    values = np.array([[1.0], [2.0], [4.0], [7.0]])
+    found = jackknifed(values, lambda v: float(v.mean()))
+    from scipy import stats
+
+    low, high = stats.t.interval(0.95, 3, loc=3.5, scale=stats.sem([1, 2, 4, 7]))
+    assert (found.low, found.high) == pytest.approx((low, high))
+
+
+def test_nep_and_ape() -> None:
+    values = np.array([[2.0, -1.0], [4.0, -3.0]])
+    assert negative_share(values) == 0.5
+    assert positive_mean(values) == 3.0
+    assert positive_mean(-np.abs(values)) == 0.0
