@@ -8,7 +8,7 @@ end gives the result. An *owning* probe has passes of its own: `measure`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from numpy.typing import NDArray
@@ -38,6 +38,10 @@ class Result:
     status: Literal["ok", "not_converged"] = "ok"
     reason: str | None = None
     mode: Literal["eval", "train"] = "eval"
+
+    def unless(self, reason: str | None) -> Result:
+        """The same, not converged for that reason if there is one."""
+        return self if reason is None else replace(self, status="not_converged", reason=reason)
 
 
 class Probe(Config):

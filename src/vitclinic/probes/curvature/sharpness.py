@@ -91,9 +91,8 @@ class _Examination:
             self._components()
         self._density()
         self.scalars["products"] = Scalar(value=self.hessian.products)
-        reason = f"not converged: {', '.join(self.missing)}." if self.missing else None
-        status = "not_converged" if self.missing else "ok"
-        return Result(self.scalars, self.units, self.arrays, status, reason, self.probe.batch_norm)
+        found = Result(self.scalars, self.units, self.arrays, mode=self.probe.batch_norm)
+        return found.unless(f"not converged: {', '.join(self.missing)}." if self.missing else None)
 
     def _largest(self, what: str, product: Callable[[Tensor], Tensor], size: int) -> Scalar:
         def go_on(products: int, found: object) -> bool:
