@@ -13,7 +13,7 @@ from rich.table import Table
 
 from vitclinic.clinic.examine import Exam, Watcher
 from vitclinic.measurement import Measurement, Scalar
-from vitclinic.probes import Probe, Subject
+from vitclinic.probes import Probe, Subject, seen_by
 
 _WORDS = {"not_converged": "has not converged", "does_not_apply": "does not apply", "failed": "failed"}
 
@@ -45,10 +45,13 @@ class Display(Watcher):
         self.on_progress(what, done, total)
 
     def on_subject(self, subject: Subject, to_do: Sequence[Probe], seconds: float) -> None:
+        names = []
+        for probe in to_do:
+            view = seen_by(probe, subject)
+            names.append(probe.name if view is subject else f"{probe.name} (on {_images(view)})")
         self.console.print(
-            f"[bold]{escape(subject.name)}[/] on {len(subject)} {subject.split} image{'s' * (len(subject) != 1)} of"
-            f" [bold]{escape(subject.dataset.name)}[/]: {', '.join(probe.name for probe in to_do)},"
-            f" about {_duration(seconds)}",
+            f"[bold]{escape(subject.name)}[/] on {_images(subject)} of [bold]{escape(subject.dataset.name)}[/]:"
+            f" {', '.join(names)}, about {_duration(seconds)}",
             soft_wrap=True,
         )
 
@@ -56,6 +59,10 @@ class Display(Watcher):
         if what not in self.tasks:
             self.tasks[what] = self.bar.add_task(escape(what), total=total)
         self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
+
+
+def _images(subject: Subject) -> str:
+    return f"{len(subject)} {subject.split} image{'s' * (len(subject) != 1)}"
 
 
 def show_exams(exams: Sequence[Exam], console: Console) -> None:

@@ -102,8 +102,8 @@ class HessianSpectrum(OwningProbe):
             missing.append(f"{len(found)} of {self.batches} mini-batches within the budget")
         if loose := sum(not pairs.converged for pairs in found):
             missing.append(f"{loose} of {len(found)} mini-batches not converged in {self.max_products} products")
-        found = Result(scalars, arrays=arrays, mode=self.batch_norm)
-        return found.unless("; ".join(missing) + "." if missing else None)
+        result = Result(scalars, arrays=arrays, mode=self.batch_norm)
+        return result.unless("; ".join(missing) + "." if missing else None)
 
 
 def negative_share(values: Values) -> float:
