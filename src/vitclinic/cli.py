@@ -200,10 +200,10 @@ def _resumable() -> Iterator[None]:
 
 def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dict[str, Any]]]:
     """`a,b` and `b.option=value` as {name: options}; options of a probe that is not named are a mistake."""
-    from vitclinic.probes import known_probes
+    from vitclinic.probes import usual_probes
     from vitclinic.training.overrides import parse_yaml
 
-    chosen = list(known_probes()) if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    chosen = usual_probes() if names is None else [name.strip() for name in names.split(",") if name.strip()]
     options: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for setting in settings:
         path, equals, value = setting.partition("=")

@@ -8,7 +8,7 @@ from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
 from vitclinic.probes.records import conditions_of, seen_by
-from vitclinic.probes.registry import known_probes, parse_probes, register
+from vitclinic.probes.registry import known_probes, parse_probes, register, usual_probes
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.running import estimated_seconds, measure
 from vitclinic.probes.subject import Subject, Training
@@ -38,4 +38,5 @@ __all__ = [
     "register",
     "seen_by",
     "unit_row",
+    "usual_probes",
 ]

@@ -49,6 +49,8 @@ class Probe(Config):
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
+    by_default: ClassVar[bool] = True
+    """Whether it is meant where no probe is named; one that takes minutes is not."""
     revision: ClassVar[int] = 1
     """To be raised when the same options come to mean another number: stored results are then not reused."""
 

@@ -38,12 +38,17 @@ def _load_entry_points() -> None:
         register(entry_point.load())
 
 
+def usual_probes() -> list[str]:
+    """The names of the probes that are meant where none is named: those that take seconds."""
+    return [name for name, probe in known_probes().items() if probe.by_default]
+
+
 def parse_probes(entries: Sequence[Any] | None) -> list[Probe]:
-    """`["norms", {"cost": {"repeats": 20}}]` as probes, in order; None means all of them."""
+    """`["norms", {"cost": {"repeats": 20}}]` as probes, in order; None means the usual ones."""
     if entries is None:
-        entries = list(known_probes())
+        entries = usual_probes()
     if not entries:
-        raise RecipeError("'probes' is empty; name some of `vitclinic list probes`, or leave it out for all.")
+        raise RecipeError("'probes' is empty; name some of `vitclinic list probes`, or leave it out.")
     probes = [_parse(entry) for entry in entries]
     names = [probe.name for probe in probes]
     for name in names:

@@ -19,6 +19,7 @@ class CurvatureProbe(OwningProbe):
     """A probe of the loss as a function of the weights, by default on training images [chen2022 App. F]."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
+    by_default: ClassVar[bool] = False
 
     split: Literal["train", "val", "test"] = Field("train", description="which images")
     images: Annotated[int, Field(ge=1)] = Field(256, description="how many of them")

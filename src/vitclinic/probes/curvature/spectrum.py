@@ -44,6 +44,7 @@ class HessianSpectrum(OwningProbe):
 
     name: ClassVar[str] = "hessian_spectrum"
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
+    by_default: ClassVar[bool] = False
 
     batches: Count = Field(16, description="how many mini-batches")
     batch: Count = Field(16, description="images in each")
