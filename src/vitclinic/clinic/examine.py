@@ -96,8 +96,9 @@ class Examination:
     """What is measured, on what and where it is stored: the same for all targets.
 
     `probes` are names or {name: {option: value}}, by default those that take seconds; `split` and `limit` (at most so
-    many images) say what of the data is used (curvature probes have their own say in that), `size` at how many pixels a side if the network leaves that open; `out` is where results
-    go instead of `exams/`; with `fresh` stored results are not reused; `random_weights` is for library targets.
+    many images) say what of the data is used (curvature probes have their own say in that), `size` at how many pixels a
+    side if the network leaves that open; `out` is where results go instead of `exams/`; with `fresh` stored results are
+    not reused; `random_weights` is for library targets.
     """
 
     def __init__(
