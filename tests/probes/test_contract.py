@@ -9,7 +9,7 @@ import torch
 
 from tests.probes.subjects import NETWORKS, subject
 from vitclinic.measurement import Measurement
-from vitclinic.probes import estimated_seconds, known_probes, measure, parse_probes
+from vitclinic.probes import estimated_seconds, known_probes, measure, parse_probes, seen_by
 from vitclinic.probes.restoring import _TABLES, left_as_it_was
 
 
@@ -46,7 +46,7 @@ def exams():
             unusual(patient.network)
             before = photograph(patient.network)
             (measurement,) = measure(patient, [probe])
-            found[probe.name, name] = (measurement, before, photograph(patient.network), patient)
+            found[probe.name, name] = (measurement, before, photograph(patient.network), seen_by(probe, patient))
     return found
 
 

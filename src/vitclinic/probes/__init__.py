@@ -2,6 +2,7 @@
 
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.cost import Cost
+from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
@@ -12,6 +13,7 @@ from vitclinic.probes.running import estimated_seconds, measure
 from vitclinic.probes.subject import Subject, Training
 
 __all__ = [
+    "NTK",
     "Cost",
     "DoesNotApply",
     "Need",
