@@ -3,6 +3,7 @@
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.ntk import NTK
+from vitclinic.probes.curvature.trajectory import Trajectory
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
@@ -10,7 +11,7 @@ from vitclinic.probes.records import conditions_of, seen_by
 from vitclinic.probes.registry import known_probes, parse_probes, register
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.running import estimated_seconds, measure
-from vitclinic.probes.subject import Subject, Training
+from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
     "NTK",
@@ -19,12 +20,14 @@ __all__ = [
     "Need",
     "Norms",
     "OwningProbe",
+    "PastWeights",
     "Probe",
     "Result",
     "StreamingProbe",
     "Subject",
     "Tally",
     "Training",
+    "Trajectory",
     "conditions_of",
     "estimated_seconds",
     "known_probes",
