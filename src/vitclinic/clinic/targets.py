@@ -22,6 +22,7 @@ from timm.models import is_model
 from torch import nn
 
 from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchvision, seeded
+from vitclinic.clinic.past import past_weights
 from vitclinic.data import DataConfig
 from vitclinic.data.decoding import Size
 from vitclinic.errors import ModelError, RecipeError, did_you_mean
@@ -69,7 +70,7 @@ class Target:
         augment, _ = treated_augmentation(recipe.data.augment, treatments, self.network.backbone, case)
         decayed = {id(parameter) for parameter in decayed_parameters(self.network)}
         names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
-        return Training(augment, recipe.optimizer.weight_decay, names)
+        return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))
 
 
 def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_weights: bool = False) -> Target:

@@ -2,8 +2,10 @@
 
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.cost import Cost
+from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
 from vitclinic.probes.curvature.spectrum import HessianSpectrum
+from vitclinic.probes.curvature.trajectory import Trajectory
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
@@ -11,15 +13,17 @@ from vitclinic.probes.records import conditions_of, seen_by
 from vitclinic.probes.registry import known_probes, parse_probes, register, usual_probes
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.running import estimated_seconds, measure
-from vitclinic.probes.subject import Subject, Training
+from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
+    "NTK",
     "Cost",
     "DoesNotApply",
     "HessianSpectrum",
     "Need",
     "Norms",
     "OwningProbe",
+    "PastWeights",
     "Probe",
     "Result",
     "Sharpness",
@@ -27,6 +31,7 @@ __all__ = [
     "Subject",
     "Tally",
     "Training",
+    "Trajectory",
     "conditions_of",
     "estimated_seconds",
     "known_probes",

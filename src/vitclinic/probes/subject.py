@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
@@ -25,6 +27,23 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
+class PastWeights:
+    """The weights that a training went through, by epochs done, in order; the last are its final ones.
+
+    Nothing is read before it is asked for.
+    """
+
+    weights: Mapping[float, Callable[[], Mapping[str, Tensor]]]
+    """Reads a state dict of the network."""
+    projections: Callable[[], Mapping[float, NDArray[np.float64]]]
+    """Reads random projections [k] of all parameters, the same k numbers at every epoch."""
+    digest: Callable[[], str]
+    """Stands for all of them."""
+    finished: bool
+    """Whether the training came to its end."""
+
+
+@dataclass(frozen=True)
 class Training:
     """How a network was trained: what a probe of its loss repeats."""
 
@@ -34,6 +53,8 @@ class Training:
     """Its weight decay."""
     decayed: frozenset[str]
     """The names of the parameters that it acted on."""
+    past: PastWeights | None = None
+    """The weights it went through, where they were kept."""
 
 
 class Subject:

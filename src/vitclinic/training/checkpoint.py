@@ -83,6 +83,14 @@ class Checkpoints:
         weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
         return weights
 
+    def model_checksum(self, name: str) -> str:
+        """SHA-256 of a checkpoint's `model.safetensors`, as it was written."""
+        file = self._existing(name) / "checksums.json"
+        try:
+            return str(json.loads(file.read_text())["model.safetensors"])
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(f"The checkpoint '{file.parent}' is damaged ({error}).") from error
+
     def names(self) -> list[str]:
         """The checkpoints there are."""
         if not self.folder.is_dir():

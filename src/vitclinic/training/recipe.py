@@ -66,6 +66,9 @@ class LoggingConfig(Config):
 
     every: Annotated[int, Field(ge=1)] = Field(1, description="steps between rows of metrics.jsonl")
     tensorboard: bool = Field(False, description="also write TensorBoard events (an extra)")
+    trajectory: Annotated[int, Field(ge=10)] | None = Field(
+        None, description="size of a random projection of the weights kept of every epoch, for the probe `trajectory`"
+    )
 
 
 class Recipe(Config):

@@ -22,6 +22,7 @@ from vitclinic.training.overrides import build_recipe
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Run
 from vitclinic.training.session import Session
+from vitclinic.training.trajectory import TrajectoryObserver
 
 T = TypeVar("T")
 
@@ -83,6 +84,8 @@ def _in_world(recipe: Recipe, run: Run | None, observers: Sequence[Observer], pr
         path = Path(_leader_only(world, lambda: str(_checked_path(recipe, run, dataset))))
         if recipe.logging.tensorboard and world.leads:
             observers = [*observers, TensorBoard(path / "tensorboard")]
+        if recipe.logging.trajectory is not None and world.leads:
+            observers = [*observers, TrajectoryObserver(path, recipe.logging.trajectory)]
         steps = run.status.get("total_steps") if run is not None else None
         trainer = Trainer(recipe, dataset, steps or total_steps(recipe, dataset, world, device), world, device)
         _leader_only(world, lambda: _claim(path, recipe, run, dataset, stack))

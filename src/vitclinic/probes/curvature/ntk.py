@@ -1,0 +1,155 @@
+"""Condition number of the neural tangent kernel [chen2022 App. G]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.data import Split, evaluation_batches
+from vitclinic.data.randomness import generator
+from vitclinic.durations import Time
+from vitclinic.errors import ModelError
+from vitclinic.measurement import Scalar
+from vitclinic.probes.curvature.curvature import Clock
+from vitclinic.probes.curvature.standins import batch_norms, measured_statistics, relu_for_gelu
+from vitclinic.probes.curvature.tangent_kernel import GIBIBYTE, Conditioning, TangentKernel, conditioning
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+
+@register
+class NTK(OwningProbe):
+    """Condition number of the neural tangent kernel, in blocks of images [chen2022 App. G].
+
+    Theta = J J^T with J_i the gradient of image i's summed logits; kappa = lambda_1 / lambda_m of the Theta of each
+    block, averaged over blocks.
+    """
+
+    name: ClassVar[str] = "ntk"
+    needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
+
+    split: Literal["train", "val", "test"] = Field("train", description="which images")
+    images: Annotated[int, Field(ge=2)] = Field(480, description="how many of them; what fills no block is left out")
+    block: Annotated[int, Field(ge=2)] = Field(48, description="images of a block, m")
+    relu: bool = Field(True, description="ReLU in the place of GELU while measuring, as in the paper")
+    batch_norm: Literal["measured", "running"] = Field(
+        "measured", description="BatchNorm by the statistics of these images, then fixed, or by its running ones"
+    )
+    memory: Annotated[float, Field(gt=0)] = Field(1.0, description="GiB of gradients to hold at most")
+    budget: Time | None = Field(None, description="time after which the blocks so far are the result, as in 2m")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on(self.split, self.images)
+
+    def forwards(self, subject: Subject) -> float:
+        m = min(self.block, len(subject))
+        groups = len(self._kernel(subject).groups(m))
+        # A forward and a backward pass of all images for each group, and the products of the gradients.
+        return len(subject) // m * m * (3.0 * groups + 2)
+
+    def measure(self, subject: Subject) -> Result:
+        clock = Clock(self.budget)
+        m = min(self.block, len(subject))
+        count = len(subject) // m
+        if m < 2:
+            raise DoesNotApply("one image has no condition number; there must be at least two.")
+        found: list[Conditioning] = []
+        with self._prepared(subject, m):
+            kernel = self._kernel(subject)
+            _check(subject, next(_blocks(subject, m)))
+            for images in _blocks(subject, m):
+                found.append(conditioning(kernel(images), kernel.rounding))
+                subject.progress(self.name, len(found) * m, count * m)
+                if clock.expired:
+                    break
+        return _result(found, count)
+
+    def _kernel(self, subject: Subject) -> TangentKernel:
+        return TangentKernel(
+            subject.network, memory=max(1, int(self.memory * GIBIBYTE)), at_a_time=max(1, subject.batch_size)
+        )
+
+    @contextmanager
+    def _prepared(self, subject: Subject, m: int) -> Iterator[None]:
+        """The network as it is measured."""
+        with ExitStack() as undo:
+            if self.relu:
+                undo.enter_context(relu_for_gelu(subject.network))
+            if self.batch_norm == "measured":
+                undo.enter_context(measured_statistics(subject.network, _blocks(subject, m)))
+            elif any(norm.running_mean is None for norm in batch_norms(subject.network)):
+                raise DoesNotApply("the network's BatchNorm keeps no running statistics; set batch_norm: measured.")
+            yield
+
+
+def _blocks(subject: Subject, m: int) -> Iterator[Tensor]:
+    """The images, m at a time, in a seeded order: data are often sorted by class, and a block should not be."""
+    split = subject.images
+    order = generator("ntk", subject.seed).permutation(len(split))[: len(split) // m * m]
+    shuffled = Split(split.images, split.rows[order], split.labels[order])
+    dataset = replace(subject.dataset, splits={**subject.dataset.splits, subject.split: shuffled})
+    for batch in evaluation_batches(dataset, subject.split, m):
+        yield batch.to(subject.device, subject.dtype).images
+
+
+@torch.no_grad()
+def _check(subject: Subject, images: Tensor) -> None:
+    """Raise unless the outputs are finite, and the same when they are computed again."""
+    first, second = subject.logits(images), subject.logits(images)
+    if not bool(first.isfinite().all()):
+        raise ModelError("the network's outputs are not finite; there is no kernel to measure.")
+    if not torch.equal(first, second):
+        raise ModelError(
+            "the network's outputs differ between two passes of the same images; a layer that is random in evaluation"
+            " mode would make every number meaningless."
+        )
+
+
+def _result(found: list[Conditioning], wanted: int) -> Result:
+    unresolved = sum(not block.resolved for block in found)
+    reasons = []
+    if len(found) < wanted:
+        reasons.append(f"the budget ended after {len(found)} of {wanted} blocks.")
+    if unresolved:
+        reasons.append(
+            f"in {unresolved} of {len(found)} blocks the smallest eigenvalue is not told from zero by the network's"
+            " precision, so that the condition number is a lower bound; two images may be the same, or the network is"
+            " to be measured in float64."
+        )
+    kappa = _mean([block.kappa for block in found], least=1.0)
+    if unresolved:
+        kappa = Scalar(value=kappa.value, low=kappa.value if kappa.low is None else kappa.low, high=np.inf, n=kappa.n)
+    return Result(
+        {
+            "condition_number": kappa,
+            "lambda_1": _mean([float(block.eigenvalues[0]) for block in found]),
+            "lambda_m": _mean([float(block.eigenvalues[-1]) for block in found]),
+            "block": Scalar(value=float(len(found[0].eigenvalues))),
+        },
+        arrays={
+            "condition_number": np.array([block.kappa for block in found]),
+            "eigenvalues": np.stack([block.eigenvalues for block in found]),
+        },
+        status="not_converged" if reasons else "ok",
+        reason=" ".join(reasons) or None,
+    )
+
+
+def _mean(values: list[float], least: float = -np.inf) -> Scalar:
+    """Mean over blocks, with its t interval where there are several."""
+    running = RunningMean()
+    running.add(values)
+    mean = float(running.mean)
+    if running.n < 2:
+        return Scalar(value=mean, n=running.n)
+    half = float(running.half_width())
+    return Scalar(value=mean, low=max(least, mean - half), high=mean + half, n=running.n)

@@ -1,0 +1,185 @@
+"""The neural tangent kernel of a network's summed outputs on some images.
+
+    Theta = J J^T        J_i = gradient of sum_k f_k(x_i) with respect to all parameters
+
+J has a row for every image and a column for every weight, too many to hold for a large network. Theta is a sum over
+weights, so that J is computed for some parameters at a time, as many as a bound on memory allows.
+Shapes: m images, p weights of a group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from vitclinic.anatomy import double_differentiable
+from vitclinic.errors import ModelError
+from vitclinic.probes.memory import is_out_of_memory
+from vitclinic.probes.subject import as_logits
+
+log = logging.getLogger(__name__)
+
+GIBIBYTE = 2**30
+
+_COLUMNS = 2**16
+"""So many columns of J are multiplied in float64 at a time."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose part of J is computed together, or a part of one that is too large."""
+
+    names: tuple[str, ...]
+    columns: slice
+    """Which of their weights, counted through."""
+
+    @property
+    def width(self) -> int:
+        return int(self.columns.stop - self.columns.start)
+
+
+class TangentKernel:
+    """`TangentKernel(network)(images)` is Theta [m, m] in float64, for a network that treats every image by itself.
+
+    All parameters count, also frozen ones. `memory` bounds the bytes of J that are held, `at_a_time` the images that go
+    through the network together. BatchNorm must be in eval mode.
+
+    Example:
+        >>> network = nn.Linear(3, 2)
+        >>> images = torch.eye(3)
+        >>> TangentKernel(network)(images)  # for each of two outputs x_i . x_j, and 1 for its bias
+        tensor([[4., 2., 2.],
+                [2., 4., 2.],
+                [2., 2., 4.]], dtype=torch.float64)
+    """
+
+    def __init__(self, network: nn.Module, *, memory: int = GIBIBYTE, at_a_time: int = 48) -> None:
+        self.network = network
+        self.parameters = {name: p.detach() for name, p in network.named_parameters() if p.is_floating_point()}
+        if not self.parameters:
+            raise ModelError("the network has no parameters with a gradient.")
+        self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
+        self.memory = memory
+        self.at_a_time = at_a_time
+        self.one_by_one = False
+        """Whether the network cannot be mapped over images, so that they pass one by one."""
+
+    @property
+    def rounding(self) -> float:
+        """The relative rounding error of a number of the network's coarsest type."""
+        return max(torch.finfo(p.dtype).eps for p in self.parameters.values())
+
+    def __call__(self, images: Tensor) -> Tensor:
+        m = len(images)
+        theta = torch.zeros(m, m, dtype=torch.float64, device=images.device)
+        with double_differentiable(), torch.enable_grad():  # the plain attention kernel can be mapped over images
+            for group in self.groups(m):
+                for columns in torch.split(self._jacobian(group, images), _COLUMNS, dim=1):
+                    exact = columns.double()
+                    theta.addmm_(exact, exact.T)
+        if not bool(theta.isfinite().all()):
+            raise ModelError("the gradients of the network's outputs are not finite.")
+        return theta
+
+    def groups(self, images: int) -> list[Group]:
+        """The parameters, in groups whose rows for so many images fit the memory."""
+        sizes = {name: p.numel() for name, p in self.parameters.items()}
+        # Half of it: the gradients of one pass lie beside the rows that they are copied into.
+        return list(_grouped(sizes, max(1, self.memory // (2 * self.dtype.itemsize * images))))
+
+    def _jacobian(self, group: Group, images: Tensor) -> Tensor:
+        """The columns of J that belong to a group, [m, p]."""
+        held = sum(self.parameters[name].numel() for name in group.names) * self.dtype.itemsize
+        at_a_time = max(1, min(self.at_a_time, self.memory // (2 * held)))
+        rows = torch.empty(len(images), group.width, dtype=self.dtype, device=images.device)
+        start = 0
+        for some in torch.split(images, at_a_time):
+            gradients = self._gradients(group.names, some)
+            flat = torch.cat([gradients[name].flatten(1) for name in group.names], dim=1)
+            rows[start : start + len(some)] = flat[:, group.columns]
+            start += len(some)
+        return rows
+
+    def _gradients(self, names: tuple[str, ...], images: Tensor) -> Mapping[str, Tensor]:
+        """For each image the gradients of its summed outputs, {name: [m, ...]}."""
+        wanted = {name: self.parameters[name] for name in names}
+        rest = {name: p for name, p in self.parameters.items() if name not in wanted}
+
+        def summed(parameters: dict[str, Tensor], image: Tensor) -> Tensor:
+            return as_logits(functional_call(self.network, {**rest, **parameters}, (image[None],))).sum()
+
+        if not self.one_by_one:
+            try:
+                return vmap(grad(summed), in_dims=(None, 0))(wanted, images)  # type: ignore[no-any-return]
+            except Exception as error:  # whatever cannot be mapped says so in its own way
+                if is_out_of_memory(error):
+                    raise
+                log.info("the network cannot be mapped over images", exc_info=error)
+                self.one_by_one = True
+        return _passed_one_by_one(summed, wanted, images)
+
+
+def _passed_one_by_one(
+    function: Callable[[dict[str, Tensor], Tensor], Tensor], parameters: Mapping[str, Tensor], images: Tensor
+) -> dict[str, Tensor]:
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    rows: dict[str, list[Tensor]] = {name: [] for name in leaves}
+    for image in images:
+        value = function(leaves, image)
+        found: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if value.requires_grad:  # else it depends on none of these parameters
+            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        for (name, leaf), part in zip(leaves.items(), found, strict=True):
+            rows[name].append(torch.zeros_like(leaf) if part is None else part)
+    return {name: torch.stack(parts).detach() for name, parts in rows.items()}
+
+
+def _grouped(sizes: Mapping[str, int], limit: int) -> Iterator[Group]:
+    """Neighbours of at most `limit` weights together; a parameter that is larger comes in parts."""
+    names: list[str] = []
+    width = 0
+    for name, size in sizes.items():
+        if names and width + size > limit:
+            yield Group(tuple(names), slice(0, width))
+            names, width = [], 0
+        if size > limit:
+            for start in range(0, size, limit):
+                yield Group((name,), slice(start, min(start + limit, size)))
+        else:
+            names.append(name)
+            width += size
+    if names:
+        yield Group(tuple(names), slice(0, width))
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """The eigenvalues of a kernel in descending order, and kappa = lambda_1 / lambda_m."""
+
+    eigenvalues: NDArray[np.float64]
+    kappa: float
+    """A lower bound unless `resolved`."""
+    resolved: bool
+    """Whether lambda_m stands out of rounding."""
+
+
+def conditioning(theta: Tensor, rounding: float) -> Conditioning:
+    """Condition number of a kernel J J^T, J having been computed to a relative error of about `rounding`.
+
+    Rounding moves J by about |J| rounding, and so an eigenvalue as small as lambda_1 rounding^2 by its own size; a few
+    times that (the errors of many operations add up), and what float64 loses in the product, is not told from zero.
+    """
+    eigenvalues = torch.linalg.eigvalsh(theta).flip(0).cpu().numpy()
+    largest, smallest = float(eigenvalues[0]), float(eigenvalues[-1])
+    if largest <= 0:
+        raise ModelError("the gradients of the network's outputs are zero.")
+    least = largest * max((10 * rounding) ** 2, 10 * len(eigenvalues) * float(np.finfo(np.float64).eps))
+    return Conditioning(eigenvalues, largest / max(smallest, least), smallest > least)

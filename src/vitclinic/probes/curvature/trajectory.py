@@ -1,0 +1,193 @@
+"""The course of a training in polar coordinates [park2022 Fig. 1b]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.errors import ModelError
+from vitclinic.measurement import Scalar
+from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import PastWeights, Subject
+
+Weights = Mapping[str, Tensor]
+
+_ADVICE = "train with checkpoint.keep_epochs=[0,1,2,...] or with logging.trajectory=1000"
+_Z = 1.96
+"""Standard deviations of a 95% interval."""
+
+
+@dataclass(frozen=True)
+class Polar:
+    """A course of weights w_t in polar coordinates around its end."""
+
+    radius: NDArray[np.float64]
+    """|D_t| / |D_0|."""
+    angle: NDArray[np.float64]
+    """Between D_t and D_0, in radians; NaN where D_t is zero."""
+    distance: float
+    """|D_0|."""
+
+
+def polar_coordinates(start: Weights, final: Weights, states: Iterable[Weights]) -> Polar:
+    """With D_t = w_t - w_final: r_t = |D_t| / |D_0| and theta_t = arccos(D_t . D_0 / (|D_t| |D_0|)) for all `states`.
+
+    States may be made as they are asked for: one of them is held at a time.
+
+    Example:
+        >>> def at(x, y):
+        ...     return {"weight": torch.tensor([x, y])}
+        >>> polar = polar_coordinates(at(2.0, 0.0), at(0.0, 0.0), [at(2.0, 0.0), at(0.0, 1.0)])
+        >>> polar.radius.tolist(), np.degrees(polar.angle).round(6).tolist()
+        ([1.0, 0.5], [0.0, 90.0])
+    """
+    distance = math.sqrt(_products(start, start, final)[0])
+    if not 0 < distance < math.inf:
+        raise ModelError(f"the first weights are at distance {distance} from the final ones.")
+    radii, angles = [], []
+    for state in states:
+        square, along = _products(state, start, final)
+        if not math.isfinite(square):
+            raise ModelError("some weights are not finite.")
+        radii.append(math.sqrt(square) / distance)
+        cosine = along / (math.sqrt(square) * distance) if square else math.nan
+        angles.append(math.acos(min(1.0, max(-1.0, cosine))) if square else math.nan)
+        del state  # else it is held while the next one is made
+    return Polar(np.array(radii), np.array(angles), distance)
+
+
+@torch.no_grad()
+def _products(state: Weights, start: Weights, final: Weights) -> tuple[float, float]:
+    """|D_t|^2 and D_t . D_0, in float64."""
+    square = along = 0.0
+    for name, end in final.items():
+        end = end.double()
+        here = (state[name].double() - end).flatten()
+        there = (start[name].double() - end).flatten()
+        square += float(here @ here)
+        along += float(here @ there)
+    return square, along
+
+
+@register
+class Trajectory(OwningProbe):
+    """Polar coordinates of a run's weights around its final ones, epoch by epoch [park2022 Fig. 1b].
+
+    With D_t = w_t - w_final: r_t = |D_t| / |D_0|, theta_t = the angle between D_t and D_0. The last point, 0/0, is left
+    out. w_t is all parameters (no buffers) of the network that is used, with averaged weights where the run has them.
+    """
+
+    name: ClassVar[str] = "trajectory"
+
+    source: Literal["any", "checkpoints", "projections"] = Field(
+        "any", description="where the weights come from; any: from checkpoints if they suffice, else from projections"
+    )
+
+    def forwards(self, subject: Subject) -> float:
+        """Reading a checkpoint is no forward pass, and about as long as one."""
+        past = _past(subject)
+        return 1.0 if past is None else float(len(past.weights) + 1)
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        past = _past(subject)
+        return {} if past is None else {"weights": past.digest(), "finished": past.finished}
+
+    def measure(self, subject: Subject) -> Result:
+        past = _past(subject)
+        if past is None:
+            raise DoesNotApply(f"only a run has weights of several epochs; {_ADVICE}, and examine its directory.")
+        reasons = []
+        if self.source != "projections":
+            shortage = _shortage(past.weights)
+            if shortage is None:
+                return self._from_checkpoints(subject, past)
+            reasons.append(f"its checkpoints {shortage}")
+        if self.source != "checkpoints":
+            projections = past.projections()
+            shortage = _shortage(projections)
+            if shortage is None:
+                return _from_projections(projections, past)
+            reasons.append(f"its projections {shortage}")
+        raise DoesNotApply(f"{' and '.join(reasons)}; {_ADVICE}.")
+
+    def _from_checkpoints(self, subject: Subject, past: PastWeights) -> Result:
+        names = [name for name, p in subject.network.named_parameters() if p.is_floating_point()]
+
+        def read(epoch: float) -> Weights:
+            stored = past.weights[epoch]()
+            return {name: stored[name] for name in names}
+
+        epochs = list(past.weights)
+
+        def states() -> Iterator[Weights]:
+            for done, epoch in enumerate(epochs[:-1], start=1):
+                yield read(epoch)
+                subject.progress(self.name, done, len(epochs) - 1)
+
+        polar = polar_coordinates(read(epochs[0]), read(epochs[-1]), states())
+        return _result(epochs[:-1], polar, 0.0, past)
+
+
+def _past(subject: Subject) -> PastWeights | None:
+    return None if subject.training is None else subject.training.past
+
+
+def _shortage(found: Mapping[float, Any]) -> str | None:
+    """What a course lacks to be one: a start, an end and something in between."""
+    if not found:
+        return "are not kept"
+    if 0 not in found:
+        return "lack epoch 0"
+    return "are fewer than three" if len(found) < 3 else None
+
+
+def _from_projections(projections: Mapping[float, NDArray[np.float64]], past: PastWeights) -> Result:
+    epochs = list(projections)
+    rows = [{"projection": torch.from_numpy(row)} for row in projections.values()]
+    error = 1 / math.sqrt(len(projections[0]))
+    return _result(epochs[:-1], polar_coordinates(rows[0], rows[-1], rows[:-1]), error, past)
+
+
+def _result(epochs: list[float], polar: Polar, error: float, past: PastWeights) -> Result:
+    """`error` is 1/sqrt(k) of a projection to k numbers, 0 of the weights themselves.
+
+    Projected, log r and theta have a standard deviation of sin(theta)/sqrt(k) each, |D_0| a relative one of 1/sqrt(2k).
+    """
+    apart = polar.radius > 0  # weights equal to the final ones have no angle
+    radius, angle = polar.radius[apart], polar.angle[apart]
+    angle_error = error * np.sin(angle)
+    largest = int(angle.argmax())
+    return Result(
+        {
+            "points": Scalar(value=float(len(radius))),
+            "distance": _estimate(polar.distance, error / math.sqrt(2) * polar.distance),
+            "radius_last": _estimate(float(radius[-1]), float(radius[-1] * angle_error[-1])),
+            "angle_last": _estimate(float(angle[-1]), float(angle_error[-1])),
+            "angle_max": _estimate(float(angle[largest]), float(angle_error[largest])),
+            "projection_error": Scalar(value=error),
+        },
+        arrays={
+            "epoch": np.array(epochs)[apart],
+            "radius": radius,
+            "angle": angle,
+            "radius_error": radius * angle_error,
+            "angle_error": angle_error,
+        },
+        status="ok" if past.finished else "not_converged",
+        reason=None if past.finished else "the run is not finished; its latest weights stand for the final ones.",
+    )
+
+
+def _estimate(value: float, error: float) -> Scalar:
+    if not error:
+        return Scalar(value=value)
+    return Scalar(value=value, low=max(0.0, value - _Z * error), high=value + _Z * error)
