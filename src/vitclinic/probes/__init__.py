@@ -2,6 +2,8 @@
 
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.cost import Cost
+from vitclinic.probes.curvature.flatness import Flatness
+from vitclinic.probes.curvature.landscape import Landscape
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
@@ -14,6 +16,8 @@ from vitclinic.probes.subject import Subject, Training
 __all__ = [
     "Cost",
     "DoesNotApply",
+    "Flatness",
+    "Landscape",
     "Need",
     "Norms",
     "OwningProbe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,6 +27,10 @@ class CurvatureProbe(OwningProbe):
 
     def view(self, subject: Subject) -> Subject:
         return subject.on(self.split, self.images)
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        """By the batch's statistics, a loss depends on which images share a batch."""
+        return {"batch_size": subject.batch_size} if self.batch_norm == "train" else {}
 
     def surface(
         self, subject: Subject, batches: Iterable[Batch] | None = None, *, regularised: bool = False
