@@ -12,7 +12,6 @@ from vitclinic.measurement import Measurement
 from vitclinic.probes import estimated_seconds, known_probes, measure, parse_probes, seen_by
 from vitclinic.probes.restoring import _TABLES, left_as_it_was
 
-
 QUICK = {"flatness": {"draws": 12, "precision": 1.0}, "landscape": {"points": 3}}
 """Options under which a probe that is long by default does all that it does, in less time."""
 

@@ -40,11 +40,18 @@ def top_eigenvectors(
     seed: int,
     go_on: Callable[[int, Ritz], bool] = lambda products, found: True,
 ) -> tuple[list[Direction], Eigenpairs]:
-    """The Hessian's eigenvectors whose eigenvalues are largest in magnitude, as directions of unit length."""
+    """The Hessian's eigenvectors whose eigenvalues are largest in magnitude, as directions of unit length.
+
+    `go_on` is asked after each product, once there are as many as vectors.
+    """
+
+    def continued(products: int, best: Ritz) -> bool:
+        return products < count or go_on(products, best)
+
     (start,) = random_direction([surface.flat([w.detach() for w in surface.weights])], seed)
     with surface.measured():
         hessian = Hessian(surface)
-        found = largest_eigenpairs(hessian.product, start, count, tolerance=ACCURACY, go_on=go_on)
+        found = largest_eigenpairs(hessian.product, start, count, tolerance=ACCURACY, go_on=continued)
         hessian.release()
     return [surface.split(vector) for vector in found.vectors], found
 
