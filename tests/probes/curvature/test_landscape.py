@@ -152,7 +152,7 @@ def test_the_run_s_own_regulariser_is_added_where_it_is_known() -> None:
         landscape(trained, **options, regulariser="run").arrays["losses"]
         - landscape(trained, **options).arrays["losses"]
     )
-    squares = sum(float(p.square().sum()) for name, p in plain.network.named_parameters() if name in names)
+    squares = sum(float(p.detach().square().sum()) for name, p in plain.network.named_parameters() if name in names)
     assert difference[1] == pytest.approx(0.1 * squares, rel=1e-5)
     assert difference[0] + difference[2] == pytest.approx(2 * 0.1 * squares * 1.25, rel=1e-5)  # |d| = |w| of each
     unknown = landscape(plain, **options, regulariser="run")

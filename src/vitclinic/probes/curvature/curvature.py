@@ -50,10 +50,10 @@ class CurvatureProbe(OwningProbe):
 
 
 class Clock:
-    """How long a measurement may still take."""
+    """How long a measurement, or a part of it that gets a share of its budget, may still take."""
 
-    def __init__(self, budget: str | int | float | None) -> None:
-        self.ends = None if budget is None else time.monotonic() + seconds(budget)
+    def __init__(self, budget: str | int | float | None, share: float = 1.0) -> None:
+        self.ends = None if budget is None else time.monotonic() + share * seconds(budget)
 
     @property
     def expired(self) -> bool:

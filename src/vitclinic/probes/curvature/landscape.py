@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
 from vitclinic.data.randomness import torch_seed
-from vitclinic.durations import seconds
 from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.directions import (
@@ -156,7 +155,7 @@ class Landscape(CurvatureProbe):
             found = None
             raw = [random_direction(surface.weights, seed) for seed in seeds]
         else:
-            clock = Clock(None if self.budget is None else seconds(self.budget) / 2)  # the other half is the grid's
+            clock = Clock(self.budget, share=0.5)  # the rest is the grid's
             raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired)
         how = self.normalisation or ("filter" if self.directions == "random" else "none")
         return [normalised(direction, surface.weights, how, self.one_dimensional) for direction in raw], found
