@@ -219,7 +219,8 @@ def test_the_command_compares_and_stores(tmp_path, command):
         "    return timm.models.VisionTransformer(32, 8, embed_dim=24, depth=depth, num_heads=2, num_classes=10)\n"
         "def deep():\n    return build(3)\n"
     )
-    words = ["examine", "nets:build", "nets:deep", "--data", "shapes:60", "--limit", "6", "--set", "cost.repeats=1"]
+    words = ["examine", "nets:build", "nets:deep", "--data", "shapes:60", "--limit", "6", "--probes", "cost,norms"]
+    words += ["--set", "cost.repeats=1"]
     code, out, error = command(*words)
     assert code == 0, error
     table = [line.split("\t") for line in out.splitlines() if "\t" in line]
@@ -276,7 +277,7 @@ def test_a_network_that_fails_in_a_batch_fails_its_probes_and_not_the_exam(comma
         "def build():\n"
         "    return Brittle(32, 8, embed_dim=24, depth=2, num_heads=2, num_classes=10)\n"
     )
-    code, out, _ = command("examine", "brittle:build", "--data", "shapes:60", "--limit", "6")
+    code, out, _ = command("examine", "brittle:build", "--data", "shapes:60", "--limit", "6", "--probes", "cost,norms")
     assert code == 6
     assert "cost, norms, about an unknown time" in out
     for probe in ("cost", "norms"):

@@ -15,6 +15,8 @@ from vitclinic.probes.restoring import _TABLES, left_as_it_was
 QUICK = {
     "sharpness": {"images": 8, "trace_draws": 2, "density_steps": 3, "tolerance": 0.2},
     "hessian_spectrum": {"batches": 2, "batch": 4, "top": 2, "tolerance": 0.1},
+    "flatness": {"draws": 12, "precision": 1.0},
+    "landscape": {"points": 3},
 }
 """Options with which a probe that takes long is held to the contract."""
 

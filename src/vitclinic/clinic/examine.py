@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from vitclinic.clinic.store import Store
+from vitclinic.clinic.store import REUSED, Store
 from vitclinic.clinic.targets import Target, resolve
 from vitclinic.data import DataConfig, Dataset, open_data
 from vitclinic.data.decoding import Size
@@ -136,6 +136,9 @@ class Examination:
         subject = self.subject(target)
         store = Store.of(subject, target.run, self.out)
         files = {probe.name: store.path(probe, subject) for probe in self.probes}
+        subject.scratch.update({name: path.with_suffix(".partial") for name, path in files.items()})
+        if self.fresh:
+            _remove(subject.scratch.values())
         found = {} if self.fresh else self._found(store, subject)
         to_do = [probe for probe in self.probes if probe.name not in found]
         made = self._measured(subject, to_do, files) if to_do else {}
@@ -164,6 +167,8 @@ class Examination:
     def _measured(self, subject: Subject, probes: list[Probe], files: dict[str, Path]) -> dict[str, Measurement]:
         def keep(measurement: Measurement) -> None:
             measurement.write(files[measurement.probe])
+            if measurement.status in REUSED:  # after a failure, the next attempt goes on from there
+                _remove([subject.scratch[measurement.probe]])
             self.watcher.on_measurement(subject, measurement)
 
         subject.outputs  # noqa: B018 (a network that does not take these images is an error before all else)
@@ -186,6 +191,11 @@ class Examination:
         """Once for all targets that see the data alike."""
         opened = DataConfig.model_validate_json(config)
         return open_data(opened, size=size, channels=channels, progress=self.watcher.on_reading)
+
+
+def _remove(files: Iterable[Path]) -> None:
+    for path in files:
+        path.unlink(missing_ok=True)
 
 
 def _same_place(one: str, other: str) -> bool:

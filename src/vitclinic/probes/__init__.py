@@ -2,6 +2,8 @@
 
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.cost import Cost
+from vitclinic.probes.curvature.flatness import Flatness
+from vitclinic.probes.curvature.landscape import Landscape
 from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
 from vitclinic.probes.curvature.spectrum import HessianSpectrum
@@ -19,7 +21,9 @@ __all__ = [
     "NTK",
     "Cost",
     "DoesNotApply",
+    "Flatness",
     "HessianSpectrum",
+    "Landscape",
     "Need",
     "Norms",
     "OwningProbe",

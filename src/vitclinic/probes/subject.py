@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Subject:
     The images are the first of the split's stratified order, so that a smaller limit is part of a larger one.
     `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
     `output_names` are the classes that the network's outputs mean, and `training` how it was trained, where that is
-    known.
+    known. `scratch` has, by the names of probes, the files where they may keep unfinished work (see `Partial`).
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Subject:
         seed: int = 0,
         output_names: tuple[str, ...] | None = None,
         training: Training | None = None,
+        scratch: dict[str, Path] | None = None,
         progress: Progress = lambda what, done, total: None,
     ) -> None:
         self.network = network
@@ -90,6 +92,7 @@ class Subject:
         self.seed = seed
         self.output_names = output_names
         self.training = training
+        self.scratch = {} if scratch is None else scratch
         self.progress = progress
 
     def on(self, split: str, limit: int | None = None) -> Subject:
@@ -105,6 +108,7 @@ class Subject:
                 seed=self.seed,
                 output_names=self.output_names,
                 training=self.training,
+                scratch=self.scratch,
                 progress=self.progress,
             )
         return self._views[split, limit]

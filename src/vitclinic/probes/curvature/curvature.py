@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,9 +29,13 @@ class CurvatureProbe(OwningProbe):
     def view(self, subject: Subject) -> Subject:
         return subject.on(self.split, self.images)
 
-    def surface(self, subject: Subject) -> LossSurface:
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        """By the batch's statistics, a loss depends on which images share a batch."""
+        return {"batch_size": subject.batch_size} if self.batch_norm == "train" else {}
+
+    def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
         """The loss on the subject's images."""
-        return surface_of(subject, subject.batches(), self.batch_norm)
+        return surface_of(subject, subject.batches(), self.batch_norm, regularised=regularised)
 
 
 def surface_of(
@@ -46,10 +50,10 @@ def surface_of(
 
 
 class Clock:
-    """How long a measurement may still take."""
+    """How long a measurement, or a part of it that gets a share of its budget, may still take."""
 
-    def __init__(self, budget: str | int | float | None) -> None:
-        self.ends = None if budget is None else time.monotonic() + seconds(budget)
+    def __init__(self, budget: str | int | float | None, share: float = 1.0) -> None:
+        self.ends = None if budget is None else time.monotonic() + share * seconds(budget)
 
     @property
     def expired(self) -> bool:

@@ -36,6 +36,7 @@ class NTK(OwningProbe):
 
     name: ClassVar[str] = "ntk"
     needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
+    by_default: ClassVar[bool] = False
 
     split: Literal["train", "val", "test"] = Field("train", description="which images")
     images: Annotated[int, Field(ge=2)] = Field(480, description="how many of them; what fills no block is left out")

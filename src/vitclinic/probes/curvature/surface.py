@@ -29,7 +29,7 @@ class LossSurface:
     """L as a function of some parameters of a network, the others held where they are.
 
     `mode` is BatchNorm's: "train" normalises each batch by its own statistics, and leaves the running ones alone;
-    dropout and stochastic depth are off in both. Use inside `measured()`.
+    dropout and stochastic depth are off in both. Use inside `measured()`, or `evaluated()` where values are enough.
     """
 
     def __init__(
@@ -62,25 +62,33 @@ class LossSurface:
         return sum(p.numel() for p in self.weights)
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Attention that can be differentiated twice, `mode`, gradients for the chosen weights; undone afterwards."""
-        flags = [(p, p.requires_grad) for p in self.network.parameters()]
+    def evaluated(self) -> Iterator[None]:
+        """`mode`, for forward passes without gradients; undone afterwards."""
         modes = [(module, module.training) for module in self.network.modules()]
-        chosen = {id(p) for p in self.weights}
         try:
             self.network.eval()
             for module in self.network.modules():
                 if self.mode == "train" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.train()
+            with _running_statistics_kept(self.network), torch.no_grad():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Attention that can be differentiated twice, `mode`, gradients for the chosen weights; undone afterwards."""
+        flags = [(p, p.requires_grad) for p in self.network.parameters()]
+        chosen = {id(p) for p in self.weights}
+        try:
             for p, _ in flags:
                 p.requires_grad_(p.is_floating_point() and id(p) in chosen)
-            with double_differentiable(), _running_statistics_kept(self.network), torch.enable_grad():
+            with self.evaluated(), double_differentiable(), torch.enable_grad():
                 yield
         finally:
             for p, flag in flags:
                 p.requires_grad_(flag)
-            for module, training in modes:
-                module.training = training
 
     def summed_loss(self, batch: Batch) -> Tensor:
         """The sum over a batch's images of their cross-entropies; the regulariser is not in it."""
@@ -125,8 +133,8 @@ class LossSurface:
         return [piece.view_as(p) for piece, p in zip(pieces, self.weights, strict=True)]
 
     @torch.no_grad()
-    def check(self) -> None:
-        """Raise unless the loss is finite, and the same when it is computed again."""
+    def check(self) -> float:
+        """The loss at the present weights; raises unless it is finite, and the same when it is computed again."""
         first, second = self.value(), self.value()
         if not first < float("inf"):
             raise ModelError(f"the loss is {first}; there is no curvature to measure.")
@@ -135,6 +143,7 @@ class LossSurface:
                 f"the loss is {first:.9g} and then {second:.9g} for the same weights and images; a layer that is random"
                 " in evaluation mode would make every number meaningless."
             )
+        return first
 
     @staticmethod
     def summed(tensor: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ class Trajectory(OwningProbe):
     """
 
     name: ClassVar[str] = "trajectory"
+    by_default: ClassVar[bool] = False
 
     source: Literal["any", "checkpoints", "projections"] = Field(
         "any", description="where the weights come from; any: from checkpoints if they suffice, else from projections"

@@ -1,0 +1,133 @@
+"""Average flatness: the training loss of weights with noise on them [chen2022 Table 1]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from vitclinic.data.randomness import torch_seed
+from vitclinic.measurement import Scalar
+from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
+from vitclinic.probes.curvature.displacement import Displacement
+from vitclinic.probes.curvature.surface import LossSurface
+from vitclinic.probes.probe import Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+FEWEST = 10
+"""Draws before a standard error is believed; it is itself an estimate."""
+
+
+def perturbed_losses(
+    surface: LossSurface,
+    sigma: float,
+    draws: int,
+    *,
+    precision: float = 0.0,
+    seed: int = 0,
+    go_on: Callable[[int], bool] = lambda done: True,
+) -> NDArray[np.float64]:
+    """L(w + e) for up to `draws` Gaussian e of standard deviation `sigma`; their mean estimates L^N.
+
+    Stops when the standard error is at most `precision` times the mean, when `go_on`, called after each draw, says no,
+    or at a loss that is not finite, after which the mean is not, either. Use inside `surface.evaluated()`.
+    """
+    losses: list[float] = []
+    with Displacement(surface.weights) as displacement:
+        while len(losses) < draws:
+            displacement.by_noise(sigma, torch_seed("flatness", seed, len(losses)))
+            losses.append(surface.value())
+            if not math.isfinite(losses[-1]) or is_precise(losses, precision) or not go_on(len(losses)):
+                break
+    return np.array(losses)
+
+
+def is_precise(losses: list[float] | NDArray[np.float64], precision: float) -> bool:
+    """Whether the standard error of the mean is at most `precision` times the mean."""
+    enough = precision > 0 and len(losses) >= FEWEST
+    return enough and standard_error(losses) <= precision * abs(float(np.mean(losses)))
+
+
+def standard_error(losses: list[float] | NDArray[np.float64]) -> float:
+    """Of the mean of two or more losses."""
+    return float(np.std(losses, ddof=1)) / math.sqrt(len(losses))
+
+
+@register
+class Flatness(CurvatureProbe):
+    """Average flatness L^N: the mean loss of weights with Gaussian noise on them [chen2022 Table 1].
+
+    L^N = E[L(w + e)], e ~ N(0, sigma^2 I) over all weights and biases; softmax cross-entropy, no regulariser. To second
+    order it is L(w) + sigma^2/2 trace(H). Only values of one sigma can be compared.
+    """
+
+    name: ClassVar[str] = "flatness"
+
+    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        0.01, description="standard deviation of the noise; the same for all networks that are compared"
+    )
+    draws: Annotated[int, Field(ge=2)] = Field(100, description="at most so many draws (the paper: 1000)")
+    precision: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.01, description="enough draws when the standard error is this share of the mean; 0 for all draws"
+    )
+
+    def forwards(self, subject: Subject) -> float:
+        return (self.draws + 2.0) * len(subject)
+
+    def measure(self, subject: Subject) -> Result:
+        clock = Clock(self.budget)
+        surface = self.surface(subject)
+
+        def go_on(done: int) -> bool:
+            subject.progress("flatness", done * len(subject), self.draws * len(subject))
+            return not clock.expired
+
+        with surface.evaluated():
+            loss = surface.check()
+            losses = perturbed_losses(
+                surface, self.sigma, self.draws, precision=self.precision, seed=subject.seed, go_on=go_on
+            )
+        scalars = {
+            "flatness": _mean(losses),
+            "loss": Scalar(value=loss, n=len(subject)),
+            "sigma": Scalar(value=self.sigma),
+        }
+        if len(losses) > 1 and np.isfinite(losses).all():
+            scalars["standard_error"] = Scalar(value=standard_error(losses), n=len(losses))
+        reason = self._shortcoming(losses)
+        return Result(
+            scalars,
+            arrays={"losses": losses},
+            status="ok" if reason is None else "not_converged",
+            reason=reason,
+            mode=self.batch_norm,
+        )
+
+    def _shortcoming(self, losses: NDArray[np.float64]) -> str | None:
+        """Why the mean of the losses is not what was asked for."""
+        if not np.isfinite(losses[-1]):
+            return (
+                f"the loss is {losses[-1]} in draw {len(losses)}, so that the mean is not finite; take a smaller sigma."
+            )
+        if is_precise(losses, self.precision) or (self.precision == 0 and len(losses) == self.draws):
+            return None
+        known = "unknown" if len(losses) < 2 else f"{standard_error(losses):.2g} and the mean {losses.mean():.4g}"
+        wish = f"a share of {self.precision:g}" if self.precision else f"{self.draws} draws"
+        return f"after {len(losses)} draws the standard error is {known}; asked for was {wish}."
+
+
+def _mean(losses: NDArray[np.float64]) -> Scalar:
+    """The mean, with its t interval where there is one."""
+    mean = float(losses.mean())
+    if len(losses) < 2 or not math.isfinite(mean):
+        return Scalar(value=mean, n=len(losses))
+    running = RunningMean()
+    running.add(losses)
+    half = float(running.half_width())
+    return Scalar(value=mean, low=mean - half, high=mean + half, n=len(losses))

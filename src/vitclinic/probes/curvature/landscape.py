@@ -1,0 +1,184 @@
+"""The loss on a line or a plane through the weights [Li et al. 2018; chen2022 Fig. 1; park2022 Fig. 1a]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field
+
+from vitclinic.data.randomness import torch_seed
+from vitclinic.measurement import Scalar
+from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
+from vitclinic.probes.curvature.directions import (
+    Direction,
+    Normalisation,
+    OneDimensional,
+    digest,
+    normalised,
+    random_direction,
+    top_eigenvectors,
+)
+from vitclinic.probes.curvature.displacement import Displacement
+from vitclinic.probes.curvature.lanczos import Eigenpairs
+from vitclinic.probes.curvature.surface import LossSurface
+from vitclinic.probes.partial import Partial
+from vitclinic.probes.probe import DoesNotApply, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+SAVED_EVERY = 1.0
+"""Seconds of work that a killed exam may lose."""
+
+_PRODUCTS, _PRODUCT = 40, 4
+"""For the estimate of what eigenvectors cost: products with the Hessian, and forward passes that each is worth."""
+
+
+class Grid:
+    """The loss at `points` (odd) places on each of one or two axes, from -span to span, w in the middle.
+
+    `losses` is NaN where `evaluated` is false; it may be NaN or infinite where that is true, too.
+    """
+
+    def __init__(self, points: int = 21, span: float = 1.0, dimensions: int = 2) -> None:
+        self.axis = span * (np.arange(points) - points // 2) / (points // 2)
+        self.losses = np.full((points,) * dimensions, np.nan)
+        self.evaluated = np.zeros(self.losses.shape, dtype=bool)
+
+    @property
+    def centre(self) -> tuple[int, ...]:
+        return (len(self.axis) // 2,) * self.losses.ndim
+
+    def remaining(self) -> list[tuple[int, ...]]:
+        """The places not evaluated yet, from the centre outwards: a part of the grid is then a smaller landscape."""
+        places = np.argwhere(~self.evaluated)
+        distances = ((places - self.centre) ** 2).sum(axis=1)
+        return [tuple(place) for place in places[np.argsort(distances, kind="stable")].tolist()]
+
+    def fill(
+        self, surface: LossSurface, directions: Sequence[Direction], go_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Evaluate what remains, until `go_on`, called after each place, says no. Inside `surface.evaluated()`.
+
+        Place (i, j) is w + axis[i] directions[0] + axis[j] directions[1].
+        """
+        with Displacement(surface.weights) as displacement:
+            for place in self.remaining():
+                displacement.along(directions, [float(self.axis[at]) for at in place])
+                self.losses[place] = surface.value()
+                self.evaluated[place] = True
+                if not go_on():
+                    break
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {"losses": self.losses, "evaluated": self.evaluated}
+
+    def take(self, arrays: dict[str, NDArray[Any]] | None) -> None:
+        """Go on from what `arrays()` was before."""
+        if arrays is not None:
+            self.losses[...], self.evaluated[...] = arrays["losses"], arrays["evaluated"]
+
+
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError("the number must be odd, so that the network itself is a point")
+    return value
+
+
+@register
+class Landscape(CurvatureProbe):
+    """Loss on a line or a plane through the weights, along filter-normalised random directions or eigenvectors.
+
+    L(w + x d_1 + y d_2) on a grid; softmax cross-entropy [chen2022], with the run's weight decay if asked for
+    [park2022]. `directions` says what the d are, `normalisation` how long.
+    """
+
+    name: ClassVar[str] = "landscape"
+
+    dimensions: Literal[1, 2] = Field(2, description="a line or a plane")
+    points: Annotated[int, Field(ge=3), AfterValidator(_odd)] = Field(21, description="on each axis; odd")
+    span: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(1.0, description="each axis is from -span to span")
+    directions: Literal["random", "eigenvectors"] = Field(
+        "random", description="Gaussian, or the Hessian's eigenvectors of largest eigenvalue magnitude"
+    )
+    normalisation: Normalisation | None = Field(
+        None,
+        description="filter (per output, Li et al. 2018), dim0 (park2022's code) or none (unit length);"
+        " unless given, filter for random directions and none for eigenvectors",
+    )
+    one_dimensional: OneDimensional = Field(
+        "zero", description="under filter and dim0, biases and norms stay where they are, or count as one filter each"
+    )
+    regulariser: Literal["none", "run"] = Field("none", description="plain cross-entropy, or with the run's own decay")
+
+    def forwards(self, subject: Subject) -> float:
+        products = _PRODUCTS * _PRODUCT if self.directions == "eigenvectors" else 0
+        return float(self.points**self.dimensions + products + 2) * len(subject)
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        conditions = super().conditions(subject)
+        if self.regulariser == "run" and subject.training is not None:
+            conditions["decay"] = subject.training.decay
+        return conditions
+
+    def measure(self, subject: Subject) -> Result:
+        if self.regulariser == "run" and subject.training is None:
+            raise DoesNotApply(
+                "it is not known how the network was trained, so that there is no regulariser of its own."
+            )
+        clock = Clock(self.budget)
+        surface = self.surface(subject, regularised=self.regulariser == "run")
+        with surface.evaluated():
+            surface.check()
+        directions, found = self._directions(subject, surface)
+        grid = Grid(self.points, self.span, self.dimensions)
+        partial = Partial(subject.scratch.get(self.name), digest(directions))
+        grid.take(partial.read())
+
+        def go_on() -> bool:
+            partial.write(grid.arrays(), every=SAVED_EVERY)
+            subject.progress("landscape", int(grid.evaluated.sum()) * len(subject), grid.losses.size * len(subject))
+            return not clock.expired
+
+        try:
+            with surface.evaluated():
+                grid.fill(surface, directions, go_on)
+        finally:
+            partial.write(grid.arrays())
+        return self._result(grid, found)
+
+    def _directions(self, subject: Subject, surface: LossSurface) -> tuple[list[Direction], Eigenpairs | None]:
+        seeds = [torch_seed("landscape", subject.seed, number) for number in range(self.dimensions)]
+        if self.directions == "random":
+            found = None
+            raw = [random_direction(surface.weights, seed) for seed in seeds]
+        else:
+            clock = Clock(self.budget, share=0.5)  # the rest is the grid's
+            raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired)
+        how = self.normalisation or ("filter" if self.directions == "random" else "none")
+        return [normalised(direction, surface.weights, how, self.one_dimensional) for direction in raw], found
+
+    def _result(self, grid: Grid, found: Eigenpairs | None) -> Result:
+        losses = grid.losses[grid.evaluated]
+        scalars = {
+            "loss": Scalar(value=float(grid.losses[grid.centre])),
+            "largest_loss": Scalar(value=float(np.nanmax(losses))),
+            "points_not_finite": Scalar(value=float((~np.isfinite(losses)).sum())),
+        }
+        values = [] if found is None else found.values.tolist()
+        scalars |= {f"eigenvalue_{number}": Scalar(value=value) for number, value in enumerate(values, start=1)}
+        axes = dict.fromkeys(("x", "y")[: self.dimensions], grid.axis)
+        reasons = []
+        if found is not None and not found.converged:
+            reasons.append(f"the eigenvectors had not converged after {found.products} products with the Hessian")
+        if not grid.evaluated.all():
+            reasons.append(f"{grid.evaluated.mean():.0%} of the points are evaluated, from the centre outwards")
+        return Result(
+            scalars,
+            arrays=axes | grid.arrays(),
+            status="not_converged" if reasons else "ok",
+            reason=f"{'; '.join(reasons)}." if reasons else None,
+            mode=self.batch_norm,
+        )
