@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
 from vitclinic.errors import AnatomyError, DataError, ModelError
+from vitclinic.probes.identity import network_digest
 from vitclinic.probes.restoring import left_as_it_was
 
 Progress = Callable[[str, int, int], None]
@@ -126,7 +126,7 @@ class Subject:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the network's structure and weights."""
+        """SHA-256 of what the network computes: its structure, settings, code, hooks and weights."""
         return network_digest(self.network)
 
     @cached_property
@@ -154,34 +154,6 @@ def as_logits(output: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ModelError(f"The network returns {type(output).__name__}; expected a tensor of logits.")
     return logits
-
-
-def network_digest(network: nn.Module) -> str:
-    """SHA-256 over what the network prints as (without memory addresses), its modules' settings and its tensors.
-
-    Settings are the plain attributes of the libraries' modules, such as a number of heads, which are often not printed.
-    Those of a user's own classes are left out: they may be counters, which change with every call.
-    """
-    digest = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(network)).encode())
-    for name, module in network.named_modules():
-        if type(module).__module__.partition(".")[0] in _LIBRARIES:
-            settings = {key: value for key, value in vars(module).items() if key != "training" and _is_plain(value)}
-            digest.update(f"{name} {sorted(settings.items())}".encode())
-    tensors = {**dict(network.named_buffers()), **network.state_dict()}
-    for name, tensor in sorted(tensors.items()):
-        if isinstance(tensor, Tensor):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-_LIBRARIES = frozenset({"timm", "torch", "torchvision", "transformers"})
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
