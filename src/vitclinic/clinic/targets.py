@@ -25,6 +25,7 @@ from vitclinic.clinic.libraries import from_hugging_face, from_timm, from_torchv
 from vitclinic.data import DataConfig
 from vitclinic.data.decoding import Size
 from vitclinic.errors import ModelError, RecipeError, did_you_mean
+from vitclinic.probes.subject import check_ready
 from vitclinic.training import Run, load
 from vitclinic.training.overrides import parse_yaml
 
@@ -59,6 +60,7 @@ def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_w
     if isinstance(target, nn.Module):
         return Target(type(target).__name__, target)
     found = _resolve(str(target.path if isinstance(target, Run) else target), random_weights)
+    check_ready(found.network, found.name)
     found.network.eval().to(device)
     return found
 

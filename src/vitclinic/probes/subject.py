@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vitclinic.anatomy import Anatomy
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
@@ -45,6 +46,7 @@ class Subject:
         output_names: tuple[str, ...] | None = None,
         progress: Progress = lambda what, done, total: None,
     ) -> None:
+        check_ready(network, name)
         self.network = network
         self.name = name
         self.split = split
@@ -101,10 +103,9 @@ class Subject:
         try:
             with left_as_it_was(self.network, self.seed), torch.no_grad():
                 logits = self.logits(self.example)
-        except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
+        except Exception as error:  # the user's own code may raise anything
             shape = " x ".join(str(side) for side in self.example.shape[1:])
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise ModelError(f"{self.name} does not take the data's {shape} images: {reason}.") from error
+            raise ModelError(f"{self.name} does not take the data's {shape} images: {_reason(error)}.") from error
         if logits.ndim != 2:
             raise ModelError(f"{self.name} returns {tuple(logits.shape)} for one image; expected (1, classes).")
         return logits.shape[1]
@@ -154,6 +155,27 @@ def as_logits(output: Any) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ModelError(f"The network returns {type(output).__name__}; expected a tensor of logits.")
     return logits
+
+
+def _reason(error: Exception) -> str:
+    """The error's first line, with its type where the line alone says little."""
+    line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    if isinstance(error, RuntimeError | AssertionError | ValueError) and line:
+        return line
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def check_ready(network: nn.Module, name: str) -> None:
+    """Raise where nothing can be measured yet, or at all: there are no numbers, or no code to look into."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise ModelError(
+            f"{name} is a TorchScript module, which cannot be looked into; give the network it is made of."
+        )
+    tensors = (*network.parameters(), *network.buffers())
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise ModelError(f"{name} has lazy modules without weights; call it once on images before it is examined.")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ModelError(f"{name} is on the meta device and has no weights; load them first.")
 
 
 def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
