@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.networks import NETWORKS, Normalised, cut, shaken, tiny_vit
+from vitclinic import plugins
 from vitclinic.anatomy import Anatomy, Family, out_of, register_family, taps
 from vitclinic.anatomy.families import recognise, registry, swin
 from vitclinic.errors import AnatomyError, UnknownStructureError
@@ -103,8 +104,8 @@ def test_a_family_can_come_from_another_package(monkeypatch: pytest.MonkeyPatch)
     module.FAMILY = documented_family()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mypackage_family", module)
     point = EntryPoint("my-nets", "mypackage_family:FAMILY", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "vitclinic.families" else [])
-    registry._load_entry_points.cache_clear()
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == "vitclinic.families" else [])
+    plugins.load_entry_points.cache_clear()
     assert Anatomy.of(MyNet()).family == "my nets"
 
 
