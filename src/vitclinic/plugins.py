@@ -21,6 +21,7 @@ def load_entry_points(group: str, register: Callable[[Any], object]) -> None:
         try:
             register(entry_point.load())
         except Exception as error:  # another package's code may raise anything, and the rest must go on
+            log.info("%s cannot be used", entry_point, exc_info=error)
             _warn(entry_point, error)
 
 
