@@ -125,6 +125,23 @@ def test_wrappers_are_looked_through(wrap: Any) -> None:
     assert anatomy.network is network
 
 
+class Resized(nn.Module):
+    """A wrapper that makes any image fit."""
+
+    def __init__(self, backbone: nn.Module, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.backbone, self.size = backbone, size
+
+    def forward(self, x: Any) -> Any:
+        return self.backbone(nn.functional.interpolate(x, self.size))
+
+
+def test_an_example_goes_through_a_wrapper_that_resizes() -> None:
+    network = tiny_vit()
+    anatomy = Anatomy.of(Resized(network, tuple(network.patch_embed.img_size)), torch.rand(2, 3, 50, 70))
+    assert anatomy.network is network
+
+
 def test_a_network_under_ddp_is_read_through_its_wrapper(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
