@@ -168,6 +168,9 @@ def test_a_class_count_that_differs_is_a_reason():
         ({"data": None}, RecipeError, "Say on which data to examine 'Counting'"),
         ({"data": "/no/such"}, DataError, "There is no data at '/no/such'"),
         ({"split": "tset"}, DataError, "no images in its tset split; it has train (22)"),
+        ({"split": "tset"}, DataError, "use one of those (--split train)."),
+        ({"limit": 1.5}, RecipeError, "'limit' must be a whole number (got 1.5)."),
+        ({"size": "32"}, RecipeError, "'size' must be a whole number (got '32')."),
         ({"limit": 0}, RecipeError, "'limit' must be at least 1"),
         ({"probes": ["nroms"]}, RecipeError, "Did you mean 'norms'?"),
         ({"data": "digits"}, ModelError, "Counting does not take the data's 1 x 8 x 8 images"),
@@ -283,6 +286,14 @@ def test_one_targets_mistake_does_not_hide_the_others_results(tmp_path, command)
     assert error.strip().endswith("error: fair:bad is on the meta device and has no weights; load them first.")
     code, out, _ = command(*words, "--json")
     assert (code, [exam["target"] for exam in json.loads(out)]) == (2, ["fair:good"])
+
+
+def test_grey_data_become_what_the_network_takes(tmp_path, command):
+    (tmp_path / "coloured.py").write_text("from tests.probes.subjects import Unknown as build\n")
+    words = ["examine", "coloured:build", "--data", "digits", "--limit", "4", "--set", "cost.repeats=1"]
+    code, out, error = command(*words)
+    assert code == 0, error
+    assert "cost.flops\t" in out
 
 
 @pytest.mark.parametrize("moment", ["measuring", "importing"])

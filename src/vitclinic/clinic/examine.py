@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -117,6 +118,8 @@ class Examination:
         watcher: Watcher | None = None,
     ) -> None:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
+            if count is not None and (not isinstance(count, Integral) or isinstance(count, bool)):
+                raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
             if count is not None and count < 1:
                 raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
         self.data = data

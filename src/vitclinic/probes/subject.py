@@ -182,7 +182,8 @@ def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     images = dataset.splits.get(split)
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
-        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {filled}.")
+        hint = next((f"; use one of those (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
+        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.")
     if limit is None or limit >= len(images):
         return dataset
     rows = subset(images.labels, limit, seed=0)
