@@ -118,10 +118,7 @@ class Examination:
         watcher: Watcher | None = None,
     ) -> None:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
-            if count is not None and (not isinstance(count, Integral) or isinstance(count, bool)):
-                raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
-            if count is not None and count < 1:
-                raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
+            _check_count(name, count)
         self.data = data
         self.probes = parse_probes([probes] if isinstance(probes, str) else probes)
         self.split, self.limit, self.size = split, limit, size
@@ -187,6 +184,15 @@ class Examination:
         """Once for all targets that see the data alike."""
         opened = DataConfig.model_validate_json(config)
         return open_data(opened, size=size, channels=channels, progress=self.watcher.on_reading)
+
+
+def _check_count(name: str, count: Any) -> None:
+    if count is None:
+        return
+    if not isinstance(count, Integral) or isinstance(count, bool):
+        raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
+    if int(count) < 1:
+        raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
 
 
 def _same_place(one: str, other: str) -> bool:

@@ -123,7 +123,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def _settings(value: Any, state: set[str]) -> Iterator[object]:
     """The attributes of an object and their values, without those that change as it is used."""
-    changing = state | _assigned_in(type(value))
+    changing = state | _assigned_in(type(value))  # type: ignore[arg-type]  # classes are hashable
     for name, setting in sorted(getattr(value, "__dict__", {}).items()):
         if name not in changing and not (isinstance(value, nn.Module) and name in _INTERNAL):
             yield from (name, setting)
