@@ -189,7 +189,7 @@ class Examination:
 def _check_count(name: str, count: Any) -> None:
     if count is None:
         return
-    if not isinstance(count, Integral) or isinstance(count, bool):
+    if isinstance(count, bool) or not isinstance(count, Integral):
         raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
     if int(count) < 1:
         raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
