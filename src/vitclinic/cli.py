@@ -23,6 +23,7 @@ from vitclinic.errors import RecipeError, VitclinicError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from vitclinic.clinic import Exam
     from vitclinic.training import Run
 
 DIVERGED = 5
@@ -159,31 +160,45 @@ def examine(
 
     Probes: `vitclinic list probes`. What is stored is not measured again: docs/examine.md.
     """
-    from vitclinic.clinic import examine as run_exams
-    from vitclinic.clinic.display import Display, plain, show_exams
+    exams: list[Exam] = []
+    with _resumable():  # the imports, too, are long enough to be interrupted
+        from vitclinic.clinic import Examination
+        from vitclinic.clinic.display import Display
 
-    console = _console(verbose, quiet or as_json)
-    with _resumable(), Display(console) as display:
-        exams = run_exams(
-            targets,
-            data,
-            probes=_probe_entries(probes, settings or []),
-            split=split,
-            limit=limit,
-            size=size,
-            batch_size=batch_size,
-            seed=seed,
-            device=device,
-            random_weights=random_weights,
-            out=out,
-            fresh=fresh,
-            watcher=display,
-        )
+        console = _console(verbose, quiet or as_json)
+        try:
+            with Display(console) as display:
+                examination = Examination(
+                    data,
+                    probes=_probe_entries(probes, settings or []),
+                    split=split,
+                    limit=limit,
+                    size=size,
+                    batch_size=batch_size,
+                    seed=seed,
+                    device=device,
+                    random_weights=random_weights,
+                    out=out,
+                    fresh=fresh,
+                    watcher=display,
+                )
+                for target in targets:
+                    exams.append(examination.of(target))
+        except VitclinicError:
+            if exams:  # one target's mistake does not hide the others' results
+                _show(exams, console, as_json)
+            raise
+        _show(exams, console, as_json)
+    if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
+        raise typer.Exit(PROBE_FAILED)
+
+
+def _show(exams: list[Exam], console: Console, as_json: bool) -> None:
+    from vitclinic.clinic.display import plain, show_exams
+
     if as_json:
         typer.echo(json.dumps([plain(exam) for exam in exams], indent=2, allow_nan=False))
     show_exams(exams, console)
-    if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
-        raise typer.Exit(PROBE_FAILED)
 
 
 @contextmanager

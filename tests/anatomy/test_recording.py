@@ -222,3 +222,32 @@ def test_fused_attention_has_no_second_derivative_outside_the_context() -> None:
         second_derivative(network)
     with double_differentiable():
         torch.testing.assert_close(second_derivative(compiled), second_derivative(network))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_unit_recorded_twice_is_shown_twice(fused: bool) -> None:
+    network = shaken(tiny_vit()).eval()
+    unit = Anatomy.of(network).of_kind("msa")[0]
+    unit.attention.module.fused_attn = fused
+    seen: list[Tensor] = []
+
+    def keep(shown: AttentionMap) -> None:
+        seen.append(shown.weights.log().softmax(-1))  # a softmax of the consumer's is nobody's attention
+
+    with record_attention([unit, unit], keep), record_attention([unit], keep), torch.no_grad():
+        network(IMAGES)
+    assert len(seen) == 3
+    for weights in seen[1:]:
+        torch.testing.assert_close(weights, seen[0])
+
+
+def test_a_consumer_that_writes_into_the_networks_own_map_is_an_error() -> None:
+    network = shaken(tiny_vit()).eval()
+    unit = Anatomy.of(network).of_kind("msa")[0]
+    unit.attention.module.fused_attn = False
+    with (
+        pytest.raises(AnatomyError, match=r"blocks.0.msa was written into.*weights\.clone"),
+        record_attention([unit], lambda shown: shown.weights.zero_()),
+        torch.no_grad(),
+    ):
+        network(IMAGES)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.networks import NETWORKS, Normalised, cut, shaken, tiny_vit
+from vitclinic import plugins
 from vitclinic.anatomy import Anatomy, Family, out_of, register_family, taps
 from vitclinic.anatomy.families import recognise, registry, swin
 from vitclinic.errors import AnatomyError, UnknownStructureError
@@ -103,8 +104,8 @@ def test_a_family_can_come_from_another_package(monkeypatch: pytest.MonkeyPatch)
     module.FAMILY = documented_family()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mypackage_family", module)
     point = EntryPoint("my-nets", "mypackage_family:FAMILY", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "vitclinic.families" else [])
-    registry._load_entry_points.cache_clear()
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == "vitclinic.families" else [])
+    plugins.load_entry_points.cache_clear()
     assert Anatomy.of(MyNet()).family == "my nets"
 
 
@@ -121,6 +122,23 @@ def test_a_family_can_come_from_another_package(monkeypatch: pytest.MonkeyPatch)
 def test_wrappers_are_looked_through(wrap: Any) -> None:
     network = tiny_vit()
     anatomy = Anatomy.of(wrap(network))
+    assert anatomy.network is network
+
+
+class Resized(nn.Module):
+    """A wrapper that makes any image fit."""
+
+    def __init__(self, backbone: nn.Module, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.backbone, self.size = backbone, size
+
+    def forward(self, x: Any) -> Any:
+        return self.backbone(nn.functional.interpolate(x, self.size))
+
+
+def test_an_example_goes_through_a_wrapper_that_resizes() -> None:
+    network = tiny_vit()
+    anatomy = Anatomy.of(Resized(network, tuple(network.patch_embed.img_size)), torch.rand(2, 3, 50, 70))
     assert anatomy.network is network
 
 

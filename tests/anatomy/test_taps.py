@@ -159,3 +159,17 @@ def test_what_checkpointing_recomputes_is_not_seen_again() -> None:
     assert maps == [unit.name for unit in anatomy.of_kind("msa")]
     for actual, wanted in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+def test_taps_read_in_inference_mode() -> None:
+    network = tiny_vit().eval()
+    unit = Anatomy.of(network).units[-2]
+    image = torch.rand(1, 3, 32, 48)
+    with torch.inference_mode(), taps({"last": unit.output}) as seen:
+        network(image)
+        within = seen["last"].clone()
+    with torch.no_grad(), taps({"last": unit.output}) as again:
+        network(image)
+    torch.testing.assert_close(within, again["last"])
+    with torch.inference_mode():
+        assert Anatomy.of(network).units[-2].name == unit.name

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import types
 from typing import ClassVar
 
 import pytest
@@ -167,6 +168,9 @@ def test_a_class_count_that_differs_is_a_reason():
         ({"data": None}, RecipeError, "Say on which data to examine 'Counting'"),
         ({"data": "/no/such"}, DataError, "There is no data at '/no/such'"),
         ({"split": "tset"}, DataError, "no images in its tset split; it has train (22)"),
+        ({"split": "tset"}, DataError, "use one of those (--split train)."),
+        ({"limit": 1.5}, RecipeError, "'limit' must be a whole number (got 1.5)."),
+        ({"size": "32"}, RecipeError, "'size' must be a whole number (got '32')."),
         ({"limit": 0}, RecipeError, "'limit' must be at least 1"),
         ({"probes": ["nroms"]}, RecipeError, "Did you mean 'norms'?"),
         ({"data": "digits"}, ModelError, "Counting does not take the data's 1 x 8 x 8 images"),
@@ -195,6 +199,41 @@ def test_a_network_that_returns_no_logits_is_a_sentence():
 
     with pytest.raises(ModelError, match=r"Tokens returns \(1, 4, 14, 14\) for one image"):
         vitclinic.examine(Tokens(3, 4, 3), noise())
+
+
+class Mistaken(nn.Module):
+    """A network that fails at its first call."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [AttributeError("no 'heads'"), KeyError("x"), NotImplementedError(), OSError("gone")])
+def test_whatever_a_network_raises_is_a_sentence(error):
+    with pytest.raises(
+        ModelError, match=f"Mistaken does not take the data's 3 x 16 x 16 images: {type(error).__name__}"
+    ):
+        vitclinic.examine(Mistaken(error), noise())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (lambda: Unknown().to("meta"), "is on the meta device and has no weights"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), "has lazy modules without weights"),
+        (lambda: torch.jit.trace(Unknown().eval(), torch.rand(1, 3, 16, 16)), "is a TorchScript module"),
+    ],
+    ids=["meta", "lazy", "script"],
+)
+def test_a_network_that_cannot_be_measured_yet_is_a_sentence(network, message):
+    with pytest.raises(ModelError, match=message):
+        vitclinic.examine(network(), noise())
 
 
 @pytest.fixture
@@ -235,11 +274,40 @@ def test_the_command_compares_and_stores(tmp_path, command):
     assert command(*words, "-q") == (0, "", "")
 
 
-def test_ctrl_c_is_not_a_traceback(command, monkeypatch):
+def test_one_targets_mistake_does_not_hide_the_others_results(tmp_path, command):
+    (tmp_path / "fair.py").write_text(
+        "from tests.probes.subjects import Unknown\n"
+        "def good():\n    return Unknown()\n"
+        "def bad():\n    return Unknown().to('meta')\n"
+    )
+    words = ["examine", "fair:good", "fair:bad", "--data", "shapes:60", "--limit", "4", "--set", "cost.repeats=1"]
+    code, out, error = command(*words)
+    assert code == 2
+    assert "cost.parameters\t" in out
+    assert error.strip().endswith("error: fair:bad is on the meta device and has no weights; load them first.")
+    code, out, _ = command(*words, "--json")
+    assert (code, [exam["target"] for exam in json.loads(out)]) == (2, ["fair:good"])
+
+
+def test_grey_data_become_what_the_network_takes(tmp_path, command):
+    (tmp_path / "coloured.py").write_text("from tests.probes.subjects import Unknown as build\n")
+    words = ["examine", "coloured:build", "--data", "digits", "--limit", "4", "--set", "cost.repeats=1"]
+    code, out, error = command(*words)
+    assert code == 0, error
+    assert "cost.flops\t" in out
+
+
+@pytest.mark.parametrize("moment", ["measuring", "importing"])
+def test_ctrl_c_is_not_a_traceback(moment, command, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vitclinic.clinic.examine", interrupt)
+    if moment == "measuring":
+        monkeypatch.setattr("vitclinic.clinic.Examination.of", interrupt)
+    else:
+        interrupted = types.ModuleType("vitclinic.clinic.display")
+        interrupted.__getattr__ = interrupt
+        monkeypatch.setitem(sys.modules, interrupted.__name__, interrupted)
     code, _, error = command("examine", "timm:resnet18", "--data", "digits")
     assert code == 130
     assert error == "interrupted; what has been measured is stored, and the same command goes on\n"

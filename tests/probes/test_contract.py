@@ -146,3 +146,9 @@ def test_measuring_leaves_no_trace_in_what_the_network_computes():
     twin = copy.deepcopy(patient.network)
     measure(patient, probes())
     torch.testing.assert_close(patient.network(images), twin(images), rtol=0, atol=0)
+
+
+def test_weights_made_in_inference_mode_are_measured():
+    with torch.inference_mode():
+        network = NETWORKS["vit"]()
+    assert [measurement.status for measurement in measure(subject(network), parse_probes(["norms"]))] == ["ok"]

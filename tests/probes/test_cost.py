@@ -74,3 +74,8 @@ def test_peak_memory_holds_weights_input_and_activations():
     assert peak > weights + 8 * 3 * SIZE * SIZE * 4 + 8 * 6 * 7 * 7 * 4
     (twice,) = measure(patient, parse_probes([{"cost": {"batch": 4, "repeats": 1}}]))
     assert peak - weights == pytest.approx(2 * (twice.scalars["peak_memory_bytes"].value - weights), rel=0.01)
+
+
+def test_the_estimate_knows_that_batches_are_capped():
+    (probe,) = parse_probes([{"cost": {"repeats": 7, "batch": 32}}])
+    assert probe.forwards(subject("vit", batch_size=4)) == 9 * 5 + 1

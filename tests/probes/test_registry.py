@@ -4,6 +4,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
+from vitclinic import plugins
 from vitclinic.errors import RecipeError
 from vitclinic.probes import OwningProbe, known_probes, parse_probes, register, registry
 from vitclinic.probes.probe import Probe
@@ -44,9 +45,9 @@ def test_a_probe_of_another_package_is_found_by_its_entry_point(monkeypatch):
     monkeypatch.setattr(EntryPoint, "load", lambda self: Foreign)
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     monkeypatch.setattr(
-        registry, "entry_points", lambda group: [EntryPoint("foreign", "elsewhere:Foreign", group)] if group else []
+        plugins, "entry_points", lambda group: [EntryPoint("foreign", "elsewhere:Foreign", group)] if group else []
     )
-    registry._load_entry_points.cache_clear()
+    plugins.load_entry_points.cache_clear()
     assert known_probes()["foreign"] is Foreign
     assert isinstance(parse_probes(["foreign"])[0], Foreign)
 

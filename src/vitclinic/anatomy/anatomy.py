@@ -8,6 +8,7 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic.anatomy.checking import checked_grids
 from vitclinic.anatomy.families import recognise
@@ -38,9 +39,9 @@ class Anatomy:
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
         """Examine `network` by a forward pass of the first image of the batch `example` (by default, noise).
 
-        That image goes into the network inside all wrappers, as it is: nothing that a wrapper does to its input, such
-        as a normalisation, is done to it, and a wrapper's own hooks do not run. Only its shape matters to what is
-        checked. Grids are those of its size: for images of another size, make another anatomy.
+        That image goes in as any other would, through all wrappers, which may normalise or resize it (but for DDP,
+        whose processes would wait for each other); noise goes into the network inside them. Grids are those of its
+        size: for images of another size, make another anatomy.
 
         Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
         rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the
@@ -52,10 +53,12 @@ class Anatomy:
             like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
             if like.is_meta:
                 raise AnatomyError("the network is on the meta device and has no weights; load them first.")
+            entrance = network.module if isinstance(network, DistributedDataParallel) else network
             if example is None:
+                entrance = core
                 generator = torch.Generator().manual_seed(0)
                 example = torch.randn(1, *family.input_size(core), generator=generator)
-            return cls(family.name, core, units, checked_grids(core, units, example[:1].to(like)))
+            return cls(family.name, core, units, checked_grids(entrance, units, example[:1].to(like)))
         except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError, ValueError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise AnatomyError(

@@ -21,6 +21,7 @@ Shapes: B batch (times windows), H heads, Q queries, K keys.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,12 +34,15 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic.anatomy.eager import eager, recomputing
 from vitclinic.anatomy.sites import Size, watch
+from vitclinic.anatomy.taps import version_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
 from vitclinic.anatomy.windows import Windows
 from vitclinic.errors import AnatomyError, NoAttentionMapError
 
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+_showing = threading.local()
+"""Has `now` while a map is computed and consumed, which is no attention of the network's, whoever else records."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +71,8 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
     """Call `consumer` with the attention map of each of `units` at every forward pass inside the context.
 
     The network's outputs stay what they are (torchvision's ViT under no_grad leaves PyTorch's fast path,
-    which changes the last bits). A unit without a map is a NoAttentionMapError, one whose attention never ran an
-    AnatomyError.
+    which changes the last bits). Maps are to be read: one may be the network's own, so change a copy. A unit without
+    a map is a NoAttentionMapError, one whose attention never ran an AnatomyError.
     """
     recorders = [_Recorder(unit, consumer) for unit in units]
     with ExitStack() as stack, eager():
@@ -150,13 +154,28 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if getattr(_showing, "now", False):
+            return result
+        _showing.now = True
+        try:
+            self._show(func, args, kwargs, result)
+        finally:
+            _showing.now = False
+        return result
+
+    def _show(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is F.scaled_dot_product_attention:
             self._emit(_weights_of_sdpa(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
         elif func in _SOFTMAX and kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1):
+            version = version_of(result)
             self._emit(result.detach())
-        return result
+            if version_of(result) != version:
+                raise AnatomyError(
+                    f"the attention map of {self.unit.name} was written into, and the network goes on with it; a "
+                    "consumer must change a copy (weights.clone())."
+                )
 
     def _emit(self, weights: Tensor) -> None:
         if self._grid is None:

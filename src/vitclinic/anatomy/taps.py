@@ -50,19 +50,24 @@ def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *
         )
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """How often `tensor` was written into; None under inference mode, in which torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Activations(Mapping[Key, Tensor]):
     """What the taps saw last; reading what the network has since overwritten in place is an error."""
 
     def __init__(self) -> None:
-        self._seen: dict[Key, tuple[Tensor, int]] = {}
+        self._seen: dict[Key, tuple[Tensor, int | None]] = {}
 
     def keep(self, key: Key, activation: Tensor) -> None:
         """Remember `activation` and which state of it was seen."""
-        self._seen[key] = (activation, activation._version)
+        self._seen[key] = (activation, version_of(activation))
 
     def __getitem__(self, key: Key) -> Tensor:
         activation, version = self._seen[key]
-        if activation._version != version:
+        if version_of(activation) != version:
             raise AnatomyError(f"the network wrote into the activation {key!r} in place; mark its site `overwritten`.")
         return activation
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -118,8 +119,7 @@ class Examination:
         watcher: Watcher | None = None,
     ) -> None:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
-            if count is not None and count < 1:
-                raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
+            _check_count(name, count)
         self.data = data
         self.probes = parse_probes([probes] if isinstance(probes, str) else probes)
         self.split, self.limit, self.size = split, limit, size
@@ -196,6 +196,15 @@ class Examination:
 def _remove(files: Iterable[Path]) -> None:
     for path in files:
         path.unlink(missing_ok=True)
+
+
+def _check_count(name: str, count: Any) -> None:
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
+    if int(count) < 1:
+        raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
 
 
 def _same_place(one: str, other: str) -> bool:

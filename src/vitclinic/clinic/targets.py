@@ -28,6 +28,7 @@ from vitclinic.data.decoding import Size
 from vitclinic.errors import ModelError, RecipeError, did_you_mean
 from vitclinic.models import Normalised
 from vitclinic.probes import Training
+from vitclinic.probes.subject import check_ready
 from vitclinic.training import Run, load
 from vitclinic.training.network import treated_augmentation
 from vitclinic.training.optimizer import decayed_parameters
@@ -78,6 +79,7 @@ def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_w
     if isinstance(target, nn.Module):
         return Target(type(target).__name__, target)
     found = _resolve(str(target.path if isinstance(target, Run) else target), random_weights)
+    check_ready(found.network, found.name)
     found.network.eval().to(device)
     return found
 
@@ -91,7 +93,8 @@ def _resolve(text: str, random_weights: bool) -> Target:
     if library in LIBRARIES:
         return _from_library(text, library, rest, random_weights)
     if colon and library and rest:
-        return Target(text, _call(text, library, rest))
+        network = _call(text, library, rest)
+        return Target(text, network, channels=_channels(network))
     raise RecipeError(f"'{text}' is not a target: {_advice(text)}")
 
 
@@ -158,6 +161,12 @@ def _call(text: str, module: str, function: str) -> nn.Module:
     if not isinstance(network, nn.Module):
         raise ModelError(f"'{text}' returned {type(network).__name__}; expected a torch.nn.Module.")
     return network
+
+
+def _channels(network: nn.Module) -> int | None:
+    """Grey or coloured images, by the network's first convolution; None where that does not tell."""
+    first = next((module for module in network.modules() if isinstance(module, nn.Conv2d)), None)
+    return first.in_channels if first is not None and first.in_channels in (1, 3) else None
 
 
 def _advice(text: str) -> str:

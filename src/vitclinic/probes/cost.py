@@ -39,7 +39,7 @@ class Cost(OwningProbe):
     batch: Annotated[int, Field(ge=1)] = Field(32, description="images at a time, for images/s and memory")
 
     def forwards(self, subject: Subject) -> float:
-        return (self.repeats + 2) * (self.batch + 1) + 1
+        return (self.repeats + 2) * (min(self.batch, subject.batch_size) + 1) + 1
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """Speed is a property of the machine, too, and of how many images come at a time."""

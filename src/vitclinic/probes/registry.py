@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from vitclinic.config import validate
 from vitclinic.errors import RecipeError, did_you_mean
+from vitclinic.plugins import load_entry_points
 from vitclinic.probes.probe import OwningProbe, Probe, StreamingProbe
 
 ENTRY_POINTS = "vitclinic.probes"
@@ -20,22 +19,16 @@ P = TypeVar("P", bound=type[Probe])
 
 def register(probe: P) -> P:
     """Class decorator: make a probe known by its `name`."""
-    if not issubclass(probe, OwningProbe | StreamingProbe):
-        raise TypeError(f"{probe.__name__} is neither an OwningProbe nor a StreamingProbe")
+    if not isinstance(probe, type) or not issubclass(probe, OwningProbe | StreamingProbe):
+        raise TypeError(f"{getattr(probe, '__name__', repr(probe))} is neither an OwningProbe nor a StreamingProbe")
     _REGISTRY[probe.name] = probe
     return probe
 
 
 def known_probes() -> dict[str, type[Probe]]:
     """All probes by name: ours, those registered in this process, and those of installed packages."""
-    _load_entry_points()
+    load_entry_points(ENTRY_POINTS, register)
     return dict(sorted(_REGISTRY.items()))
-
-
-@cache
-def _load_entry_points() -> None:
-    for entry_point in entry_points(group=ENTRY_POINTS):
-        register(entry_point.load())
 
 
 def usual_probes() -> list[str]:

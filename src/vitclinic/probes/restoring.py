@@ -81,10 +81,14 @@ def _note_state(network: nn.Module, undo: ExitStack) -> None:
         elif not torch.equal(tensor.data, values):  # a write, even of the same values, is a change to autograd
             tensor.data.copy_(values)
 
+    def want_gradient(parameter: Tensor, before: bool) -> None:
+        if parameter.requires_grad != before:  # weights made in inference mode refuse to be told, even the same
+            parameter.requires_grad_(before)
+
     for parameter in network.parameters():
         # Set aside, not copied: what a probe accumulates goes into a gradient of its own.
         undo.callback(setattr, parameter, "grad", parameter.grad)
-        undo.callback(parameter.requires_grad_, parameter.requires_grad)
+        undo.callback(want_gradient, parameter, parameter.requires_grad)
         parameter.grad = None
     # Noted last, so restored first: a gradient must be of its parameter's type.
     for tensor in (*network.parameters(), *network.buffers()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,12 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches
 from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
 from vitclinic.errors import AnatomyError, DataError, ModelError
+from vitclinic.probes.identity import network_digest
 from vitclinic.probes.restoring import left_as_it_was
 
 Progress = Callable[[str, int, int], None]
@@ -82,6 +83,7 @@ class Subject:
         scratch: dict[str, Path] | None = None,
         progress: Progress = lambda what, done, total: None,
     ) -> None:
+        check_ready(network, name)
         self.network = network
         self.name = name
         self.split = split
@@ -171,10 +173,9 @@ class Subject:
         try:
             with left_as_it_was(self.network, self.seed), torch.no_grad():
                 logits = self.logits(self.example)
-        except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
+        except Exception as error:  # the user's own code may raise anything
             shape = " x ".join(str(side) for side in self.example.shape[1:])
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise ModelError(f"{self.name} does not take the data's {shape} images: {reason}.") from error
+            raise ModelError(f"{self.name} does not take the data's {shape} images: {_reason(error)}.") from error
         if logits.ndim != 2:
             raise ModelError(f"{self.name} returns {tuple(logits.shape)} for one image; expected (1, classes).")
         return logits.shape[1]
@@ -196,7 +197,7 @@ class Subject:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the network's structure and weights."""
+        """SHA-256 of what the network computes: its structure, settings, code, hooks and weights."""
         return network_digest(self.network)
 
     @cached_property
@@ -226,39 +227,33 @@ def as_logits(output: Any) -> Tensor:
     return logits
 
 
-def network_digest(network: nn.Module) -> str:
-    """SHA-256 over what the network prints as (without memory addresses), its modules' settings and its tensors.
-
-    Settings are the plain attributes of the libraries' modules, such as a number of heads, which are often not printed.
-    Those of a user's own classes are left out: they may be counters, which change with every call.
-    """
-    digest = hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", repr(network)).encode())
-    for name, module in network.named_modules():
-        if type(module).__module__.partition(".")[0] in _LIBRARIES:
-            settings = {key: value for key, value in vars(module).items() if key != "training" and _is_plain(value)}
-            digest.update(f"{name} {sorted(settings.items())}".encode())
-    tensors = {**dict(network.named_buffers()), **network.state_dict()}
-    for name, tensor in sorted(tensors.items()):
-        if isinstance(tensor, Tensor):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _reason(error: Exception) -> str:
+    """The error's first line, with its type where the line alone says little."""
+    line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    if isinstance(error, RuntimeError | AssertionError | ValueError) and line:
+        return line
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
-_LIBRARIES = frozenset({"timm", "torch", "torchvision", "transformers"})
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
+def check_ready(network: nn.Module, name: str) -> None:
+    """Raise where nothing can be measured yet, or at all: there are no numbers, or no code to look into."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise ModelError(
+            f"{name} is a TorchScript module, which cannot be looked into; give the network it is made of."
+        )
+    tensors = (*network.parameters(), *network.buffers())
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise ModelError(f"{name} has lazy modules without weights; call it once on images before it is examined.")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ModelError(f"{name} is on the meta device and has no weights; load them first.")
 
 
 def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     images = dataset.splits.get(split)
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
-        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {filled}.")
+        hint = next((f"; use one of those (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
+        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.")
     if limit is None or limit >= len(images):
         return dataset
     rows = subset(images.labels, limit, seed=0)

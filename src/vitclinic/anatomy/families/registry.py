@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from torch import nn
 
 from vitclinic.anatomy.units import Unit
 from vitclinic.errors import UnknownStructureError
+from vitclinic.plugins import load_entry_points
 
 ENTRY_POINTS = "vitclinic.families"
 WRAPPERS = ("_orig_mod", "module", "backbone")
@@ -43,20 +42,16 @@ _families: list[Family] = []
 
 def register_family(family: Family) -> Family:
     """Make a family known in this process; it goes before those already known."""
+    if not isinstance(family, Family):
+        raise TypeError(f"{family!r} is not a Family")
     _families.insert(0, family)
     return family
 
 
 def known_families() -> tuple[Family, ...]:
     """All families, those registered last first."""
-    _load_entry_points()
+    load_entry_points(ENTRY_POINTS, register_family)
     return tuple(_families)
-
-
-@cache
-def _load_entry_points() -> None:
-    for entry_point in entry_points(group=ENTRY_POINTS):
-        register_family(entry_point.load())
 
 
 def recognise(network: nn.Module) -> tuple[nn.Module, Family]:

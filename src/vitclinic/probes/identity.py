@@ -1,0 +1,187 @@
+"""What a network computes, as one digest: its modules with their settings, their hooks and code, and its tensors.
+
+Code is taken from what runs (its bytecode), not from files, which may have been edited since. Of the libraries, and of
+vitclinic, a class or function is its name. Nothing depends on memory addresses: the digest of a network is the same in
+every process with the same version of Python.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import cache, partial
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_LIBRARIES = sys.stdlib_module_names | {"numpy", "timm", "torch", "torchvision", "transformers", "vitclinic"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_INTERNAL = frozenset(vars(nn.Module()))
+"""Where every module keeps its parts, flags and hooks."""
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, torch.Size, type(None))
+
+
+def network_digest(network: nn.Module) -> str:
+    """SHA-256 over what the network prints as, its modules' settings, hooks and own code, and its tensors.
+
+    Attributes that a forward pass or a hook assigns, such as counters, are no settings. Of code, what `forward` reaches
+    by its own class, globals and closures counts; a function of another module that is called through that module
+    (`mymodule.function(x)`) does not.
+    """
+    identity = _Identity(network)
+    identity.add(re.sub(r" at 0x[0-9a-f]+", "", repr(network)))
+    identity.add(network)
+    return identity.digest.hexdigest()
+
+
+class _Identity:
+    """Takes in objects of any kind, each once."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.digest = hashlib.sha256()
+        self._seen: dict[int, object] = {}
+        hooks = [hook for module in network.modules() for hook in _hooks(module)]
+        self._state = {name for hook in hooks for name in _assigned_by(hook)}
+
+    def add(self, value: object) -> None:
+        """Take in `value`, as far as it is the same in another process."""
+        if isinstance(value, Tensor):
+            self._write(f"{value.dtype} {tuple(value.shape)}")
+            self.digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self._write(f"{value.dtype} {value.shape}")
+            self.digest.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, _PLAIN):
+            self._write(repr(value))
+        elif id(value) in self._seen:
+            self._write(_name(value))
+        else:
+            self._seen[id(value)] = value  # kept, so that no other object gets its id
+            self._write(_name(value))
+            for part in self._parts(value):
+                self.add(part)
+
+    def _write(self, text: str) -> None:
+        self.digest.update(f"{text}\0".encode(errors="surrogatepass"))
+
+    def _parts(self, value: Any) -> Iterator[object]:
+        if isinstance(value, tuple | list):
+            yield from value
+        elif isinstance(value, dict):
+            yield from (part for item in value.items() for part in item)
+        elif isinstance(value, set | frozenset):
+            yield from sorted(map(repr, value)) if all(isinstance(item, _PLAIN) for item in value) else ()
+        elif isinstance(value, partial):
+            yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, MethodType):
+            yield from (value.__func__, value.__self__)
+        elif isinstance(value, FunctionType):
+            yield from () if _of_library(value) else _function_parts(value)
+        elif isinstance(value, CodeType):
+            yield from (value.co_code, value.co_varnames, value.co_names, *value.co_consts)
+        elif isinstance(value, type):
+            yield from () if _of_library(value) else (*value.__bases__, *_methods(value))
+        elif isinstance(value, nn.Module):
+            yield from self._module_parts(value)
+        elif not _of_library(type(value)):
+            yield type(value)
+            yield from _settings(value, self._state)
+
+    def _module_parts(self, module: nn.Module) -> Iterator[object]:
+        yield from (type(module), type(module).forward)  # a library's forward may have been replaced
+        yield from _settings(module, self._state)
+        yield from _hooks(module)
+        tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
+        yield from (part for item in sorted(tensors.items()) for part in item)
+        yield from (part for item in module.named_children() for part in item)
+
+
+def _of_library(value: type | FunctionType) -> bool:
+    # A decorated function says that it is of the module of what it wraps; its globals do not.
+    module = value.__globals__.get("__name__") if isinstance(value, FunctionType) else value.__module__
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _name(value: Any) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    library = not isinstance(named, type | FunctionType) or _of_library(named)
+    return f"{named.__module__}.{named.__qualname__}" if library else str(named.__qualname__)
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    own = vars(module).get("forward")
+    return [hook for table in _HOOKS for hook in getattr(module, table).values()] + ([] if own is None else [own])
+
+
+def _settings(value: Any, state: set[str]) -> Iterator[object]:
+    """The attributes of an object and their values, without those that change as it is used."""
+    changing = state | _assigned_in(type(value))  # type: ignore[arg-type]  # classes are hashable
+    for name, setting in sorted(getattr(value, "__dict__", {}).items()):
+        if name not in changing and not (isinstance(value, nn.Module) and name in _INTERNAL):
+            yield from (name, setting)
+
+
+def _methods(kind: type) -> Iterator[object]:
+    """What a class defines, by name: functions, also inside properties and the like, and values."""
+    for name, member in sorted(vars(kind).items()):
+        if not name.startswith("__") or isinstance(member, FunctionType):
+            inner = (getattr(member, key, None) for key in ("__func__", "fget", "func"))
+            yield from (name, next((function for function in inner if function is not None), member))
+
+
+def _function_parts(function: FunctionType) -> Iterator[object]:
+    yield from (function.__code__, function.__defaults__, function.__kwdefaults__)
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    stored = _operands(function.__code__, "STORE_GLOBAL")
+    for name in sorted(_operands(function.__code__, "LOAD_GLOBAL", "LOAD_NAME") - stored):
+        if name in function.__globals__:
+            yield from (name, function.__globals__[name])
+
+
+def _operands(code: CodeType, *operations: str) -> set[str]:
+    """The names that these operations of `code`, and of the functions inside it, work on."""
+    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in operations}
+    inside = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return found.union(*(_operands(constant, *operations) for constant in inside))
+
+
+@cache
+def _assigned_in(kind: type) -> frozenset[str]:
+    """The attributes that `forward` or `__call__` of a class assign, themselves or in methods that they use."""
+    methods: dict[str, list[FunctionType]] = {}
+    for base in kind.__mro__:
+        if base not in (nn.Module, object):
+            for name, member in vars(base).items():
+                if isinstance(member, FunctionType):
+                    methods.setdefault(name, []).append(member)
+    assigned: set[str] = set()
+    reached, to_do = set[str](), {"forward", "__call__"}
+    while to_do:
+        reached |= to_do
+        used: set[str] = set()
+        for function in (function for name in to_do for function in methods.get(name, ())):
+            assigned |= _operands(function.__code__, "STORE_ATTR")
+            used |= _operands(function.__code__, "LOAD_ATTR", "LOAD_METHOD")
+        to_do = (used & methods.keys()) - reached
+    return frozenset(assigned)
+
+
+def _assigned_by(hook: Callable[..., Any]) -> set[str]:
+    function = hook
+    while isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    if isinstance(function, FunctionType):
+        return _operands(function.__code__, "STORE_ATTR")
+    return set()
