@@ -182,14 +182,6 @@ def test_what_does_not_fit_is_a_sentence_and_changes_nothing(network: Any, varia
     assert str(network) == before
 
 
-def test_an_attention_that_another_treatment_acts_on_is_not_thrown_away() -> None:
-    network = treat(tiny_vit(), {"context_broadcasting": {"position": "msa_end"}})
-    with pytest.raises(
-        TreatmentError, match=r"blocks.1.msa, on which another treatment acts; list uniform_heads first"
-    ):
-        treat(network, "uniform_heads")
-
-
 def test_uniform_heads_and_broadcasting_go_together_in_either_order_at_the_mlp() -> None:
     for order in (("uniform_heads", "context_broadcasting"), ("context_broadcasting", "uniform_heads")):
         network = treat(tiny_vit(), *order)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
+from vitclinic.treatments.placing import own_modules
+from vitclinic.treatments.surgery import check_replacing
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 
@@ -84,15 +86,18 @@ class FFNVariant(Treatment):
         if self.variant == "no_norm":
             replaced: dict[nn.Module, nn.Module] = {_norm(unit): nn.Identity() for unit in units}
         else:
-            replaced = {old: new for unit in units for old, new in self._rewritten(_parts(unit)).items()}
+            replaced = {old: new for unit in units for old, new in self._rewritten(unit).items()}
         paths = {anatomy.path(old): new for old, new in replaced.items()}
         for path, new in paths.items():
             network.set_submodule(path, new)
         return network
 
-    def _rewritten(self, mlp: _Parts) -> dict[nn.Module, nn.Module]:
+    def _rewritten(self, unit: Unit) -> dict[nn.Module, nn.Module]:
+        mlp = _parts(unit)
         if self.variant == "relu":
             return {mlp.act: nn.ReLU()}
+        for layer in (mlp.first, mlp.second):
+            check_replacing(self.name, layer, f"the layers of {unit.name}")
         first = PointwiseConv(mlp.first, norm=self.variant == "conv_bn_gelu")
         return {mlp.first: first, mlp.act: nn.GELU(), mlp.second: PointwiseConv(mlp.second, norm=False)}
 
@@ -105,10 +110,10 @@ def _norm(unit: Unit) -> nn.Module:
 
 def _parts(unit: Unit) -> _Parts:
     """The two linear layers of an MLP and the activation, which is the module right behind the first."""
-    leaves = [part for part in unit.module.modules() if not list(part.children())]
-    linear = [part for part in leaves if isinstance(part, nn.Linear)]
+    parts = own_modules(unit.module)
+    linear = [part for part in parts if isinstance(part, nn.Linear)]
     if len(linear) == 2 and linear[0].out_features == linear[1].in_features:
-        act = leaves[leaves.index(linear[0]) + 1]
+        act = parts[parts.index(linear[0]) + 1]
         if act is not linear[1] and not list(act.parameters()):
             return _Parts(linear[0], act, linear[1])
     raise TreatmentError(

@@ -84,7 +84,8 @@ def _ends(block: Block, position: Position, name: str) -> list[tuple[Unit, Site]
 
 def _second_layer(mlp: Unit, name: str) -> nn.Module:
     """The layer that leads back to the network's width; in a gated MLP the third."""
-    linears = [module for module in mlp.module.modules() if isinstance(module, nn.Linear)]
+    # By what they have: those that ffn_variant makes are linear, too.
+    linears = [module for module in own_modules(mlp.module) if isinstance(getattr(module, "in_features", None), int)]
     if len(linears) < 2:
         raise TreatmentError(f"{name} does not fit at mlp_mid: {mlp.name} has no two linear layers; use mlp_end.")
     return linears[-1]
@@ -135,6 +136,14 @@ def _after(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any
     if isinstance(output, Tensor):
         return part(output)
     return (part(output[0]), *output[1:])  # an attention that also returns its weights
+
+
+def own_modules(module: nn.Module) -> list[nn.Module]:
+    """`module` and all modules in it, in order, but for the parts that treatments placed there."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    placed = {hook.args[0] for hook in hooks if isinstance(hook, partial) and hook.func in (_before, _after)}
+    children = [child for name, child in module.named_children() if name not in placed]
+    return [module, *(inner for child in children for inner in own_modules(child))]
 
 
 def over_tokens(x_bnd: Tensor) -> Tensor:

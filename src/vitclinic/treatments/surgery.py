@@ -70,6 +70,14 @@ def check_family(treatment: Treatment, network: nn.Module) -> None:
         raise TreatmentError(f"{treatment.name} does not fit a {family.name}; it fits {fitting}.")
 
 
+def check_replacing(treatment: str, module: nn.Module, place: str) -> None:
+    """Raise where `treatment` would replace a module on which something acts that would be lost with it."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise TreatmentError(
+            f"{treatment} would replace {place}, on which another treatment or a hook acts; list {treatment} first."
+        )
+
+
 def case_of(network: nn.Module) -> Case:
     """Number of classes, channels and image size of a network of a known family, by a forward pass."""
     core, family = recognise(network)

@@ -1,0 +1,63 @@
+"""Treatments one after another: what an earlier one put in is kept, or the later one says which order fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.anatomy.networks import NETWORKS, tiny_vit
+from vitclinic.errors import TreatmentError
+from vitclinic.treatments import ContextBroadcasting, SqueezeExcitation, treat
+
+IMAGES = torch.zeros(2, 3, 32, 48)
+MSA_END = [
+    {"context_broadcasting": {"position": "msa_end"}},
+    {"context_broadcasting": {"position": "both", "scaled": True}},
+    {"squeeze_excitation": {"position": "both", "layers": "all"}},
+]
+
+
+def refused(network: Any, first: Any, second: Any, sentence: str) -> None:
+    """`second` does not go after `first`: a sentence, and nothing is changed."""
+    treat(network, first)
+    before = str(network)
+    with pytest.raises(TreatmentError, match=sentence):
+        treat(network, second)
+    assert str(network) == before
+
+
+@pytest.mark.parametrize("name", ["local_attention", "no_softmax", "talking_heads", "uniform_heads"])
+@pytest.mark.parametrize("part", MSA_END, ids=str)
+def test_a_part_at_the_end_of_an_attention_is_not_thrown_away_with_it(name: str, part: dict[str, Any]) -> None:
+    refused(tiny_vit(), part, name, rf"blocks\.\d\.msa, on which .* acts; list {name} first\.$")
+    assert treat(tiny_vit(), name, part)(IMAGES).shape == (2, 5)
+
+
+def test_a_variant_of_attention_keeps_its_part_when_it_is_varied_again() -> None:
+    network = treat(tiny_vit(), "local_attention", {"context_broadcasting": {"position": "msa_end"}}, "no_softmax")
+    assert isinstance(network.blocks[1].attn.context_broadcasting, ContextBroadcasting)
+    assert len(network.blocks[1].attn._forward_hooks) == 1
+
+
+@pytest.mark.parametrize(
+    ("network", "position"),
+    [("vit, not square, registers", "mlp_mid"), ("torchvision vit", "mlp_mid"), ("torchvision vit", "mlp_front")],
+)
+@pytest.mark.parametrize("part", ["context_broadcasting", "squeeze_excitation"])
+def test_a_part_inside_an_mlp_is_not_thrown_away_with_a_layer(network: str, position: str, part: str) -> None:
+    placed = {part: {"position": position}}
+    for variant in ("conv_gelu", "conv_bn_gelu"):
+        rewritten = {"ffn_variant": {"variant": variant}}
+        refused(NETWORKS[network](), placed, rewritten, r"mlp, on which .* acts; list ffn_variant first\.$")
+        assert treat(NETWORKS[network](), rewritten, placed)
+    assert treat(NETWORKS[network](), placed, {"ffn_variant": {"variant": "relu"}})
+
+
+def test_a_part_at_the_end_of_an_mlp_is_no_layer_of_it() -> None:
+    network = treat(tiny_vit(), "squeeze_excitation", "ffn_variant")
+    assert isinstance(network.blocks[1].mlp.squeeze_excitation, SqueezeExcitation)
+    assert network(IMAGES).shape == (2, 5)
+    network = treat(tiny_vit(), "squeeze_excitation", {"context_broadcasting": {"position": "mlp_mid"}})
+    assert isinstance(network.blocks[1].mlp.fc2.context_broadcasting, ContextBroadcasting)
