@@ -61,3 +61,17 @@ def test_a_part_at_the_end_of_an_mlp_is_no_layer_of_it() -> None:
     assert network(IMAGES).shape == (2, 5)
     network = treat(tiny_vit(), "squeeze_excitation", {"context_broadcasting": {"position": "mlp_mid"}})
     assert isinstance(network.blocks[1].mlp.fc2.context_broadcasting, ContextBroadcasting)
+
+
+def test_the_grid_that_local_attention_watches_is_not_replaced() -> None:
+    sentence = r"conv_stem would replace the stem's convolution, on which .* acts; list conv_stem first\.$"
+    refused(tiny_vit(dynamic_img_size=True), "local_attention", "conv_stem", sentence)
+    network = treat(tiny_vit(dynamic_img_size=True), "conv_stem", "local_attention").eval()
+    for size in ((32, 48), (48, 16)):
+        assert network(torch.zeros(2, 3, *size)).shape == (2, 5)
+
+
+@pytest.mark.parametrize("part", MSA_END, ids=str)
+def test_an_extra_attention_is_no_copy_of_one_with_a_part(part: dict[str, Any]) -> None:
+    refused(tiny_vit(), part, "extra_block", r"extra_block would copy blocks\.1\.msa.* list extra_block first\.$")
+    assert treat(tiny_vit(), part, {"extra_block": {"kind": "mlp"}})(IMAGES).shape == (2, 5)

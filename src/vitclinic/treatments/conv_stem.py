@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
 from vitclinic.errors import TreatmentError
+from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 Components = Literal[
@@ -174,6 +175,8 @@ class ConvStemTreatment(Treatment):
             raise TreatmentError(
                 f"conv_stem replaces a patchify stem of one convolution, and that of this network has {len(convs)}."
             )
+        for conv in convs:
+            check_untouched(self.name, conv, "the stem's convolution")
         first, last = convs[0], convs[-1]
         stride = cast(Pair, tuple(math.prod(conv.stride[axis] for conv in convs) for axis in (0, 1)))
         stem = ConvStem(

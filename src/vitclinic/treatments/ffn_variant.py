@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments.placing import own_modules
-from vitclinic.treatments.surgery import check_replacing
+from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 
@@ -97,7 +97,7 @@ class FFNVariant(Treatment):
         if self.variant == "relu":
             return {mlp.act: nn.ReLU()}
         for layer in (mlp.first, mlp.second):
-            check_replacing(self.name, layer, f"the layers of {unit.name}")
+            check_untouched(self.name, layer, f"the layers of {unit.name}")
         first = PointwiseConv(mlp.first, norm=self.variant == "conv_bn_gelu")
         return {mlp.first: first, mlp.act: nn.GELU(), mlp.second: PointwiseConv(mlp.second, norm=False)}
 

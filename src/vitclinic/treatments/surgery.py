@@ -70,11 +70,11 @@ def check_family(treatment: Treatment, network: nn.Module) -> None:
         raise TreatmentError(f"{treatment.name} does not fit a {family.name}; it fits {fitting}.")
 
 
-def check_replacing(treatment: str, module: nn.Module, place: str) -> None:
-    """Raise where `treatment` would replace a module on which something acts that would be lost with it."""
+def check_untouched(treatment: str, module: nn.Module, place: str, act: str = "replace") -> None:
+    """Raise where something acts on a module that `treatment` would replace or copy, and would be lost or doubled."""
     if module._forward_hooks or module._forward_pre_hooks:
         raise TreatmentError(
-            f"{treatment} would replace {place}, on which another treatment or a hook acts; list {treatment} first."
+            f"{treatment} would {act} {place}, on which another treatment or a hook acts; list {treatment} first."
         )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
-from vitclinic.treatments.surgery import check_replacing
+from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 from vitclinic.treatments.widening import check_widening, grown_linear, widen
 
@@ -115,7 +115,7 @@ class UniformHeads(Treatment):
                 f"{self.name} does not fit {unit.name}: it needs timm's plain attention, without a gate or a norm at"
                 f" its end (found {type(attention).__name__})."
             )
-        check_replacing(self.name, attention, unit.name)
+        check_untouched(self.name, attention, unit.name)
         if attention.num_heads == 1 and self.variant != "append":
             raise TreatmentError(
                 f"{self.name} does not fit {unit.name}: its only head would be replaced; use variant append."

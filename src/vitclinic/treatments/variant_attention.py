@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments.neighbourhood import Neighbourhood
-from vitclinic.treatments.surgery import check_replacing
+from vitclinic.treatments.surgery import check_untouched
 
 
 class VariantAttention(nn.Module):
@@ -130,7 +130,7 @@ def attention_units(anatomy: Anatomy, treatment: str) -> Sequence[Unit]:
                 " build the network without attn_layer, or leave out the treatment that replaced it."
             )
         if type(unit.module) is Attention:
-            check_replacing(treatment, unit.module, unit.name)
+            check_untouched(treatment, unit.module, unit.name)
     return units
 
 
