@@ -63,7 +63,7 @@ class ConvStem(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels, self.kernel_size, self.stride = channels, width, kernel, stride
+        self.in_channels, self.kernel_size, self.stride = channels, kernel, stride
         self.layers = nn.Sequential()
         before, after = components.split("1Proj")
         geometry = [(size, step, 0) for size, step in zip(kernel, stride, strict=True)]
@@ -87,6 +87,11 @@ class ConvStem(nn.Module):
         if "ReLU" in followed_by:
             # In place, as in VOLO: these maps are the largest of the network.
             self.layers.add_module(f"act{place}", nn.ReLU(inplace=True) if act == "relu" else nn.GELU())
+
+    @property
+    def out_channels(self) -> int:
+        """D, the projection's own, which may be widened."""
+        return cast(nn.Conv2d, self.layers.proj).out_channels
 
     def forward(self, x_bchw: Tensor) -> Tensor:
         """The features, of exactly the pixels that the replaced convolution read: it left out an incomplete patch."""

@@ -101,10 +101,12 @@ class UniformHeads(Treatment):
             self._check(unit)
         if self.variant == "append":
             check_widening(anatomy, self.name)
-        for unit in units:
-            network.set_submodule(anatomy.path(unit.module), self._treated(unit.module))
+        treated = {anatomy.path(unit.module): self._treated(unit.module) for unit in units}
+        for path, attention in treated.items():
+            network.set_submodule(path, attention)
         if self.variant == "append":
-            widen(anatomy, by=int(units[0].module.head_dim))  # type: ignore[arg-type]  # an int of timm's
+            attentions = list(treated.values())
+            widen(anatomy, by=attentions[0].head_dim, attentions=attentions)
         return network
 
     def _check(self, unit: Unit) -> None:
