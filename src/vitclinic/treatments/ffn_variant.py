@@ -5,6 +5,7 @@ Shapes: B images, N tokens (along one axis or two), D channels; x_bnd is [B, N, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments.placing import own_modules
-from vitclinic.treatments.surgery import check_untouched
+from vitclinic.treatments.relu_activation import is_gelu
+from vitclinic.treatments.surgery import check_untouched, treatments_of
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 
@@ -36,6 +38,8 @@ class PointwiseConv(nn.Module):
         self.conv.weight.data.copy_(layer.weight.data.unsqueeze(-1))
         if self.conv.bias is not None:
             self.conv.bias.data.copy_(layer.bias.data)
+        for parameter in self.conv.parameters():
+            parameter.requires_grad_(layer.weight.requires_grad)
         self.norm = nn.BatchNorm1d(layer.out_features).to(layer.weight) if norm else nn.Identity()
         self.train(layer.training)
 
@@ -86,11 +90,22 @@ class FFNVariant(Treatment):
         if self.variant == "no_norm":
             replaced: dict[nn.Module, nn.Module] = {_norm(unit): nn.Identity() for unit in units}
         else:
+            self._check_activations(network, units)
             replaced = {old: new for unit in units for old, new in self._rewritten(unit).items()}
         paths = {anatomy.path(old): new for old, new in replaced.items()}
         for path, new in paths.items():
             network.set_submodule(path, new)
         return network
+
+    def _check_activations(self, network: nn.Module, units: Sequence[Unit]) -> None:
+        if self.variant == "relu":
+            if all(isinstance(_parts(unit).act, nn.ReLU) for unit in units):
+                raise TreatmentError("ffn_variant relu has nothing to change: every MLP of this network has ReLU already.")
+        elif "relu_activation" in treatments_of(network):
+            raise TreatmentError(
+                f"ffn_variant {self.variant} has GELU: list ffn_variant before relu_activation, whose ReLUs it would"
+                " undo."
+            )
 
     def _rewritten(self, unit: Unit) -> dict[nn.Module, nn.Module]:
         mlp = _parts(unit)
@@ -99,7 +114,8 @@ class FFNVariant(Treatment):
         for layer in (mlp.first, mlp.second):
             check_untouched(self.name, layer, f"the layers of {unit.name}")
         first = PointwiseConv(mlp.first, norm=self.variant == "conv_bn_gelu")
-        return {mlp.first: first, mlp.act: nn.GELU(), mlp.second: PointwiseConv(mlp.second, norm=False)}
+        layers: dict[nn.Module, nn.Module] = {mlp.first: first, mlp.second: PointwiseConv(mlp.second, norm=False)}
+        return layers if is_gelu(mlp.act) else {**layers, mlp.act: nn.GELU()}
 
 
 def _norm(unit: Unit) -> nn.Module:
