@@ -75,3 +75,34 @@ def test_the_grid_that_local_attention_watches_is_not_replaced() -> None:
 def test_an_extra_attention_is_no_copy_of_one_with_a_part(part: dict[str, Any]) -> None:
     refused(tiny_vit(), part, "extra_block", r"extra_block would copy blocks\.1\.msa.* list extra_block first\.$")
     assert treat(tiny_vit(), part, {"extra_block": {"kind": "mlp"}})(IMAGES).shape == (2, 5)
+
+
+@pytest.mark.parametrize("part", ["context_broadcasting", "squeeze_excitation"])
+@pytest.mark.parametrize(
+    ("kind", "position", "layers", "placed"),
+    [
+        ("msa", "mlp_end", "upper", ["blocks.1.mlp"]),
+        ("msa", "mlp_end", "all", ["blocks.0.mlp", "blocks.1.mlp"]),
+        ("msa", "both", "upper", ["blocks.1.attn", "blocks.1.mlp", "blocks.2.attn"]),
+        ("mlp", "msa_end", "upper", ["blocks.1.attn"]),
+        ("mlp", "mlp_end", [2], ["blocks.2.mlp"]),
+    ],
+)
+def test_blocks_without_the_place_are_passed_over(
+    part: str, kind: str, position: str, layers: Any, placed: list[str]
+) -> None:
+    network = treat(tiny_vit(), {"extra_block": {"kind": kind}}, {part: {"position": position, "layers": layers}})
+    found = [name.removesuffix(f".{part}") for name, _ in network.named_modules() if name.endswith(part)]
+    assert found == placed
+    assert network(IMAGES).shape == (2, 5)
+
+
+def test_a_block_without_the_place_that_is_listed_or_alone_is_a_sentence() -> None:
+    listed = {"context_broadcasting": {"layers": [0, 2]}}
+    refused(
+        tiny_vit(), "extra_block", listed, r"blocks\.2 has no MLP on its channels; leave it out of 'layers'\.$"
+    )
+    refused(
+        *(tiny_vit(depth=1), "extra_block", "context_broadcasting"),
+        r"blocks\.1 has no MLP on its channels; choose other 'layers'\.$",
+    )
