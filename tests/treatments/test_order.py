@@ -9,7 +9,7 @@ import torch
 
 from tests.anatomy.networks import NETWORKS, tiny_vit
 from vitclinic.errors import TreatmentError
-from vitclinic.treatments import ContextBroadcasting, SqueezeExcitation, treat
+from vitclinic.treatments import ContextBroadcasting, SqueezeExcitation, treat, treatments_of
 
 IMAGES = torch.zeros(2, 3, 32, 48)
 MSA_END = [
@@ -99,10 +99,19 @@ def test_blocks_without_the_place_are_passed_over(
 
 def test_a_block_without_the_place_that_is_listed_or_alone_is_a_sentence() -> None:
     listed = {"context_broadcasting": {"layers": [0, 2]}}
-    refused(
-        tiny_vit(), "extra_block", listed, r"blocks\.2 has no MLP on its channels; leave it out of 'layers'\.$"
-    )
+    refused(tiny_vit(), "extra_block", listed, r"blocks\.2 has no MLP on its channels; leave it out of 'layers'\.$")
     refused(
         *(tiny_vit(depth=1), "extra_block", "context_broadcasting"),
         r"blocks\.1 has no MLP on its channels; choose other 'layers'\.$",
     )
+
+
+def test_what_was_applied_before_a_treatment_that_does_not_fit_is_said() -> None:
+    network = treat(tiny_vit(), "gap_head")
+    with pytest.raises(
+        TreatmentError, match=r"leave out one of the two; applied to the network before it: conv_stem, talking_heads\.$"
+    ):
+        treat(network, "conv_stem", "talking_heads", "no_softmax")
+    assert treatments_of(network) == ("gap_head", "conv_stem", "talking_heads")
+    with pytest.raises(TreatmentError, match=r"once is enough\.$"):
+        treat(network, "conv_stem")
