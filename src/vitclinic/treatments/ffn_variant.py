@@ -100,7 +100,9 @@ class FFNVariant(Treatment):
     def _check_activations(self, network: nn.Module, units: Sequence[Unit]) -> None:
         if self.variant == "relu":
             if all(isinstance(_parts(unit).act, nn.ReLU) for unit in units):
-                raise TreatmentError("ffn_variant relu has nothing to change: every MLP of this network has ReLU already.")
+                raise TreatmentError(
+                    "ffn_variant relu has nothing to change: every MLP of this network has ReLU already."
+                )
         elif "relu_activation" in treatments_of(network):
             raise TreatmentError(
                 f"ffn_variant {self.variant} has GELU: list ffn_variant before relu_activation, whose ReLUs it would"

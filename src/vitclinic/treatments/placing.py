@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy, Block, Site, Unit, evaluating, into, out_of, taps
@@ -22,7 +23,17 @@ Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]
 """Before the first (front), before the second (mid) or after the second (end) layer of the MLP; after the attention;
 or after the MLP and after the attention."""
 
-Layers = Literal["upper", "all"] | list[int]
+
+def _layers(value: Any) -> Any:
+    """Before the types are checked, which would answer for each of them: one sentence for all."""
+    numbers = value if isinstance(value, list) else []
+    listed = numbers and all(type(number) is int for number in numbers) and len(set(numbers)) == len(numbers)
+    if value not in ("upper", "all", None) and not listed:
+        raise ValueError("takes upper, all or a list of block numbers, each once")
+    return value
+
+
+Layers = Annotated[Literal["upper", "all"] | list[int], BeforeValidator(_layers)]
 """The upper half of the blocks, all, or these, counted from 0 over the whole network."""
 
 POSITION = "where: mlp_end, mlp_mid (after the activation), mlp_front, msa_end, or both (mlp_end and msa_end)"
