@@ -318,3 +318,18 @@ def test_an_mlp_that_ends_outside_its_module_is_refused() -> None:
 def test_no_blocks_at_all_is_a_mistake() -> None:
     with pytest.raises(RecipeError, match="layers"):
         treat(tiny_vit(), {"context_broadcasting": {"layers": []}})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"layers": "uppr"}, r"^'treatments\.context_broadcasting\.layers': takes upper, all or .* \(got 'uppr'\)\.$"),
+        ({"layers": [1, "2"]}, r"^'treatments\.context_broadcasting\.layers': takes upper, all or .*\.$"),
+        ({"layers": [1, 0, 1]}, r"layers': takes .* block numbers, each once \(got \[1, 0, 1\]\)\.$"),
+        ({"initial_scale": 0.5}, r"initial_scale is where the scales of CB_S start: give scaled: true, too"),
+        ({"scaled": True, "initial_scale": float("nan")}, r"initial_scale': input should be a finite number"),
+    ],
+)  # fmt: skip
+def test_an_option_that_means_nothing_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        treat(tiny_vit(), {"context_broadcasting": options})

@@ -144,3 +144,38 @@ def test_an_unknown_variant_and_a_resnet_are_sentences() -> None:
         treat(tiny_vit(), {"ffn_variant": {"variant": "gelu"}})
     with pytest.raises(TreatmentError, match="ffn_variant does not fit a timm ResNet"):
         treat(cut("resnet", "resnet18"), "ffn_variant")
+
+
+@pytest.mark.parametrize("act", [timm.layers.GELUTanh, timm.layers.activations.QuickGELU, nn.GELU])
+@pytest.mark.parametrize("variant", ["conv_gelu", "conv_bn_gelu"])
+def test_a_gelu_of_another_kind_stays(variant: str, act: type[nn.Module]) -> None:
+    network = treat(tiny_vit(act_layer=act), {"ffn_variant": {"variant": variant}})
+    assert [type(block.mlp.act) for block in network.blocks] == [act, act]
+
+
+def test_another_activation_becomes_the_gelu_of_the_table() -> None:
+    network = treat(tiny_vit(act_layer=nn.SiLU), {"ffn_variant": {"variant": "conv_gelu"}})
+    assert [type(block.mlp.act) for block in network.blocks] == [nn.GELU, nn.GELU]
+
+
+@pytest.mark.parametrize("variant", ["conv_gelu", "conv_bn_gelu"])
+def test_relu_activation_is_not_undone(variant: str) -> None:
+    network = treat(tiny_vit(), "relu_activation")
+    before = str(network)
+    with pytest.raises(TreatmentError, match=r"list ffn_variant before relu_activation, whose ReLUs it would"):
+        treat(network, {"ffn_variant": {"variant": variant}})
+    assert str(network) == before
+    other = treat(tiny_vit(), {"ffn_variant": {"variant": variant}}, "relu_activation")
+    assert [type(block.mlp.act) for block in other.blocks] == [nn.ReLU, nn.ReLU]
+
+
+def test_relu_where_there_is_nothing_but_relu_is_a_sentence() -> None:
+    for network in (treat(tiny_vit(), "relu_activation"), tiny_vit(act_layer=nn.ReLU)):
+        with pytest.raises(TreatmentError, match=r"every MLP of this network has ReLU already\.$"):
+            treat(network, {"ffn_variant": {"variant": "relu"}})
+    assert treat(treat(tiny_vit(), "relu_activation"), {"ffn_variant": {"variant": "no_norm"}})
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    network = treat(tiny_vit().requires_grad_(False), {"ffn_variant": {"variant": "conv_gelu"}})
+    assert not any(parameter.requires_grad for parameter in network.parameters())

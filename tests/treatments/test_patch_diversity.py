@@ -123,7 +123,6 @@ def test_weights_scale_the_losses_and_zero_switches_them_off():
     network.train()(images)
     assert twice()["patch_cosine"].item() == pytest.approx(2 * once()["patch_cosine"].item())
     assert not list(once.parameters())
-    assert PatchDiversity(network, 5, cosine=0, contrastive=0, mixing=0)() == {}
 
 
 def test_normalised_vectors_are_an_option():
@@ -321,3 +320,25 @@ def test_a_run_of_a_swin(tmp_path):
             )
         )
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"cosine": 0.0, "contrastive": 0.0, "mixing": 0.0}, "the weights of all three losses are 0"),
+        ({"normalise": True, "contrastive": 0.0}, "'normalise' concerns the contrastive loss, whose weight is 0"),
+        ({"cutmix": 0.5, "mixing": 0.0}, "'cutmix' belongs to the mixing loss, whose weight is 0"),
+        ({"probability": 0.0, "mixing": 0.0}, "'probability' belongs to the mixing loss, whose weight is 0"),
+        ({"cosine": float("inf")}, "cosine': input should be a finite number"),
+    ],
+)
+def test_an_option_that_means_nothing_is_a_sentence(options, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        parse_treatments([{"patch_diversity": options}])
+
+
+def test_nothing_is_left_of_the_contrastive_loss_where_patches_are_merged():
+    network = NETWORKS["swin, not square, padded"]()
+    for options in ({"cosine": 0, "mixing": 0}, {"normalise": True}):
+        with pytest.raises(TreatmentError, match=r"the contrastive loss.*merges patches"):
+            PatchDiversity(network, 5, **options)

@@ -30,6 +30,8 @@ COMPANY: list[list[Any]] = [
     ["extra_block", "local_attention", "talking_heads"],
     ["ffn_variant", "context_broadcasting"],
     ["relu_activation", "no_softmax"],
+    ["local_attention", {"context_broadcasting": {"position": "both"}}],
+    ["extra_block", "squeeze_excitation", {"uniform_heads": {"variant": "adjust"}}],
 ]
 
 

@@ -418,3 +418,12 @@ def test_the_plain_rule_and_sam_report_the_same_loss():
     batches = [batch(0), batch(1)]
     sam, plain = rule()(batches, Counted(one, 2)), PlainStep()(batches, Counted(other, 2))
     assert sam["task"] == pytest.approx(plain["task"].item(), abs=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [({"eta": 0.1}, "'eta' is ASAM's: give 'adaptive: true', too"), ({"alpha": 0.1}, "'alpha' is LookSAM's: give an")],
+)
+def test_an_option_that_would_not_be_used_is_a_sentence(options, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        parse_treatments([{"sam": options}])

@@ -182,14 +182,6 @@ def test_what_does_not_fit_is_a_sentence_and_changes_nothing(network: Any, varia
     assert str(network) == before
 
 
-def test_an_attention_that_another_treatment_acts_on_is_not_thrown_away() -> None:
-    network = treat(tiny_vit(), {"context_broadcasting": {"position": "msa_end"}})
-    with pytest.raises(
-        TreatmentError, match=r"blocks.1.msa, on which another treatment acts; list uniform_heads first"
-    ):
-        treat(network, "uniform_heads")
-
-
 def test_uniform_heads_and_broadcasting_go_together_in_either_order_at_the_mlp() -> None:
     for order in (("uniform_heads", "context_broadcasting"), ("context_broadcasting", "uniform_heads")):
         network = treat(tiny_vit(), *order)
@@ -234,3 +226,44 @@ def test_a_widened_network_learns_and_comes_back() -> None:
     again.load_state_dict(network.state_dict())
     assert torch.equal(again.eval()(x), network.eval()(x))
     assert torch.equal(copy.deepcopy(network)(x), network(x))
+
+
+APPEND = {"uniform_heads": {"variant": "append"}}
+
+
+def test_the_batch_norm_behind_a_projection_is_widened_with_it() -> None:
+    network = treat(tiny_vit(), {"conv_stem": {"components": "1Proj+1BN+1ReLU"}})
+    norm = network.patch_embed.proj.layers.norm
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(1e-3, 9.0)
+    mean, variance = norm.running_mean.clone(), norm.running_var.clone()
+    treat(network, APPEND)
+    assert norm.num_features == 36
+    assert torch.equal(norm.running_mean[:24], mean)
+    assert torch.equal(norm.running_var[:24], variance)
+    torch.testing.assert_close(norm.running_var[24:], variance.mean().expand(12))
+    assert network(torch.randn(2, 3, 32, 48)).isfinite().all()
+    assert network.patch_embed.proj.out_channels == 36
+
+
+def test_the_hidden_layers_of_a_stem_stay_also_where_they_are_as_wide_as_the_network() -> None:
+    network = treat(tiny_vit(), {"conv_stem": {"hidden": 24}}, APPEND)
+    assert network.patch_embed.proj.layers.norm3.num_features == 24
+    assert network.patch_embed.proj.out_channels == 36
+    assert network(torch.randn(2, 3, 32, 48)).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["msa", "mlp"])
+def test_an_extra_block_is_widened_too(kind: str) -> None:
+    network = treat(tiny_vit(), {"extra_block": {"kind": kind}}, APPEND)
+    assert network(torch.randn(2, 3, 32, 48)).isfinite().all()
+    if kind == "mlp":
+        assert network.blocks[2].mlp.fc1.weight.shape == (72, 36)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_frozen_stays_frozen(variant: str) -> None:
+    network = tiny_vit().requires_grad_(False)
+    network.head.requires_grad_(True)
+    treat(network, {"uniform_heads": {"variant": variant}})
+    assert {name for name, p in network.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
@@ -54,8 +54,14 @@ class ContextBroadcastingTreatment(Treatment):
 
     scaled: bool = Field(False, description="CB_S, with a learned scale per channel, instead of CB")
     position: Position = Field("mlp_end", description=POSITION)
-    layers: Layers | None = Field(None, min_length=1, description=f"{LAYERS}; by default upper for CB and all for CB_S")
+    layers: Layers | None = Field(None, description=f"{LAYERS}; by default upper for CB and all for CB_S")
     initial_scale: float = Field(0.0, description="the value at which the scales of CB_S start")
+
+    @model_validator(mode="after")
+    def _used(self) -> ContextBroadcastingTreatment:
+        if self.initial_scale != 0 and not self.scaled:
+            raise ValueError("initial_scale is where the scales of CB_S start: give scaled: true, too")
+        return self
 
     def operate(self, network: nn.Module, case: Case) -> nn.Module:
         layers = self.layers or ("all" if self.scaled else "upper")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
 from vitclinic.errors import TreatmentError
+from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 Components = Literal[
@@ -62,7 +63,7 @@ class ConvStem(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels, self.kernel_size, self.stride = channels, width, kernel, stride
+        self.in_channels, self.kernel_size, self.stride = channels, kernel, stride
         self.layers = nn.Sequential()
         before, after = components.split("1Proj")
         geometry = [(size, step, 0) for size, step in zip(kernel, stride, strict=True)]
@@ -86,6 +87,11 @@ class ConvStem(nn.Module):
         if "ReLU" in followed_by:
             # In place, as in VOLO: these maps are the largest of the network.
             self.layers.add_module(f"act{place}", nn.ReLU(inplace=True) if act == "relu" else nn.GELU())
+
+    @property
+    def out_channels(self) -> int:
+        """D, the projection's own, which may be widened."""
+        return cast(nn.Conv2d, self.layers.proj).out_channels
 
     def forward(self, x_bchw: Tensor) -> Tensor:
         """The features, of exactly the pixels that the replaced convolution read: it left out an incomplete patch."""
@@ -174,6 +180,8 @@ class ConvStemTreatment(Treatment):
             raise TreatmentError(
                 f"conv_stem replaces a patchify stem of one convolution, and that of this network has {len(convs)}."
             )
+        for conv in convs:
+            check_untouched(self.name, conv, "the stem's convolution")
         first, last = convs[0], convs[-1]
         stride = cast(Pair, tuple(math.prod(conv.stride[axis] for conv in convs) for axis in (0, 1)))
         stem = ConvStem(

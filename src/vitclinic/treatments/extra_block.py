@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
 from vitclinic.errors import TreatmentError
+from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 M = TypeVar("M", bound=nn.Module)
@@ -74,7 +75,8 @@ class ExtraBlock(Treatment):
     kind: Literal["msa", "mlp"] = Field("msa", description="`msa`: attention; `mlp`: an MLP of ratio 2")
 
     def operate(self, network: nn.Module, case: Case) -> nn.Module:
-        last: Any = network.get_submodule(Anatomy.of(network).blocks[-1].name)
+        name = Anatomy.of(network).blocks[-1].name
+        last: Any = network.get_submodule(name)
         post_norm = isinstance(last, ResPostBlock)
         if self.kind == "msa":
             if type(last.attn) is not Attention:
@@ -82,6 +84,7 @@ class ExtraBlock(Treatment):
                     f"extra_block copies timm's Attention, and that of the last block is a {type(last.attn).__name__}:"
                     " list extra_block before the treatments of attention."
                 )
+            check_untouched(self.name, last.attn, f"{name}.msa", act="copy")
             module: nn.Module = _fresh(last.attn)
         else:
             module = _mlp_like(last)

@@ -5,6 +5,7 @@ Shapes: B images, N tokens (along one axis or two), D channels; x_bnd is [B, N, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
+from vitclinic.treatments.placing import own_modules
+from vitclinic.treatments.relu_activation import is_gelu
+from vitclinic.treatments.surgery import check_untouched, treatments_of
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 
@@ -34,6 +38,8 @@ class PointwiseConv(nn.Module):
         self.conv.weight.data.copy_(layer.weight.data.unsqueeze(-1))
         if self.conv.bias is not None:
             self.conv.bias.data.copy_(layer.bias.data)
+        for parameter in self.conv.parameters():
+            parameter.requires_grad_(layer.weight.requires_grad)
         self.norm = nn.BatchNorm1d(layer.out_features).to(layer.weight) if norm else nn.Identity()
         self.train(layer.training)
 
@@ -84,17 +90,34 @@ class FFNVariant(Treatment):
         if self.variant == "no_norm":
             replaced: dict[nn.Module, nn.Module] = {_norm(unit): nn.Identity() for unit in units}
         else:
-            replaced = {old: new for unit in units for old, new in self._rewritten(_parts(unit)).items()}
+            self._check_activations(network, units)
+            replaced = {old: new for unit in units for old, new in self._rewritten(unit).items()}
         paths = {anatomy.path(old): new for old, new in replaced.items()}
         for path, new in paths.items():
             network.set_submodule(path, new)
         return network
 
-    def _rewritten(self, mlp: _Parts) -> dict[nn.Module, nn.Module]:
+    def _check_activations(self, network: nn.Module, units: Sequence[Unit]) -> None:
+        if self.variant == "relu":
+            if all(isinstance(_parts(unit).act, nn.ReLU) for unit in units):
+                raise TreatmentError(
+                    "ffn_variant relu has nothing to change: every MLP of this network has ReLU already."
+                )
+        elif "relu_activation" in treatments_of(network):
+            raise TreatmentError(
+                f"ffn_variant {self.variant} has GELU: list ffn_variant before relu_activation, whose ReLUs it would"
+                " undo."
+            )
+
+    def _rewritten(self, unit: Unit) -> dict[nn.Module, nn.Module]:
+        mlp = _parts(unit)
         if self.variant == "relu":
             return {mlp.act: nn.ReLU()}
+        for layer in (mlp.first, mlp.second):
+            check_untouched(self.name, layer, f"the layers of {unit.name}")
         first = PointwiseConv(mlp.first, norm=self.variant == "conv_bn_gelu")
-        return {mlp.first: first, mlp.act: nn.GELU(), mlp.second: PointwiseConv(mlp.second, norm=False)}
+        layers: dict[nn.Module, nn.Module] = {mlp.first: first, mlp.second: PointwiseConv(mlp.second, norm=False)}
+        return layers if is_gelu(mlp.act) else {**layers, mlp.act: nn.GELU()}
 
 
 def _norm(unit: Unit) -> nn.Module:
@@ -105,10 +128,10 @@ def _norm(unit: Unit) -> nn.Module:
 
 def _parts(unit: Unit) -> _Parts:
     """The two linear layers of an MLP and the activation, which is the module right behind the first."""
-    leaves = [part for part in unit.module.modules() if not list(part.children())]
-    linear = [part for part in leaves if isinstance(part, nn.Linear)]
+    parts = own_modules(unit.module)
+    linear = [part for part in parts if isinstance(part, nn.Linear)]
     if len(linear) == 2 and linear[0].out_features == linear[1].in_features:
-        act = leaves[leaves.index(linear[0]) + 1]
+        act = parts[parts.index(linear[0]) + 1]
         if act is not linear[1] and not list(act.parameters()):
             return _Parts(linear[0], act, linear[1])
     raise TreatmentError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 from timm.layers import PatchDropout
 from torch import nn
 
@@ -15,9 +15,10 @@ from vitclinic.treatments.treatment import Case, Treatment, register
 from vitclinic.treatments.variant_attention import attention_units, variant_of
 
 
-def _odd(kernel: int) -> int:
-    if kernel % 2 == 0:
-        raise ValueError("a kernel has a middle: give an odd number, or 'global'")
+def _odd_or_global(kernel: Any) -> Any:
+    """A kernel has a middle. One sentence before the types are checked, which would answer for each of them."""
+    if kernel != "global" and not (type(kernel) is int and kernel >= 1 and kernel % 2 == 1):
+        raise ValueError("takes an odd number, or global")
     return kernel
 
 
@@ -31,7 +32,7 @@ class LocalAttention(Treatment):
     costs: ClassVar[str] = "no parameters; about as much time as global attention on small grids, less on large ones"
     families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
 
-    kernel: Annotated[int, Field(ge=1), AfterValidator(_odd)] | Literal["global"] = Field(
+    kernel: Annotated[int | Literal["global"], BeforeValidator(_odd_or_global)] = Field(
         3, description="side of the neighbourhood, odd; `global` (the paper's 8 x 8 on a grid of 8 x 8): everything"
     )
 

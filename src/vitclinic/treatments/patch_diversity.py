@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vitclinic.config import validate
@@ -114,6 +114,17 @@ class PatchDiversityTreatment(Treatment):
         None, description="share of the images that are mixed; by default the recipe's mix_probability"
     )
 
+    @model_validator(mode="after")
+    def _used(self) -> PatchDiversityTreatment:
+        if self.cosine == self.contrastive == self.mixing == 0:
+            raise ValueError("the weights of all three losses are 0: give one, or leave the treatment out")
+        if self.normalise and self.contrastive == 0:
+            raise ValueError("'normalise' concerns the contrastive loss, whose weight is 0: leave it out")
+        for name in ("cutmix", "probability"):
+            if getattr(self, name) is not None and self.mixing == 0:
+                raise ValueError(f"'{name}' belongs to the mixing loss, whose weight is 0: leave it out")
+        return self
+
     def objectives(self, network: nn.Module, case: Case) -> Mapping[str, Objective]:
         return self.patch_objectives(Patches.of(network, case.size), case.classes)
 
@@ -124,10 +135,12 @@ class PatchDiversityTreatment(Treatment):
                 f"{self.name} needs two patches at least, and images of {patches.size[0]} x {patches.size[1]} pixels"
                 " leave this network one: take larger images or smaller patches."
             )
-        if self.contrastive and not patches.kept:
+        alone = self.cosine == self.mixing == 0
+        if (alone or self.contrastive or self.normalise) and not patches.kept:
+            advice = f"leave {'contrastive' if self.contrastive else 'normalise'} out"
             raise TreatmentError(
-                f"{self.name}: the contrastive loss does not apply to a network that merges patches on the way; leave"
-                " contrastive out."
+                f"{self.name}: the contrastive loss does not apply to a network that merges patches on the way;"
+                f" {'give cosine or mixing a weight' if alone else advice}."
             )
         objectives: dict[str, PatchObjective] = {}
         contrastive = float(patches.kept) if self.contrastive is None else self.contrastive

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy, Block, Site, Unit, evaluating, into, out_of, taps
@@ -22,7 +23,17 @@ Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]
 """Before the first (front), before the second (mid) or after the second (end) layer of the MLP; after the attention;
 or after the MLP and after the attention."""
 
-Layers = Literal["upper", "all"] | list[int]
+
+def _layers(value: Any) -> Any:
+    """Before the types are checked, which would answer for each of them: one sentence for all."""
+    numbers = value if isinstance(value, list) else []
+    listed = numbers and all(type(number) is int for number in numbers) and len(set(numbers)) == len(numbers)
+    if value not in ("upper", "all", None) and not listed:
+        raise ValueError("takes upper, all or a list of block numbers, each once")
+    return value
+
+
+Layers = Annotated[Literal["upper", "all"] | list[int], BeforeValidator(_layers)]
 """The upper half of the blocks, all, or these, counted from 0 over the whole network."""
 
 POSITION = "where: mlp_end, mlp_mid (after the activation), mlp_front, msa_end, or both (mlp_end and msa_end)"
@@ -40,8 +51,7 @@ Maker = Callable[[int], nn.Module]
 
 def place(network: nn.Module, name: str, position: Position, layers: Layers, make: Maker, case: Case) -> None:
     """Put a part `make(width)` named `name` at `position` of each of `layers`. A part maps tokens to tokens."""
-    blocks = chosen_blocks(Anatomy.of(network).blocks, layers, name)
-    ends = [end for block in blocks for end in _ends(block, position, name)]
+    ends = _ends(Anatomy.of(network).blocks, position, layers, name)
     widths = _widths(network, ends, name, case)
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
     for (_, site), width in zip(ends, widths, strict=True):
@@ -61,30 +71,52 @@ def chosen_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Bl
     return [block for number, block in enumerate(blocks) if number in layers]
 
 
-def _ends(block: Block, position: Position, name: str) -> list[tuple[Unit, Site]]:
-    """The ends of modules in `block` that `position` means, each with its unit."""
-    if position == "both":
-        return [*_ends(block, "msa_end", name), *_ends(block, "mlp_end", name)]
-    unit = block.unit("msa" if position == "msa_end" else "mlp")
-    if unit is None:
-        other = "an mlp position" if position == "msa_end" else "another network"
-        missing = "attention" if position == "msa_end" else "MLP on its channels"
-        raise TreatmentError(f"{name} does not fit at {position}: {block.name} has no {missing}; use {other}.")
+def _ends(blocks: Sequence[Block], position: Position, layers: Layers, name: str) -> list[tuple[Unit, Site]]:
+    """The ends of modules that `position` means in the blocks that `layers` means, each with its unit.
+
+    Of the upper half and of all blocks, those that have no such end (an `extra_block`) are passed over.
+    """
+    chosen = chosen_blocks(blocks, layers, name)
+    positions: list[Position] = ["msa_end", "mlp_end"] if position == "both" else [position]
+    for each in positions:
+        without = [block for block in chosen if _unit(block, each) is None]
+        if without and (isinstance(layers, list) or without == chosen):
+            nowhere = all(_unit(block, each) is None for block in blocks)
+            raise _missing(without[0], each, layers, name, nowhere)
+    found = ((block, each, _unit(block, each)) for block in chosen for each in positions)
+    return [(unit, _end(block, unit, each, name)) for block, each, unit in found if unit is not None]
+
+
+def _unit(block: Block, position: Position) -> Unit | None:
+    return block.unit("msa" if position == "msa_end" else "mlp")
+
+
+def _missing(block: Block, position: Position, layers: Layers, name: str, nowhere: bool) -> TreatmentError:
+    missing = "attention" if position == "msa_end" else "MLP on its channels"
+    advice = "leave it out of 'layers'" if isinstance(layers, list) else "choose other 'layers'"
+    if nowhere:
+        advice = "use an mlp position" if position == "msa_end" else "use another network"
+    return TreatmentError(f"{name} does not fit at {position}: {block.name} has no {missing}; {advice}.")
+
+
+def _end(block: Block, unit: Unit, position: Position, name: str) -> Site:
+    """The end of a module of `unit` that `position` means."""
     if position == "msa_end" and unit.attention is not None and unit.attention.windows is not None:
         raise TreatmentError(
             f"{name} does not fit at {position}: the attention of {block.name} sees one window at a time, and the"
             " mean is over all tokens; use an mlp position."
         )
     if position == "mlp_mid":
-        return [(unit, into(_second_layer(unit, name), unit.output.layout))]
+        return into(_second_layer(unit, name), unit.output.layout)
     front = position == "mlp_front"
     module = _called(unit.module, 0 if front else -1)
-    return [(unit, (into if front else out_of)(module, unit.output.layout))]
+    return (into if front else out_of)(module, unit.output.layout)
 
 
 def _second_layer(mlp: Unit, name: str) -> nn.Module:
     """The layer that leads back to the network's width; in a gated MLP the third."""
-    linears = [module for module in mlp.module.modules() if isinstance(module, nn.Linear)]
+    # By what they have: those that ffn_variant makes are linear, too.
+    linears = [module for module in own_modules(mlp.module) if isinstance(getattr(module, "in_features", None), int)]
     if len(linears) < 2:
         raise TreatmentError(f"{name} does not fit at mlp_mid: {mlp.name} has no two linear layers; use mlp_end.")
     return linears[-1]
@@ -135,6 +167,14 @@ def _after(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any
     if isinstance(output, Tensor):
         return part(output)
     return (part(output[0]), *output[1:])  # an attention that also returns its weights
+
+
+def own_modules(module: nn.Module) -> list[nn.Module]:
+    """`module` and all modules in it, in order, but for the parts that treatments placed there."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    placed = {hook.args[0] for hook in hooks if isinstance(hook, partial) and hook.func in (_before, _after)}
+    children = [child for name, child in module.named_children() if name not in placed]
+    return [module, *(inner for child in children for inner in own_modules(child))]
 
 
 def over_tokens(x_bnd: Tensor) -> Tensor:

@@ -62,6 +62,15 @@ class SharpnessAware(Treatment):
             raise ValueError("'m' divides a batch into ascents and 'ascent: batch' makes it one: give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _used(self) -> SharpnessAware:
+        fields = SharpnessAware.model_fields
+        if self.eta != fields["eta"].default and not self.adaptive:
+            raise ValueError("'eta' is ASAM's: give 'adaptive: true', too")
+        if self.alpha != fields["alpha"].default and self.every == 1:
+            raise ValueError("'alpha' is LookSAM's: give an 'every' above 1, too")
+        return self
+
     def step_rule(self) -> StepRule | None:
         if self.rho == 0:
             return None

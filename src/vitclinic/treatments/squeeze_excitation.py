@@ -48,7 +48,7 @@ class SqueezeExcitationTreatment(Treatment):
 
     reduction: int = Field(16, ge=1, description="by how much the gate's hidden layer is narrower than the tokens")
     position: Position = Field("mlp_end", description=POSITION)
-    layers: Layers = Field("upper", min_length=1, description=LAYERS)
+    layers: Layers = Field("upper", description=LAYERS)
 
     def operate(self, network: nn.Module, case: Case) -> nn.Module:
         place(

@@ -21,6 +21,7 @@ def treat(network: nn.Module, *treatments: str | dict[str, Any] | Treatment, cas
     """Operate on a network: `treat(network, "conv_stem", {"context_broadcasting": {"scaled": True}})`.
 
     The network is changed in place and returned; one that carries its normalisation or another wrapper keeps it.
+    Where one of several treatments does not fit, those before it have been applied, and the error says which.
     Treatments that change training rather than the network (sam, patch_diversity) are refused: docs/treatments says
     how each is used in a loop of one's own.
     """
@@ -32,8 +33,14 @@ def treat(network: nn.Module, *treatments: str | dict[str, Any] | Treatment, cas
                 f" docs/treatments/{treatment.name}.md for its use in a loop of your own."
             )
         check_family(treatment, network)
-    core = _core(network)
-    treated = operate(core, parsed, case or case_of(network))
+    core, before = _core(network), treatments_of(network)
+    try:
+        treated = operate(core, parsed, case or case_of(network))
+    except TreatmentError as error:
+        if applied := treatments_of(core)[len(before) :]:
+            sentence = str(error).removesuffix(".")
+            raise TreatmentError(f"{sentence}; applied to the network before it: {', '.join(applied)}.") from error
+        raise
     return treated if core is network else _replaced(network, core, treated)
 
 
@@ -68,6 +75,14 @@ def check_family(treatment: Treatment, network: nn.Module) -> None:
         ) from error
     if family.name not in treatment.families:
         raise TreatmentError(f"{treatment.name} does not fit a {family.name}; it fits {fitting}.")
+
+
+def check_untouched(treatment: str, module: nn.Module, place: str, act: str = "replace") -> None:
+    """Raise where something acts on a module that `treatment` would replace or copy, and would be lost or doubled."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise TreatmentError(
+            f"{treatment} would {act} {place}, on which another treatment or a hook acts; list {treatment} first."
+        )
 
 
 def case_of(network: nn.Module) -> Case:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
+from pydantic import ConfigDict
 from torch import Tensor, nn
 
 from vitclinic.config import Config, validate
@@ -95,6 +96,8 @@ class Case:
 
 class Treatment(Config):
     """Base of all treatments: subclass, state the facts, add fields, override seams, and `register`."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
+from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 from vitclinic.treatments.widening import check_widening, grown_linear, widen
 
@@ -100,10 +101,12 @@ class UniformHeads(Treatment):
             self._check(unit)
         if self.variant == "append":
             check_widening(anatomy, self.name)
-        for unit in units:
-            network.set_submodule(anatomy.path(unit.module), self._treated(unit.module))
+        treated = {anatomy.path(unit.module): self._treated(unit.module) for unit in units}
+        for path, attention in treated.items():
+            network.set_submodule(path, attention)
         if self.variant == "append":
-            widen(anatomy, by=int(units[0].module.head_dim))  # type: ignore[arg-type]  # an int of timm's
+            attentions = list(treated.values())
+            widen(anatomy, by=attentions[0].head_dim, attentions=attentions)
         return network
 
     def _check(self, unit: Unit) -> None:
@@ -114,10 +117,7 @@ class UniformHeads(Treatment):
                 f"{self.name} does not fit {unit.name}: it needs timm's plain attention, without a gate or a norm at"
                 f" its end (found {type(attention).__name__})."
             )
-        if attention._forward_hooks or attention._forward_pre_hooks:
-            raise TreatmentError(
-                f"{self.name} would replace {unit.name}, on which another treatment acts; list {self.name} first."
-            )
+        check_untouched(self.name, attention, unit.name)
         if attention.num_heads == 1 and self.variant != "append":
             raise TreatmentError(
                 f"{self.name} does not fit {unit.name}: its only head would be replaced; use variant append."

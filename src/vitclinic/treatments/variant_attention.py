@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.errors import TreatmentError
 from vitclinic.treatments.neighbourhood import Neighbourhood
+from vitclinic.treatments.surgery import check_untouched
 
 
 class VariantAttention(nn.Module):
@@ -128,6 +129,8 @@ def attention_units(anatomy: Anatomy, treatment: str) -> Sequence[Unit]:
                 f"{treatment} knows timm's Attention; that of {unit.name} is a {type(unit.module).__name__}:"
                 " build the network without attn_layer, or leave out the treatment that replaced it."
             )
+        if type(unit.module) is Attention:
+            check_untouched(treatment, unit.module, unit.name)
     return units
 
 

@@ -33,9 +33,9 @@ def grown(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tens
 def grown_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> nn.Linear:
     """A linear layer of a weight of `shape` that begins with `weight` and `bias`, drawn like the layer `like`."""
     layer = nn.Linear(shape[1], shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(grown(weight, shape, like.weight))
+    layer.weight = nn.Parameter(grown(weight, shape, like.weight), like.weight.requires_grad)
     if bias is not None:
-        layer.bias = nn.Parameter(grown(bias, shape[:1], like.bias))
+        layer.bias = nn.Parameter(grown(bias, shape[:1], like.bias), like.bias.requires_grad)
     return layer
 
 
@@ -55,10 +55,11 @@ def check_widening(anatomy: Anatomy, name: str) -> None:
             raise TreatmentError(f"{name} cannot make {path} wider: it is a {type(module).__name__}.")
 
 
-def widen(anatomy: Anatomy, by: int) -> None:
+def widen(anatomy: Anatomy, by: int, attentions: Sequence[nn.Module]) -> None:
     """Make every layer but the attention of a timm ViT wider by `by`; MLPs keep their ratio.
 
-    The attention is its owner's to widen. Of a stem only what leads to the network's width is changed.
+    The `attentions` are their owner's to widen. Of a stem only its last convolution, which leads to the network's
+    width, and the norms behind it are changed.
     """
     network: Any = anatomy.network
     width = network.embed_dim
@@ -68,9 +69,9 @@ def widen(anatomy: Anatomy, by: int) -> None:
         widths.setdefault(hidden, hidden * (width + by) // width)
     _widen_tokens(network, by)
     stem = list(network.patch_embed.modules())
-    projection = [module for module in stem if isinstance(module, nn.Conv2d)][-1]
-    as_they_are = {id(part) for block in network.blocks for part in block.attn.modules()}
-    as_they_are |= {id(part) for part in stem if part is not projection and not isinstance(part, nn.LayerNorm)}
+    projection = max(place for place, module in enumerate(stem) if isinstance(module, nn.Conv2d))
+    as_they_are = {id(part) for attention in attentions for part in attention.modules()}
+    as_they_are |= {id(part) for part in stem[:projection]}
     classifiers = (network.head, getattr(network, "head_dist", None))
     for module in network.modules():
         if module is network or id(module) in as_they_are:
@@ -94,9 +95,9 @@ def _widen_tokens(network: nn.Module, by: int) -> None:
 
 def _widen_layer(layer: Any, shape: tuple[int, ...]) -> None:
     """The weight of a linear layer or a convolution, and its bias."""
-    layer.weight = nn.Parameter(grown(layer.weight, shape))
+    layer.weight = nn.Parameter(grown(layer.weight, shape), layer.weight.requires_grad)
     if layer.bias is not None:
-        layer.bias = nn.Parameter(grown(layer.bias, shape[:1]))
+        layer.bias = nn.Parameter(grown(layer.bias, shape[:1]), layer.bias.requires_grad)
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = shape
     else:
@@ -106,7 +107,12 @@ def _widen_layer(layer: Any, shape: tuple[int, ...]) -> None:
 def _widen_vectors(module: Any, widths: dict[int, int]) -> None:
     """Norms, layer scales and whatever else has one value per channel."""
     for name, old in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(grown(old, (widths.get(len(old), len(old)),))))
+        setattr(module, name, nn.Parameter(grown(old, (widths.get(len(old), len(old)),)), old.requires_grad))
+    if isinstance(module, nn.BatchNorm2d):
+        module.num_features = widths[module.num_features]
+        for name in ("running_mean", "running_var"):  # by their mean: a variance that is drawn might be negative
+            old = getattr(module, name)
+            setattr(module, name, grown(old, (module.num_features,), old.mean()))
     shape = getattr(module, "normalized_shape", None)
     if shape is not None:
         module.normalized_shape = tuple(widths.get(length, length) for length in shape)
