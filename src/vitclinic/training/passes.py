@@ -55,8 +55,8 @@ class Passes:
     def _outer(self) -> nn.Module:
         """What to call: without DDP where no parameter learns, as when only the images climb.
 
-        Such a pass has nothing to synchronise, and whoever makes it puts the buffers back. DDP would hand out the leading
-        process's buffers in it, once a step, and so never in a pass that keeps them.
+        Such a pass has nothing to synchronise, and whoever makes it puts the buffers back. DDP would hand out the
+        leading process's buffers in it, once a step, and so never in a pass that keeps them.
         """
         alone = self.ddp is not None and not any(p.requires_grad for p in self.parameters)
         return self.alone if alone else self.wrapped

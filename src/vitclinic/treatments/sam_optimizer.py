@@ -28,8 +28,8 @@ class SAM(torch.optim.Optimizer):
     BatchNorm statistics then move in the first pass only and, if it is wrapped by DistributedDataParallel, only the
     second gradient is synchronised. Parameter groups and state are the optimizer's own, so that learning-rate
     schedulers and gradient scalers take the wrapper or the optimizer. torch's random numbers (dropout masks) are the
-    same in both passes. `copy.deepcopy` copies optimizer, parameters and `module` together: a copy belongs to the network
-    `copy.module`, or to the one copied with it.
+    same in both passes. `copy.deepcopy` copies optimizer, parameters and `module` together: a copy belongs to the
+    network `copy.module`, or to the one copied with it.
 
     Example:
         >>> network = nn.Linear(3, 1)
@@ -114,9 +114,7 @@ class SAM(torch.optim.Optimizer):
                 losses.append(closure())
         return _total(losses)
 
-    def _two_passes(
-        self, closure: Closure, parameters: list[nn.Parameter], last: bool
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _two_passes(self, closure: Closure, parameters: list[nn.Parameter], last: bool) -> tuple[Tensor, list[Tensor]]:
         """Adds the gradient at w + eps; returns the loss at w, and the gradient there if it is to be reused."""
         cuda = sorted({p.get_device() for p in parameters if p.is_cuda})
         with gradients_apart(parameters) as gradients, torch.random.fork_rng(cuda), self._synchronised(False):
