@@ -65,6 +65,15 @@ def test_lists_are_plain_when_piped_and_json_when_asked():
     rows = json.loads(vitclinic_output("list", "recipes", "--json"))
     assert {"name", "about", "command", "time", "expect"} == set(rows[0])
     assert "digits" in vitclinic_output("list", "datasets")
+    (row,) = json.loads(vitclinic_output("list", "treatments", "spatial_smoothing", "--json"))
+    assert "timm ResNet" in row["fits"]
+    assert row["options"] == {}
+    (row,) = json.loads(vitclinic_output("list", "treatments", "sam", "--json"))
+    assert row["fits"] == ["any network"]
+    assert row["options"]["rho"] == {"default": 0.1, "description": "length of the ascent; 0 is the plain step"}
+    assert "\trho=0.1, adaptive=False" in vitclinic_output("list", "treatments", "sam")
+    rows = json.loads(vitclinic_output("list", "probes", "--json"))
+    assert all(isinstance(row["needs"], list) and isinstance(row["options"], dict) for row in rows)
 
 
 @pytest.fixture

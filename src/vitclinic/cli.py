@@ -240,18 +240,18 @@ def list_(
     """List what there is, by full name."""
     from fnmatch import fnmatch
 
-    from vitclinic.listing import LISTINGS
+    from vitclinic.listing import LISTINGS, shown
 
     rows = LISTINGS[what.value]()
     if pattern:
         rows = [row for row in rows if fnmatch(row["name"], pattern)]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps(rows, indent=2, default=str))
     elif not sys.stdout.isatty():
         for row in rows:
-            typer.echo("\t".join(str(value) for value in row.values()))
+            typer.echo("\t".join(shown(value) for value in row.values()))
     else:
-        _print_table(rows)
+        _print_table([{name: shown(value) for name, value in row.items()} for row in rows])
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

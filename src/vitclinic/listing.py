@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
-Rows = list[dict[str, str]]
+from vitclinic.config import Config
+
+Rows = list[dict[str, Any]]
+"""Values are text, lists of it, or options as {name: {default, description}}: `shown` writes them in a line."""
 
 
 def list_recipes() -> Rows:
@@ -56,8 +60,8 @@ def list_probes() -> Rows:
         {
             "name": name,
             "about": (probe.__doc__ or "").split("\n")[0],
-            "needs": ", ".join(sorted(probe.needs)),
-            "options": ", ".join(f"{key}={field.default}" for key, field in probe.model_fields.items()),
+            "needs": sorted(probe.needs),
+            "options": _options(probe),
         }
         for name, probe in known_probes().items()
     ]
@@ -72,12 +76,31 @@ def list_treatments() -> Rows:
             "name": name,
             "changes": treatment.changes,
             "costs": treatment.costs,
-            "fits": "any network" if treatment.families is None else ", ".join(treatment.families),
+            "fits": ["any network"] if treatment.families is None else list(treatment.families),
             "paper": treatment.paper,
-            "options": ", ".join(f"{key}={field.default}" for key, field in treatment.model_fields.items()),
+            "options": _options(treatment),
         }
         for name, treatment in known_treatments().items()
     ]
+
+
+def _options(config: type[Config]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"default": field.get_default(call_default_factory=True), "description": field.description or ""}
+        for name, field in config.model_fields.items()
+    }
+
+
+def shown(value: Any) -> str:
+    """A value of a row as one line of text.
+
+    Example:
+        >>> shown({"rho": {"default": 0.1, "description": "length of the ascent"}}), shown(["vit", "swin"])
+        ('rho=0.1', 'vit, swin')
+    """
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={option['default']}" for name, option in value.items())
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 LISTINGS: dict[str, Callable[[], Rows]] = {

@@ -1,6 +1,8 @@
 """AlterNet: the pattern, the size in closed form, and windowed attention against one dense matrix."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -254,3 +256,16 @@ def test_two_steps_of_training(tmp_path):
 def test_what_cannot_be_built_is_a_sentence(keywords, sentence):
     with pytest.raises(ModelError, match=sentence):
         create_model("alternet50", **keywords)
+
+
+def test_timm_s_registry_has_them_once_our_models_are_imported():
+    script = (
+        "import sys, vitclinic\n"
+        "assert 'timm' not in sys.modules, 'import vitclinic must stay fast'\n"
+        "import timm, vitclinic.models\n"
+        "network = timm.create_model('alternet18', stem='cifar', num_classes=10)\n"
+        "assert timm.is_model('preact_resnet50')\n"
+        "print(type(network).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "AlterNet"

@@ -6,14 +6,14 @@ import pytest
 
 from vitclinic import plugins
 from vitclinic.errors import RecipeError
-from vitclinic.probes import OwningProbe, known_probes, parse_probes, register, registry
+from vitclinic.probes import OwningProbe, known_probes, parse_probes, register, registry, usual_probes
 from vitclinic.probes.probe import Probe
 
 
 def test_names_and_options():
     norms, cost = parse_probes(["norms", {"cost": {"repeats": 3}}])
     assert (norms.name, cost.name, cost.repeats) == ("norms", "cost", 3)
-    assert [probe.name for probe in parse_probes(None)] == list(known_probes())
+    assert [probe.name for probe in parse_probes(None)] == usual_probes() == ["cost", "norms"]
     assert parse_probes([cost]) == [cost]
 
 

@@ -127,3 +127,11 @@ def test_times():
     for wrong in ["", "h", "3x", "-5"]:
         with pytest.raises(ValueError, match="such as"):
             seconds(wrong)
+
+
+@pytest.mark.parametrize("written", ["sam", "{sam: {rho: 0.1}}", "[{sam: 0.1}]", "[3]", "null"])
+def test_treatments_that_are_no_list_of_names_and_options_say_what_to_write(written):
+    with pytest.raises(
+        RecipeError, match=r"^'treatments': write a list, as in \[sam\] or \[\{sam: \{rho: 0.1\}\}\] \(got"
+    ):
+        build_recipe(None, [f"treatments={written}"])

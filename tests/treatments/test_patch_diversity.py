@@ -119,16 +119,21 @@ def test_without_a_norm_of_its_tokens_a_network_is_read_behind_its_last_block():
 def test_weights_scale_the_losses_and_zero_switches_them_off():
     network = shaken(tiny_vit())
     images = torch.rand(2, 3, 32, 48)
-    twice, once = PatchDiversity(network, 5, cosine=2, mixing=0), PatchDiversity(network, 5, contrastive=0, mixing=0)
+    other = copy.deepcopy(network)
+    twice, once = PatchDiversity(network, 5, cosine=2, mixing=0), PatchDiversity(other, 5, contrastive=0, mixing=0)
     network.train()(images)
+    other.train()(images)
     assert twice()["patch_cosine"].item() == pytest.approx(2 * once()["patch_cosine"].item())
     assert not list(once.parameters())
 
 
 def test_normalised_vectors_are_an_option():
-    network = shaken(tiny_vit())
-    raw, normal = (PatchDiversity(network, 5, cosine=0, mixing=0, normalise=flag) for flag in (False, True))
-    network.train()(torch.rand(2, 3, 32, 48))
+    network, other = shaken(tiny_vit()), shaken(tiny_vit())
+    raw = PatchDiversity(network, 5, cosine=0, mixing=0)
+    normal = PatchDiversity(other, 5, cosine=0, mixing=0, normalise=True)
+    images = torch.rand(2, 3, 32, 48)
+    network.train()(images)
+    other.train()(images)
     assert raw()["patch_contrastive"] != normal()["patch_contrastive"]
 
 
@@ -158,6 +163,15 @@ def test_averaged_copies_made_before_have_no_hooks():
     assert sum(len(module._forward_hooks) for module in copied.modules()) == 0
     diversity.remove()
     assert sum(len(module._forward_hooks) for module in network.modules()) == 0
+
+
+def test_a_network_has_its_losses_once():
+    network = tiny_vit()
+    first = PatchDiversity(network, 5)
+    with pytest.raises(TreatmentError, match=r"has its patch losses already: remove\(\) them"):
+        PatchDiversity(network, 5)
+    first.remove()
+    PatchDiversity(network, 5).remove()
 
 
 def test_a_compiled_task_computes_the_same_and_is_compiled_once():

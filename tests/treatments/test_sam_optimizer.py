@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from tests.treatments.passes import Counted, batch, grads, net, sam_gradient, weights
 from tests.treatments.test_sam import OPTIMIZERS, rule
+from vitclinic.errors import TreatmentError
+from vitclinic.training.steps import PlainStep
 from vitclinic.treatments import SAM
 
 
@@ -178,7 +181,81 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
     assert sam.reused.steps == 0
 
 
-@pytest.mark.parametrize("options", [{"rho": -1.0}, {"rho": math.nan}, {"every": 0}, {"eta": -0.1}])
+def halves(network):
+    def half(part):
+        loss = nn.functional.cross_entropy(network(part.images), part.targets) / 2
+        loss.backward()
+        return loss
+
+    return half
+
+
+@pytest.mark.parametrize("options", [{}, {"adaptive": True}, {"every": 2, "alpha": 0.4}, {"rho": 0}])
+@pytest.mark.parametrize("ascent", ["micro_batch", "batch"])
+def test_accumulation_in_both_senses_is_the_rule_s(ascent, options):
+    """Several closures: an eps each. One closure that loops: one eps for all."""
+    options = {"rho": 0.3, **options}
+    ours, theirs = net(), net()
+    half, passes = halves(ours), Counted(theirs, accumulate=2)
+    optimizer = torch.optim.SGD(passes.parameters, lr=0.1)
+    sam = SAM(torch.optim.SGD(ours.parameters(), lr=0.1), module=ours, **options)
+    step = rule(**options, ascent=ascent) or PlainStep()
+    for number in range(3):
+        one, two = batch(number), batch(number + 10)
+        losses = step([one, two], passes)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ascent == "micro_batch":
+            loss = sam.step(lambda one=one: half(one), lambda two=two: half(two))
+        else:
+            loss = sam.step(lambda one=one, two=two: half(one) + half(two))
+        assert loss.item() == pytest.approx(losses["task"].item(), abs=1e-12)
+    assert all(torch.allclose(v, weights(theirs)[k], atol=1e-12) for k, v in weights(ours).items())
+
+
+def test_micro_batches_with_an_ascent_each_are_not_one_ascent():
+    found = []
+    for together in (True, False):
+        network = net()
+        half = halves(network)
+        parts = [lambda half=half, n=n: half(batch(n)) for n in range(2)]
+        sam = SAM(torch.optim.SGD(network.parameters(), lr=0.1), rho=0.3, module=network)
+        sam.gradients(lambda parts=parts: sum(part() for part in parts)) if together else sam.gradients(*parts)
+        found.append(network.second.weight.grad)
+    assert not torch.allclose(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_copy_goes_on_alone_with_the_module_copied_with_it(every):
+    network = net()
+    sam = SAM(OPTIMIZERS["adamw"](network.parameters()), rho=0.2, every=every, module=network)
+    for number in range(2):
+        sam.step(closure_of(network, batch(number)))
+    twin = copy.deepcopy(sam)
+    assert twin.param_groups is twin.optimizer.param_groups
+    assert {id(p) for p in twin.param_groups[0]["params"]} == {id(p) for p in twin.module.parameters()}
+    before = weights(network)
+    for number in range(2, 5):
+        twin.step(closure_of(twin.module, batch(number)))
+    assert all(torch.equal(value, weights(network)[key]) for key, value in before.items())
+    for number in range(2, 5):
+        sam.step(closure_of(network, batch(number)))
+    assert all(torch.equal(value, weights(twin.module)[key]) for key, value in weights(network).items())
+
+
+def test_an_optimizer_that_it_cannot_wrap_is_a_sentence():
+    parameters = list(net().parameters())
+    sam = SAM(torch.optim.SGD(parameters, lr=0.1))
+    with pytest.raises(TreatmentError, match=r"wrapped by SAM already: wrap it once\.$"):
+        SAM(sam)
+    with pytest.raises(TreatmentError, match=r"^LBFGS makes passes of its own .* such as AdamW or SGD\.$"):
+        SAM(torch.optim.LBFGS(parameters))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rho": -1.0}, {"rho": math.nan}, {"rho": math.inf}, {"every": 0}, {"eta": -0.1}, {"eta": math.inf}],
+)
 def test_mistakes_are_sentences(options):
     with pytest.raises(ValueError, match="must not be negative"):
         SAM(OPTIMIZERS["sgd"](net().parameters()), **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ class OfTask(Counted):
 
     def __init__(self, task: nn.Module) -> None:
         super().__init__(task, ddp=DistributedDataParallel(task))
-        self.module = task
+        self.module = self.alone = task
         self.wrapped = self.ddp
         self.parameters = list(task.parameters())
 
@@ -110,7 +111,25 @@ def small_things(rank: int) -> dict[str, Tensor]:
     passes = OfTask(task)
     InputAscentStep(FastGradientSign(0.1, 0.125))([batch(rank), batch(rank + 2)], passes)
     found["adversarial"] = task.second.weight.grad.clone()
+
+    # The next step hands out the leading process's running statistics: what differed is the same in both again.
+    task.norm.running_mean.fill_(float(rank))
+    InputAscentStep(FastGradientSign(0.1, 0.125))([batch(5), batch(6)], passes)
+    found["statistics"] = task.norm.running_mean.clone()
+
+    sam = SAM(torch.optim.SGD(network.parameters(), lr=0.1), rho=0.3, module=wrapped)
+    network.load_state_dict(net(unused=False).state_dict())
+    parts = [partial(passed, wrapped, number) for number in (rank, rank + 2)]
+    sam.gradients(*parts)
+    found.update({f"micro-batches {name}": g for name, g in grads(network).items()})
     return found
+
+
+def passed(wrapped: nn.Module, number: int) -> Tensor:
+    part = batch(number)
+    loss = nn.functional.cross_entropy(wrapped(part.images), part.targets) / 2
+    loss.backward()
+    return loss
 
 
 class Images(type(net())):
@@ -160,6 +179,18 @@ def test_the_wrapper_synchronises_the_second_gradient_only(both):
         for name in one[2]:
             assert torch.allclose(found[f"wrapper {name}"], (one[2][name] + two[2][name]) / 2, atol=1e-12), name
     assert torch.equal(both[0]["wrapper direction"], both[1]["wrapper direction"])
+
+
+def test_the_wrapper_s_micro_batches_climb_apart_and_are_synchronised_at_the_end(both):
+    seconds = [sam_gradient(net(unused=False), batch(n), 0.3)[2] for n in range(4)]
+    for found in both:
+        for name in seconds[0]:
+            expected = sum(second[name] for second in seconds) / 4
+            assert torch.allclose(found[f"micro-batches {name}"], expected, atol=1e-12), name
+
+
+def test_adversarial_training_hands_out_the_leading_process_s_statistics(both):
+    assert torch.equal(both[0]["statistics"], both[1]["statistics"])
 
 
 def test_adversarial_training_synchronises_once(both):

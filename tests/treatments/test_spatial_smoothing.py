@@ -61,14 +61,13 @@ def test_every_stage_ends_in_a_blur_and_units_are_read_behind_it(network: str) -
     before, after = Anatomy.of(plain), Anatomy.of(treated)
     assert [unit.name for unit in after.units] == [unit.name for unit in before.units]
     assert set(treated.state_dict()) == set(plain.state_dict())
-    stages = {unit.stage for unit in after.of_kind("conv")}
+    blocks = [unit for unit in after.units if unit.kind in ("conv", "msa")]
+    stages = {unit.stage for unit in blocks}
     blurs = [module for module in treated.modules() if isinstance(module, Blur)]
     assert len(blurs) == len(stages)
 
     units = {unit.name: unit for unit in after.units}
-    ends = [
-        max((u for u in units.values() if u.kind == "conv" and u.stage == s), key=lambda u: u.depth) for s in stages
-    ]
+    ends = [max((u for u in blocks if u.stage == s), key=lambda u: u.depth) for s in stages]
     # Up to the first blur both networks agree, and what the first stage gives is blurred.
     x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     first = ends[0].name

@@ -34,6 +34,7 @@ class Passes:
         self.ddp = ddp
         outer = ddp or task
         self.wrapped: nn.Module = torch.compile(outer) if compiled else outer  # type: ignore[assignment]
+        self.alone: nn.Module = torch.compile(task) if compiled and ddp else task  # type: ignore[assignment]
         self.device = parameters[0].device
         self.precision, self.accumulate = precision, accumulate
 
@@ -46,10 +47,19 @@ class Passes:
         torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
         with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
             with self._autocast():
-                losses: Losses = self.wrapped(batch)
+                losses: Losses = self._outer()(batch)
             total = sum(losses.values(), torch.zeros((), device=self.device)) * (weight / self.accumulate)
             self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
         return {name: value.detach() for name, value in losses.items()}
+
+    def _outer(self) -> nn.Module:
+        """What to call: without DDP where no parameter learns, as when only the images climb.
+
+        Such a pass has nothing to synchronise, and whoever makes it puts the buffers back. DDP would hand out the
+        leading process's buffers in it, once a step, and so never in a pass that keeps them.
+        """
+        alone = self.ddp is not None and not any(p.requires_grad for p in self.parameters)
+        return self.alone if alone else self.wrapped
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         if self.ddp is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from vitclinic.config import Config
 from vitclinic.data import DataConfig
@@ -71,12 +72,26 @@ class LoggingConfig(Config):
     )
 
 
+def _listed(value: Any) -> Any:
+    """Pydantic's own sentences speak of its types, not of what to write."""
+    entries = value if isinstance(value, list | tuple) else [None]
+    for entry in entries:
+        plain = isinstance(entry, Mapping) and all(
+            options is None or isinstance(options, Mapping) for options in entry.values()
+        )
+        if not isinstance(entry, str) and not plain:
+            raise ValueError("write a list, as in [sam] or [{sam: {rho: 0.1}}]")
+    return value
+
+
 class Recipe(Config):
     """All keys of a training run. Number of classes, channels and image size come from the data."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    treatments: list[str | dict[str, Any]] = Field([], description="names, or {name: {option: value}}")
+    treatments: Annotated[list[str | dict[str, Any]], BeforeValidator(_listed)] = Field(
+        [], description="names, or {name: {option: value}}"
+    )
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -9,6 +9,7 @@ gives every patch its own label.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, ClassVar
 
 import torch
@@ -24,6 +25,8 @@ from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mix
 from vitclinic.treatments.patches import Patches, Reader
 from vitclinic.treatments.surgery import check_family
 from vitclinic.treatments.treatment import Case, Objective, Treatment, register
+
+_WATCHED = "_vitclinic_patch_losses"
 
 Weight = Annotated[float, Field(ge=0)]
 
@@ -202,10 +205,14 @@ class PatchDiversity(nn.Module):
         self.classes = classes
         self.treatment = validate(PatchDiversityTreatment, options)
         check_family(self.treatment, network)
+        if getattr(network, _WATCHED, False):
+            raise TreatmentError("This network has its patch losses already: remove() them before adding others.")
         self.patches = Patches.of(network, size)
         like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
         self._named = self.treatment.patch_objectives(self.patches, classes)
         self.objectives = nn.ModuleDict(self._named).to(like.device, like.dtype)
+        self._unmark = partial(setattr, network, _WATCHED, False)  # an attribute would make it a child of this module
+        setattr(network, _WATCHED, True)
 
     def forward(self, patch_targets: Tensor | None = None) -> dict[str, Tensor]:
         """The weighted losses of the network's latest training pass, by name."""
@@ -227,3 +234,4 @@ class PatchDiversity(nn.Module):
         """Take the hooks out of the network."""
         for objective in self._named.values():
             objective.reader.remove()
+        self._unmark()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from vitclinic.errors import TreatmentError
 from vitclinic.treatments.ascent import Ascent, gradients_apart, kept_buffers
 from vitclinic.treatments.looksam import OrthogonalPart, average_over_processes, filled
 
@@ -26,7 +28,8 @@ class SAM(torch.optim.Optimizer):
     BatchNorm statistics then move in the first pass only and, if it is wrapped by DistributedDataParallel, only the
     second gradient is synchronised. Parameter groups and state are the optimizer's own, so that learning-rate
     schedulers and gradient scalers take the wrapper or the optimizer. torch's random numbers (dropout masks) are the
-    same in both passes.
+    same in both passes. `copy.deepcopy` copies optimizer, parameters and `module` together: a copy belongs to the
+    network `copy.module`, or to the one copied with it.
 
     Example:
         >>> network = nn.Linear(3, 1)
@@ -39,8 +42,12 @@ class SAM(torch.optim.Optimizer):
         >>> bool(optimizer.step(closure) < first)
         True
 
-    With clipping or a `torch.amp.GradScaler` (whose scaled loss the closure differentiates) the passes and the step
-    are two calls:
+    Micro-batches: one closure that loops over them gives them one eps; several closures, one for each micro-batch, an
+    eps of its own each. In both the closures divide their losses by the number of micro-batches.
+
+    With clipping or a `torch.amp.GradScaler` (whose scaled loss the closures differentiate) the passes and the step
+    are two calls. `step(closure)` is not for scaled losses: it cannot see the scale, and would step with gradients
+    that are as many times too long.
 
         loss = sam.gradients(closure)
         scaler.unscale_(sam)
@@ -60,42 +67,70 @@ class SAM(torch.optim.Optimizer):
         alpha: float = 0.7,
         module: nn.Module | None = None,
     ) -> None:
-        if not rho >= 0 or not eta >= 0 or every < 1:
-            raise ValueError(f"rho and eta must not be negative, every not below 1 (got {rho}, {eta}, {every}).")
+        if not (math.isfinite(rho) and math.isfinite(eta)) or rho < 0 or eta < 0 or every < 1:
+            raise ValueError(
+                f"rho and eta must be finite and must not be negative, every not below 1 (got {rho}, {eta}, {every})."
+            )
+        _check_base(optimizer)
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self.optimizer, self.module = optimizer, module
         self.ascent = Ascent(rho, adaptive, eta)
         self.reused = OrthogonalPart(every, alpha) if every > 1 else None
         self._share()
 
-    def gradients(self, closure: Closure) -> Tensor:
-        """Leave the gradient to step with in `.grad`, in place of what was there; returns the loss at w."""
+    def gradients(self, closure: Closure, *more: Closure) -> Tensor:
+        """Leave the gradient to step with in `.grad`, in place of what was there; returns the loss at w.
+
+        Several closures are the micro-batches of one step: each has its own eps, their second gradients and their
+        losses add up. They must not clear gradients.
+        """
+        closures = (closure, *more)
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.zero_grad()
         if self.ascent.rho == 0:
-            return closure()
+            return self._one_pass(closures)
         if self.reused is not None and not self.reused.due(parameters):
-            loss = closure()
+            loss = self._one_pass(closures)
             self.reused.reuse(parameters)
             return loss
+        losses = []
+        first: list[Tensor] = []
+        for number, part in enumerate(closures):
+            loss, gradient = self._two_passes(part, parameters, last=number == len(more))
+            losses.append(loss)
+            if first:
+                torch._foreach_add_(first, gradient)
+            first = first or gradient
+        if self.reused is not None:
+            if isinstance(self.module, DistributedDataParallel):
+                average_over_processes(first, self.module.process_group)
+            self.reused.learn(parameters, first)
+        return _total(losses)
+
+    def _one_pass(self, closures: Sequence[Closure]) -> Tensor:
+        losses = []
+        for number, closure in enumerate(closures):
+            with self._synchronised(number == len(closures) - 1):
+                losses.append(closure())
+        return _total(losses)
+
+    def _two_passes(self, closure: Closure, parameters: list[nn.Parameter], last: bool) -> tuple[Tensor, list[Tensor]]:
+        """Adds the gradient at w + eps; returns the loss at w, and the gradient there if it is to be reused."""
         cuda = sorted({p.get_device() for p in parameters if p.is_cuda})
-        with gradients_apart(parameters) as gradients, torch.random.fork_rng(cuda), self._no_sync():
+        with gradients_apart(parameters) as gradients, torch.random.fork_rng(cuda), self._synchronised(False):
             loss = closure()
         first = filled(parameters, gradients) if self.reused is not None else []
         with ExitStack() as stack:
             # A first gradient that is not finite moves nothing: the second pass then repeats it in every process.
             stack.enter_context(self.ascent.climbed(parameters, gradients))
+            stack.enter_context(self._synchronised(last))
             if self.module is not None:
                 stack.enter_context(kept_buffers(self.module))
             closure()
-        if self.reused is not None:
-            if isinstance(self.module, DistributedDataParallel):
-                average_over_processes(first, self.module.process_group)
-            self.reused.learn(parameters, first)
-        return loss
+        return loss, first
 
-    def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
-        """Both passes and the optimizer's step, which a gradient that is not finite skips; returns the loss at w.
+    def step(self, closure: Closure | None = None, *more: Closure) -> Tensor | None:  # type: ignore[override]
+        """`gradients` and the optimizer's step, which a gradient that is not finite skips; returns the loss at w.
 
         Without a closure: the optimizer's step alone, after `gradients`.
         """
@@ -103,7 +138,7 @@ class SAM(torch.optim.Optimizer):
             self.optimizer.step()
             return None
         with torch.enable_grad():
-            loss = self.gradients(closure)
+            loss = self.gradients(closure, *more)
         found = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if math.isfinite(float(get_total_norm(found))):
             self.optimizer.step()
@@ -125,5 +160,35 @@ class SAM(torch.optim.Optimizer):
     def _share(self) -> None:
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
-    def _no_sync(self) -> AbstractContextManager[object]:
-        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+    def __getstate__(self) -> dict[str, Any]:
+        """What copying and pickling take; groups and state are in the optimizer."""
+        return {name: getattr(self, name) for name in ("defaults", "optimizer", "module", "ascent", "reused")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _synchronised(self, wanted: bool) -> AbstractContextManager[object]:
+        """Passes whose gradients are exchanged between processes only if `wanted`."""
+        if wanted or not isinstance(self.module, DistributedDataParallel):
+            return nullcontext()
+        return self.module.no_sync()
+
+
+def _check_base(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, SAM):
+        raise TreatmentError("This optimizer is wrapped by SAM already: wrap it once.")
+    required = [
+        name
+        for name, parameter in inspect.signature(type(optimizer).step).parameters.items()
+        if name != "self" and parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if required:
+        raise TreatmentError(
+            f"{type(optimizer).__name__} makes passes of its own in a step, so SAM has no gradient to give it: wrap an"
+            " optimizer that steps with the gradients it finds, such as AdamW or SGD."
+        )
+
+
+def _total(losses: list[Tensor]) -> Tensor:
+    return losses[0] if len(losses) == 1 else torch.stack([loss.detach() for loss in losses]).sum()

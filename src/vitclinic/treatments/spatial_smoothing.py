@@ -45,12 +45,14 @@ class SpatialSmoothing(Treatment):
         "torchvision ResNet",
         "timm ConvNeXt",
         "torchvision ConvNeXt",
+        "vitclinic pre-activation ResNet",
+        "vitclinic AlterNet",
     )
 
     def operate(self, network: nn.Module, case: Case) -> nn.Module:
         last_blocks = {block.stage: block.name for block in Anatomy.of(network).blocks}
         for name in last_blocks.values():
             stage = network.get_submodule(name.rpartition(".")[0])
-            assert isinstance(stage, nn.Sequential)  # in all four families
+            assert isinstance(stage, nn.Sequential)  # in all of these families
             stage.append(Blur())
         return network

@@ -9,7 +9,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from vitclinic.anatomy.families.building import conv_unit, head, image_channels, stem, unknown_block
+from vitclinic.anatomy.families.building import (
+    conv_unit,
+    head,
+    image_channels,
+    is_smoothing,
+    smoothed,
+    stem,
+    unknown_block,
+)
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.removal import Bypass, Silence
 from vitclinic.anatomy.sites import NHWC, Layout, Site, Size, into, out_of
@@ -27,6 +35,8 @@ def units(network: Any) -> list[Unit]:
             name = f"layer{stage + 1}.{index}"
             if type(block).__name__ == "MsaBlock":
                 walk.append(msa_unit(name, stage, block, out_of(block.drop_path), out_of(block)))
+            elif is_smoothing(block):
+                walk[-1] = smoothed(walk[-1], block)
             elif type(block).__name__ in _CONVS:
                 walk.append(_conv(name, stage, block))
             else:
