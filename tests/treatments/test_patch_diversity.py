@@ -204,7 +204,7 @@ def test_swin_has_cosine_and_mixing_on_its_last_grid_and_no_contrastive():
     with pytest.raises(TreatmentError, match="this batch has none"):
         diversity()
     with pytest.raises(TreatmentError, match="contrastive loss does not apply to a network that merges patches"):
-        PatchDiversity(network, 5, contrastive=1)
+        PatchDiversity(swin(), 5, contrastive=1)
 
 
 @pytest.mark.parametrize(
