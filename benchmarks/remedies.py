@@ -35,7 +35,7 @@ from vitclinic.training import Run, build_recipe, load
 Numbers = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "remedies.json"
 SHALLOW = {"name": "vit_tiny_fitted", "patch_size": 8, "embed_dim": 96, "depth": 6, "num_heads": 3}
-DEEP = {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 64, "depth": 12, "num_heads": 4}
+DEEP = {"name": "vit_tiny_fitted", "patch_size": 8, "embed_dim": 64, "depth": 12, "num_heads": 4}
 SMALL = {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 64, "depth": 4, "num_heads": 4}
 RATES = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
 
