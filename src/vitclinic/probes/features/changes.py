@@ -75,6 +75,8 @@ class ChangesTally(Tally):
         for unit in self.units:
             if unit.output not in seen:
                 continue
+            if not np.isfinite(seen[unit.output]).all():
+                raise ModelError(f"the state after {unit.name} is not finite for some image.")
             self.states[unit.name].add(seen[unit.output])
             if unit.input in seen:
                 change = seen[unit.output][:, -1] - seen[unit.input][:, -1]
@@ -92,9 +94,6 @@ class ChangesTally(Tally):
             raise DoesNotApply(
                 "every state of the network has a single position, so that nothing varies over its grid."
             )
-        for unit in units:
-            if not np.isfinite(self.states[unit.name].mean).all():
-                raise ModelError(f"the state after {unit.name} is not finite for some image.")
         return units
 
     def finish(self) -> Result:

@@ -22,6 +22,7 @@ class Variance(StreamingProbe):
 
     name: ClassVar[str] = "variance"
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(subject.anatomy)
@@ -48,4 +49,4 @@ def spatial_variance(maps: Tensor) -> Tensor:
     x_bcn = maps.flatten(2)
     # Two passes, which do not cancel; torch.var over strided positions takes ten times as long.
     centred = x_bcn - x_bcn.mean(2, keepdim=True)
-    return centred.square().sum(2).mean(1) / (x_bcn.shape[2] - 1)
+    return centred.square_().sum(2).mean(1) / (x_bcn.shape[2] - 1)
