@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitclinic.probes.features.variance import spatial_variance
+
+few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def noise(seed=0, size=(3, 5)):
@@ -36,12 +38,14 @@ def test_maps_are_left_as_they_are():
     torch.testing.assert_close(maps, noise(), rtol=0, atol=0)
 
 
+@few
 @given(st.integers(0, 1000), st.floats(-100, 100), st.floats(0.01, 100))
 def test_a_constant_changes_nothing_and_a_scale_counts_squared(seed, constant, scale):
     maps = noise(seed)
     torch.testing.assert_close(spatial_variance(scale * maps + constant), scale**2 * spatial_variance(maps))
 
 
+@few
 @given(st.integers(0, 1000), st.randoms(use_true_random=False))
 def test_positions_may_be_in_any_order(seed, random):
     maps = noise(seed)
