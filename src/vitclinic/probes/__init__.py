@@ -8,6 +8,8 @@ from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
 from vitclinic.probes.curvature.spectrum import HessianSpectrum
 from vitclinic.probes.curvature.trajectory import Trajectory
+from vitclinic.probes.features.fourier import Fourier
+from vitclinic.probes.features.variance import Variance
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
@@ -22,6 +24,7 @@ __all__ = [
     "Cost",
     "DoesNotApply",
     "Flatness",
+    "Fourier",
     "HessianSpectrum",
     "Landscape",
     "Need",
@@ -36,6 +39,7 @@ __all__ = [
     "Tally",
     "Training",
     "Trajectory",
+    "Variance",
     "conditions_of",
     "estimated_seconds",
     "known_probes",
