@@ -21,11 +21,10 @@ from vitclinic.data import Batch, Split, evaluation_batches
 from vitclinic.errors import RecipeError
 from vitclinic.measurement import Measurement, Scalar
 from vitclinic.probes.attention.blending import Picture, beside
-from vitclinic.probes.attention.layers import attention_units, mean_scalar
+from vitclinic.probes.attention.layers import attention_units
 from vitclinic.probes.probe import Need, OwningProbe, Result, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 
 def on_grid(seen: AttentionMap) -> Tensor:
@@ -95,11 +94,9 @@ class AttentionMaps(OwningProbe):
         grids_nhw, images_nchw = torch.cat(maps), torch.cat(pixels)
         size = images_nchw.shape[-2:]
         resized = F.interpolate(grids_nhw[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
-        share = RunningMean()
-        share.add(grids_nhw.sum((1, 2)).numpy())
-        peak = RunningMean()
-        peak.add(grids_nhw.amax((1, 2)).numpy())
-        scalars = {"on_grid": mean_scalar(share), "peak": mean_scalar(peak)}
+        # Without intervals: a handful of images stands for itself.
+        shares = {"on_grid": grids_nhw.sum((1, 2)), "peak": grids_nhw.amax((1, 2))}
+        scalars = {name: Scalar(value=float(share.mean()), n=len(share)) for name, share in shares.items()}
         arrays: dict[str, NDArray[Any]] = {
             "maps": resized.float().numpy(),
             "grid_maps": grids_nhw.float().numpy(),
