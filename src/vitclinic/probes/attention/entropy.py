@@ -54,7 +54,7 @@ def row_entropy(weights: Tensor, visible: Tensor | None = None) -> Tensor:
 
 def _entropy(rows: Tensor) -> Tensor:
     logs = rows.clamp_min(torch.finfo(rows.dtype).tiny).log_()
-    return logs.mul_(rows).sum(-1).neg_().clamp_min_(0)
+    return (0 - logs.mul_(rows).sum(-1)).clamp_min_(0)  # no minus zero
 
 
 def _restricted_entropy(weights: Tensor, visible: Tensor | None) -> Tensor:
