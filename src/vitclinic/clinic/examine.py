@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from vitclinic.clinic.pictures import draw
 from vitclinic.clinic.store import REUSED, Store
 from vitclinic.clinic.targets import Target, resolve
 from vitclinic.data import DataConfig, Dataset, open_data
@@ -38,6 +39,8 @@ class Exam(Mapping[str, Measurement]):
     files: dict[str, Path] = field(default_factory=dict)
     reused: frozenset[str] = frozenset()
     """The probes whose measurements had been made before."""
+    pictures: dict[str, Path] = field(default_factory=dict)
+    """The folders with pictures, of the probes that draw some."""
 
     def __getitem__(self, probe: str) -> Measurement:
         if probe not in self.measurements:
@@ -143,7 +146,12 @@ class Examination:
         to_do = [probe for probe in self.probes if probe.name not in found]
         made = self._measured(subject, to_do, files) if to_do else {}
         measurements = {probe.name: (found | made)[probe.name] for probe in self.probes}
-        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found))
+        drawn = {
+            probe.name: draw(probe, measurements[probe.name], files[probe.name], anew=probe.name in made)
+            for probe in self.probes
+        }
+        pictures = {name: folder for name, folder in drawn.items() if folder is not None}
+        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found), pictures)
 
     def subject(self, target: Target) -> Subject:
         """The target's network with the images that it will be measured on."""

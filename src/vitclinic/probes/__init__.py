@@ -1,6 +1,10 @@
 """Probes: what can be measured of a network, and the contract that all of them follow."""
 
 from vitclinic.probes.applying import obstacle_to
+from vitclinic.probes.attention.cb_scale import CBScale
+from vitclinic.probes.attention.distance import AttentionDistance
+from vitclinic.probes.attention.entropy import AttentionEntropy
+from vitclinic.probes.attention.maps import AttentionMaps
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
 from vitclinic.probes.curvature.landscape import Landscape
@@ -21,6 +25,10 @@ from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
     "NTK",
+    "AttentionDistance",
+    "AttentionEntropy",
+    "AttentionMaps",
+    "CBScale",
     "Cost",
     "DoesNotApply",
     "Flatness",

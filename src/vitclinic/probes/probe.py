@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from vitclinic.anatomy import AttentionMap, Site, Unit
 from vitclinic.config import Config
 from vitclinic.data import Batch
 from vitclinic.errors import VitclinicError
-from vitclinic.measurement import Scalar, UnitRow
+from vitclinic.measurement import Measurement, Scalar, UnitRow
 from vitclinic.probes.subject import Subject
 
 Need = Literal["labels", "anatomy", "attention", "gradients"]
@@ -67,6 +68,10 @@ class Probe(Config):
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """What else than subject, data, options and seed the result depends on, as plain data."""
+        return {}
+
+    def pictures(self, measurement: Measurement) -> Mapping[str, NDArray[np.uint8]]:
+        """What there is to look at in a measurement of this probe: [H, W, 3] by names that a file can have."""
         return {}
 
 

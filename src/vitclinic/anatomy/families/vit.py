@@ -29,7 +29,8 @@ def units(network: Any) -> list[Unit]:
     """Stem, position (if it is learned), and an MSA and an MLP per block."""
     # Channels last with `dynamic_img_size`, tokens otherwise; the grid is what the patch projection gives.
     patches = Layout(channels_last=True, grid_at=out_of(network.patch_embed.proj))
-    tokens = Layout(prefix=network.num_prefix_tokens, grid_at=patches.grid_at)
+    has_class = network.cls_token is not None  # some have registers and no class token
+    tokens = Layout(prefix=network.num_prefix_tokens, grid_at=patches.grid_at, has_class=has_class)
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed, patches))]
     if network.pos_embed is not None:
         after = out_of(network.pos_drop, tokens)
