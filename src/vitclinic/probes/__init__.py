@@ -8,6 +8,8 @@ from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
 from vitclinic.probes.curvature.spectrum import HessianSpectrum
 from vitclinic.probes.curvature.trajectory import Trajectory
+from vitclinic.probes.features.cka import CKA, block_structure, cka_between
+from vitclinic.probes.features.hsic import mini_batch_cka
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
@@ -18,6 +20,7 @@ from vitclinic.probes.running import estimated_seconds, measure
 from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
+    "CKA",
     "NTK",
     "Cost",
     "DoesNotApply",
@@ -36,11 +39,14 @@ __all__ = [
     "Tally",
     "Training",
     "Trajectory",
+    "block_structure",
+    "cka_between",
     "conditions_of",
     "estimated_seconds",
     "known_probes",
     "left_as_it_was",
     "measure",
+    "mini_batch_cka",
     "obstacle_to",
     "parameters_by_unit",
     "parse_probes",
