@@ -124,4 +124,4 @@ def ratio(summed: Matrix) -> Matrix:
     """
     scale = np.sqrt(summed.diagonal())
     scale = np.where(scale == 0, np.inf, scale)
-    return np.clip(summed / scale[:, None] / scale[None, :], -1, 1)
+    return np.clip(summed / (scale[:, None] * scale[None, :]), -1, 1)
