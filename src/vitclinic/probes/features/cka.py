@@ -120,7 +120,7 @@ class _Grams:
         self._seen: dict[str, list[Tensor]] = {}
 
     def read(self, name: str, activation: Tensor) -> None:
-        features = _features(self.anatomy, self.sites[name], activation)
+        features = features_of(self.anatomy, self.sites[name], activation)
         size = self.batch or len(features)
         parts = (features[start : start + size] for start in range(0, len(features), size))
         self._seen[name] = [gram(part) for part in parts if len(part) >= LEAST]
@@ -131,7 +131,7 @@ class _Grams:
         return [torch.stack(grams) for grams in zip(*(seen[name] for name in self.sites), strict=True)]
 
 
-def _features(anatomy: Anatomy, site: Site, activation: Tensor) -> Tensor:
+def features_of(anatomy: Anatomy, site: Site, activation: Tensor) -> Tensor:
     """[B, positions * channels], in whatever order needs no copy: a Gram matrix does not know it."""
     if not site.layout.spatial:
         return activation.flatten(1)
@@ -191,25 +191,26 @@ def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) 
         >>> cka_between(vit, resnet, batches).cka.shape  # doctest: +SKIP
         (27, 10)
     """
+    networks = tuple(dict.fromkeys((first, second)))  # one, if it is compared with itself
     readers: list[_Grams] = []
     sums: HSICSums | None = None
     with ExitStack() as stack, torch.no_grad():
-        for network in dict.fromkeys((first, second)):
+        for network in networks:
             stack.enter_context(left_as_it_was(network))
         for images in batches:
             if len(images) < LEAST:
                 continue
-            readers = readers or [_reader(network, images, stack) for network in (first, second)]
-            for network in dict.fromkeys((first, second)):
+            readers = readers or [_reader(network, images, stack) for network in networks]
+            for network in networks:
                 network(_where(network, images))
-            grams = [reader.taken()[0].double().cpu() for reader in readers]
-            sums = sums or HSICSums(sum(map(len, grams)))
-            sums.add(torch.cat(grams))
+            grams = torch.cat([grams.double().cpu() for reader in readers for grams in reader.taken()])
+            sums = sums or HSICSums(len(grams))
+            sums.add(grams)
     if sums is None:
         raise DataError(f"CKA needs batches of at least {LEAST} images.")
-    ours, theirs = (reader.anatomy.units for reader in readers)
-    _check_finite(sums, (*ours, *theirs))
-    return Comparison(sums.cka()[: len(ours), len(ours) :], ours, theirs, int(sums.images.sum()))
+    ours, theirs = readers[0].anatomy.units, readers[-1].anatomy.units
+    _check_finite(sums, [unit for reader in readers for unit in reader.anatomy.units])
+    return Comparison(sums.cka()[: len(ours), -len(theirs) :], ours, theirs, int(sums.images.sum()))
 
 
 def _reader(network: nn.Module, images: Tensor, stack: ExitStack) -> _Grams:
