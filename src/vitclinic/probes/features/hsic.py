@@ -124,4 +124,5 @@ def ratio(summed: Matrix) -> Matrix:
     """
     scale = np.sqrt(summed.diagonal())
     scale = np.where(scale == 0, np.inf, scale)
-    return np.clip(summed / (scale[:, None] * scale[None, :]), -1, 1)
+    cka: Matrix = np.clip(summed / (scale[:, None] * scale[None, :]), -1, 1)
+    return cka
