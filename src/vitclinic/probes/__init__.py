@@ -12,7 +12,9 @@ from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
 from vitclinic.probes.curvature.spectrum import HessianSpectrum
 from vitclinic.probes.curvature.trajectory import Trajectory
+from vitclinic.probes.features.cka import CKA, block_structure, cka_between
 from vitclinic.probes.features.fourier import Fourier
+from vitclinic.probes.features.hsic import mini_batch_cka
 from vitclinic.probes.features.variance import Variance
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
@@ -24,6 +26,7 @@ from vitclinic.probes.running import estimated_seconds, measure
 from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
+    "CKA",
     "NTK",
     "AttentionDistance",
     "AttentionEntropy",
@@ -48,11 +51,14 @@ __all__ = [
     "Training",
     "Trajectory",
     "Variance",
+    "block_structure",
+    "cka_between",
     "conditions_of",
     "estimated_seconds",
     "known_probes",
     "left_as_it_was",
     "measure",
+    "mini_batch_cka",
     "obstacle_to",
     "parameters_by_unit",
     "parse_probes",
