@@ -81,12 +81,12 @@ class Flatness(CurvatureProbe):
         return (self.draws + 2.0) * len(subject)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget)
+        clock = Clock(self.budget, processes=subject.processes)
         surface = self.surface(subject)
 
         def go_on(done: int) -> bool:
             subject.progress("flatness", done * len(subject), self.draws * len(subject))
-            return not clock.expired
+            return not clock.expired()
 
         with surface.evaluated():
             loss = surface.check()

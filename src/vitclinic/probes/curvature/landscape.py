@@ -128,7 +128,7 @@ class Landscape(CurvatureProbe):
             raise DoesNotApply(
                 "it is not known how the network was trained, so that there is no regulariser of its own."
             )
-        clock = Clock(self.budget)
+        clock = Clock(self.budget, processes=subject.processes)
         surface = self.surface(subject, regularised=self.regulariser == "run")
         with surface.evaluated():
             surface.check()
@@ -140,7 +140,7 @@ class Landscape(CurvatureProbe):
         def go_on() -> bool:
             partial.write(grid.arrays(), every=SAVED_EVERY)
             subject.progress("landscape", int(grid.evaluated.sum()) * len(subject), grid.losses.size * len(subject))
-            return not clock.expired
+            return not clock.expired()
 
         try:
             with surface.evaluated():
@@ -155,8 +155,8 @@ class Landscape(CurvatureProbe):
             found = None
             raw = [random_direction(surface.weights, seed) for seed in seeds]
         else:
-            clock = Clock(self.budget, share=0.5)  # the rest is the grid's
-            raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired)
+            clock = Clock(self.budget, share=0.5, processes=subject.processes)  # the rest is the grid's
+            raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired())
         how = self.normalisation or ("filter" if self.directions == "random" else "none")
         return [normalised(direction, surface.weights, how, self.one_dimensional) for direction in raw], found
 

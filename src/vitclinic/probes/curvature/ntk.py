@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -58,21 +58,27 @@ class NTK(OwningProbe):
         return len(subject) // m * m * (3.0 * groups + 2)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget)
+        clock = Clock(self.budget, processes=subject.processes)
         m = min(self.block, len(subject))
         count = len(subject) // m
         if m < 2:
             raise DoesNotApply("one image has no condition number; there must be at least two.")
         found: list[Conditioning] = []
         with self._prepared(subject, m):
-            kernel = self._kernel(subject)
-            _check(subject, next(_blocks(subject, m)))
-            for images in _blocks(subject, m):
-                found.append(conditioning(kernel(images), kernel.rounding))
+            for some in subject.processes.rounds(count, self._own(subject, m)):
+                found += some
                 subject.progress(self.name, len(found) * m, count * m)
-                if clock.expired:
+                if clock.expired():
                     break
         return _result(found, count)
+
+    def _own(self, subject: Subject, m: int) -> Iterator[Conditioning]:
+        """Of those blocks that are this process's."""
+        kernel = self._kernel(subject)
+        _check(subject, next(_blocks(subject, m)))
+        which = range(subject.processes.rank, len(subject) // m, subject.processes.size)
+        for images in _blocks(subject, m, which):
+            yield conditioning(kernel(images), kernel.rounding)
 
     def _kernel(self, subject: Subject) -> TangentKernel:
         return TangentKernel(
@@ -92,10 +98,14 @@ class NTK(OwningProbe):
             yield
 
 
-def _blocks(subject: Subject, m: int) -> Iterator[Tensor]:
-    """The images, m at a time, in a seeded order: data are often sorted by class, and a block should not be."""
+def _blocks(subject: Subject, m: int, which: Sequence[int] | None = None) -> Iterator[Tensor]:
+    """The images, m at a time, in a seeded order: data are often sorted by class, and a block should not be.
+
+    All blocks, or those numbers of them.
+    """
     split = subject.images
-    order = generator("ntk", subject.seed).permutation(len(split))[: len(split) // m * m]
+    blocks = generator("ntk", subject.seed).permutation(len(split))[: len(split) // m * m].reshape(-1, m)
+    order = (blocks if which is None else blocks[list(which)]).ravel()
     shuffled = Split(split.images, split.rows[order], split.labels[order])
     dataset = replace(subject.dataset, splits={**subject.dataset.splits, subject.split: shuffled})
     for batch in evaluation_batches(dataset, subject.split, m):

@@ -75,7 +75,7 @@ class _Examination:
 
     def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian) -> None:
         self.probe, self.subject, self.hessian = probe, subject, hessian
-        self.clock = Clock(probe.budget)
+        self.clock = Clock(probe.budget, processes=subject.processes)
         self.expected = max(1, round(probe.forwards(subject) / len(subject) / _PASSES))
         self.missing: list[str] = []
         self.scalars: dict[str, Scalar] = {}
@@ -97,7 +97,7 @@ class _Examination:
     def _largest(self, what: str, product: Callable[[Tensor], Tensor], size: int) -> Scalar:
         def go_on(products: int, found: object) -> bool:
             self._tell()
-            return not self.clock.expired
+            return not self.clock.expired()
 
         probe = self.probe
         found: Eigenpairs = largest_eigenpairs(
@@ -117,7 +117,7 @@ class _Examination:
         running = RunningMean()
         surface = self.hessian.surface
         for draw in range(self.probe.trace_draws):
-            if self.clock.expired:
+            if self.clock.expired():
                 self.missing.append(f"trace ({draw} of {self.probe.trace_draws} draws)")
                 break
             signs = self._random(f"trace {draw}", surface.size).sign()
@@ -131,7 +131,7 @@ class _Examination:
 
     def _components(self) -> None:
         for component, row, owned in components(self.subject):
-            if self.clock.expired:
+            if self.clock.expired():
                 self.missing.append(f"lambda_max of {component}")
                 continue
             product, size = self.hessian.block(owned)
@@ -145,7 +145,7 @@ class _Examination:
         surface, probe = self.hessian.surface, self.probe
         nodes, weights = [], []
         for draw in range(probe.density_draws):
-            if self.clock.expired:
+            if self.clock.expired():
                 self.missing.append(f"density ({draw} of {probe.density_draws} draws)")
                 break
             start = self._random(f"density {draw}", surface.size).sign()

@@ -13,7 +13,8 @@ are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -63,26 +64,34 @@ class HessianSpectrum(OwningProbe):
         return float(_PASSES * _PRODUCTS * self.batches * self.batch)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget)
+        clock = Clock(self.budget, processes=subject.processes)
         found: list[Eigenpairs] = []
-        drawn = subject.augmented_batches(self.batch, self.batches, self.augment)
-        for number, batch in enumerate(drawn):
-            if clock.expired:
+        for some in subject.processes.rounds(self.batches, self._own(subject)):
+            found += some
+            subject.progress("hessian_spectrum, mini-batches", len(found), self.batches)
+            if clock.expired():
                 break
+        return self._result(found)
+
+    def _own(self, subject: Subject) -> Iterator[Eigenpairs]:
+        """The eigenvalues of those mini-batches that are this process's."""
+        numbers = range(subject.processes.rank, self.batches, subject.processes.size)
+        drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
+        for number, batch in zip(numbers, drawn, strict=True):
             surface = surface_of(subject, [batch], self.batch_norm, regularised=self.regulariser)
             with surface.measured():
-                if number == 0:
+                if number == numbers[0]:
                     surface.check()
-                found.append(self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed)))
-            subject.progress("hessian_spectrum, mini-batches", number + 1, self.batches)
-        return self._result(found)
+                found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed))
+            yield found
 
     def _top(self, surface: LossSurface, seed: int) -> Eigenpairs:
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(surface.size, generator=generator, dtype=torch.float64).to(surface.weights[0])
-        return largest_eigenpairs(
+        found = largest_eigenpairs(
             Hessian(surface).product, start, self.top, tolerance=self.tolerance, max_products=self.max_products
         )
+        return replace(found, vectors=found.vectors[:0])  # as large as the network, and not asked for
 
     def _result(self, found: list[Eigenpairs]) -> Result:
         values = np.stack([pairs.values for pairs in found])
