@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -85,8 +86,8 @@ class Frail(nn.Module):
         return self.inner(x)
 
 
-def patient(processes: Processes, net: nn.Module | None = None) -> Subject:
-    return Subject(net or network("vit"), data(), batch_size=4, processes=processes)
+def patient(processes: Processes, net: nn.Module | None = None, **options: Any) -> Subject:
+    return Subject(net or network("vit"), data(), batch_size=4, processes=processes, **options)
 
 
 def exam(subject: Subject, **options: Any) -> Measurement:
@@ -116,7 +117,11 @@ def hurried(looks: int) -> Iterator[None]:
         yield
 
 
-def together(rank: int) -> dict[str, Any]:
+def interrupt(what: str, done: int, total: int) -> None:
+    raise KeyboardInterrupt
+
+
+def together(rank: int, folder: str) -> dict[str, Any]:
     """All that needs two processes, in one start of them."""
     both = Processes.joined()
     found: dict[str, Any] = {name: numbers(share(sizes, rank), both) for name, sizes in SHARES.items()}
@@ -132,6 +137,12 @@ def together(rank: int) -> dict[str, Any]:
     with torch.no_grad():
         other[1].bias.add_(rank)
     found["other weights"] = plain(exam(patient(both, other), flatness={}))
+    for name, options in PROBES.items():
+        scratch = {name: Path(folder) / str(rank) / name}  # on machines that do not share their disks
+        with suppress(KeyboardInterrupt):
+            exam(patient(both, scratch=scratch, progress=interrupt), **{name: options})
+        assert scratch[name].is_file() == both.leads
+        found[f"{name} resumed"] = plain(exam(patient(both, scratch=scratch), **{name: options}))
     if rank == 1:
         found["alone"] = plain(exam(patient(ALONE), flatness=PROBES["flatness"]))
     return found
@@ -139,7 +150,7 @@ def together(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return in_two_processes(together, tmp_path_factory.mktemp("processes"))
+    return in_two_processes(together, tmp_path_factory.mktemp("processes"), str(tmp_path_factory.mktemp("scratch")))
 
 
 @pytest.mark.parametrize("shares", SHARES)
@@ -158,6 +169,13 @@ def test_a_probe_in_two_processes_finds_what_it_finds_in_one(found: list[dict[st
     assert found[0][name]["values"] == pytest.approx(expected["values"], rel=1e-6)
     for key, array in expected["arrays"].items():
         torch.testing.assert_close(found[0][name]["arrays"][key], array, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_both_go_on_from_what_the_leading_one_has_kept(found: list[dict[str, Any]], name: str) -> None:
+    for each in found:
+        assert each[f"{name} resumed"]["values"] == each[name]["values"]
+        assert each[f"{name} resumed"]["reason"] is None
 
 
 @pytest.mark.parametrize("name", PROBES)

@@ -26,13 +26,10 @@ from vitclinic.probes.curvature.displacement import Displacement
 from vitclinic.probes.curvature.hessian import free_memory
 from vitclinic.probes.curvature.path import coordinates, displacements, principal_directions
 from vitclinic.probes.curvature.surface import LossSurface
-from vitclinic.probes.partial import Partial
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import DoesNotApply, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import PastWeights, Subject
-
-SAVED_EVERY = 1.0
-"""Seconds of work that a killed exam may lose."""
 
 _PRODUCTS, _PRODUCT = 40, 4
 """For the estimate of what eigenvectors cost: products with the Hessian, and forward passes that each is worth."""
@@ -157,7 +154,7 @@ class Landscape(CurvatureProbe):
             surface.check()
         plane = self._plane(subject, surface)
         grid = Grid(self.points, self.span, self.dimensions)
-        partial = Partial(subject.scratch.get(self.name), digest(plane.directions))
+        partial = Partial(subject.scratch.get(self.name), digest(plane.directions), subject.processes)
         grid.take(partial.read())
 
         def go_on() -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -20,10 +21,13 @@ from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock
 from vitclinic.probes.curvature.standins import batch_norms, measured_statistics, relu_for_gelu
 from vitclinic.probes.curvature.tangent_kernel import GIBIBYTE, Conditioning, TangentKernel, conditioning
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
+
+_KEPT = ("eigenvalues", "kappa", "resolved")
 
 
 @register
@@ -63,21 +67,26 @@ class NTK(OwningProbe):
         count = len(subject) // m
         if m < 2:
             raise DoesNotApply("one image has no condition number; there must be at least two.")
-        found: list[Conditioning] = []
-        with self._prepared(subject, m):
-            for some in subject.processes.rounds(count, self._own(subject, m)):
-                found += some
-                subject.progress(self.name, len(found) * m, count * m)
-                if clock.expired():
-                    break
+        partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
+        found = _unpacked(partial.read())
+        remaining = range(len(found), count)
+        try:
+            with self._prepared(subject, m):
+                for some in subject.processes.rounds(len(remaining), self._own(subject, m, remaining)):
+                    found += some
+                    partial.write(_packed(found), every=SAVED_EVERY)
+                    subject.progress(self.name, len(found) * m, count * m)
+                    if clock.expired():
+                        break
+        finally:
+            partial.write(_packed(found))
         return _result(found, count)
 
-    def _own(self, subject: Subject, m: int) -> Iterator[Conditioning]:
-        """Of those blocks that are this process's."""
+    def _own(self, subject: Subject, m: int, remaining: range) -> Iterator[Conditioning]:
+        """Of those of the remaining blocks that are this process's."""
         kernel = self._kernel(subject)
         _check(subject, next(_blocks(subject, m)))
-        which = range(subject.processes.rank, len(subject) // m, subject.processes.size)
-        for images in _blocks(subject, m, which):
+        for images in _blocks(subject, m, remaining[subject.processes.rank :: subject.processes.size]):
             yield conditioning(kernel(images), kernel.rounding)
 
     def _kernel(self, subject: Subject) -> TangentKernel:
@@ -110,6 +119,18 @@ def _blocks(subject: Subject, m: int, which: Sequence[int] | None = None) -> Ite
     dataset = replace(subject.dataset, splits={**subject.dataset.splits, subject.split: shuffled})
     for batch in evaluation_batches(dataset, subject.split, m):
         yield batch.to(subject.device, subject.dtype).images
+
+
+def _packed(found: list[Conditioning]) -> dict[str, NDArray[Any]]:
+    """The first blocks' eigenvalues and condition numbers as arrays with a row for each."""
+    return {name: np.array([getattr(block, name) for block in found]) for name in _KEPT}
+
+
+def _unpacked(arrays: Mapping[str, NDArray[Any]] | None) -> list[Conditioning]:
+    if arrays is None:
+        return []
+    rows = zip(*(arrays[name] for name in _KEPT), strict=True)
+    return [Conditioning(eigenvalues, float(kappa), bool(resolved)) for eigenvalues, kappa, resolved in rows]
 
 
 @torch.no_grad()

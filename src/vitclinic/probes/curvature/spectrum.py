@@ -13,9 +13,9 @@ are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from vitclinic.probes.curvature.curvature import Clock, surface_of
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface, Mode
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
@@ -37,6 +38,7 @@ Count = Annotated[int, Field(ge=1)]
 Values = NDArray[np.float64]
 _PRODUCTS, _PASSES = 25, 6
 """What a mini-batch takes as a rule: products, and forward passes a product."""
+_KEPT = ("values", "residuals", "errors", "products", "converged")
 
 
 @register
@@ -65,17 +67,23 @@ class HessianSpectrum(OwningProbe):
 
     def measure(self, subject: Subject) -> Result:
         clock = Clock(self.budget, processes=subject.processes)
-        found: list[Eigenpairs] = []
-        for some in subject.processes.rounds(self.batches, self._own(subject)):
-            found += some
-            subject.progress("hessian_spectrum, mini-batches", len(found), self.batches)
-            if clock.expired():
-                break
+        partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
+        found = _unpacked(partial.read())
+        remaining = range(len(found), self.batches)
+        try:
+            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining)):
+                found += some
+                partial.write(_packed(found), every=SAVED_EVERY)
+                subject.progress("hessian_spectrum, mini-batches", len(found), self.batches)
+                if clock.expired():
+                    break
+        finally:
+            partial.write(_packed(found))
         return self._result(found)
 
-    def _own(self, subject: Subject) -> Iterator[Eigenpairs]:
-        """The eigenvalues of those mini-batches that are this process's."""
-        numbers = range(subject.processes.rank, self.batches, subject.processes.size)
+    def _own(self, subject: Subject, remaining: range) -> Iterator[Eigenpairs]:
+        """The eigenvalues of those of the remaining mini-batches that are this process's."""
+        numbers = remaining[subject.processes.rank :: subject.processes.size]
         drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
         for number, batch in zip(numbers, drawn, strict=True):
             surface = surface_of(subject, [batch], self.batch_norm, regularised=self.regulariser)
@@ -114,6 +122,21 @@ class HessianSpectrum(OwningProbe):
             missing.append(f"{loose} of {len(found)} mini-batches not converged in {self.max_products} products")
         result = Result(scalars, arrays=arrays, mode=self.batch_norm)
         return result.unless("; ".join(missing) + "." if missing else None)
+
+
+def _packed(found: list[Eigenpairs]) -> dict[str, NDArray[Any]]:
+    """The first mini-batches' eigenvalues as arrays with a row for each."""
+    return {name: np.array([getattr(pairs, name) for pairs in found]) for name in _KEPT}
+
+
+def _unpacked(arrays: Mapping[str, NDArray[Any]] | None) -> list[Eigenpairs]:
+    if arrays is None:
+        return []
+    rows = zip(*(arrays[name] for name in _KEPT), strict=True)
+    return [
+        Eigenpairs(values, residuals, errors, torch.empty(0), int(products), bool(converged))
+        for values, residuals, errors, products, converged in rows
+    ]
 
 
 def negative_share(values: Values) -> float:
