@@ -101,7 +101,7 @@ def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dic
 
     def restored() -> dict[str, Outcome]:
         with left_as_it_was(subject.network, subject.seed):
-            return attempt()
+            return subject.processes.agreed(attempt)  # also for want of memory: all start over with half the batch
 
     what = f"{subject.name}, {' and '.join(names)}"
     try:
