@@ -94,11 +94,19 @@ class RunningMean:
         count = len(samples)
         if count == 0:
             return
-        mean = samples.mean(axis=0)
-        delta = mean - self.mean
-        total = self.n + count
-        self._squares = self._squares + ((samples - mean) ** 2).sum(axis=0) + delta**2 * (self.n * count / total)
-        self.mean = self.mean + delta * (count / total)
+        batch_of = RunningMean()
+        batch_of.n, batch_of.mean = count, samples.mean(axis=0)
+        batch_of._squares = ((samples - batch_of.mean) ** 2).sum(axis=0)
+        self.merge(batch_of)
+
+    def merge(self, other: RunningMean) -> None:
+        """Take in the samples of another one, as if they had arrived here."""
+        if other.n == 0:
+            return
+        delta = other.mean - self.mean
+        total = self.n + other.n
+        self._squares = self._squares + other._squares + delta**2 * (self.n * other.n / total)
+        self.mean = self.mean + delta * (other.n / total)
         self.n = total
 
     def half_width(self, confidence: float = 0.95) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from numbers import Integral
@@ -148,12 +148,18 @@ class Examination:
         to_do = [probe for probe in self.probes if probe.name not in found]
         made = self._measured(subject, to_do, files) if to_do else {}
         measurements = {probe.name: (found | made)[probe.name] for probe in self.probes}
-        drawn = {
+        pictures = self.processes.leading(lambda: self._drawn(measurements, files, made))
+        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found), pictures)
+
+    def _drawn(
+        self, measurements: Mapping[str, Measurement], files: Mapping[str, Path], made: Container[str]
+    ) -> dict[str, Path]:
+        """The folders of the probes that draw pictures, by probe."""
+        folders = {
             probe.name: draw(probe, measurements[probe.name], files[probe.name], anew=probe.name in made)
             for probe in self.probes
         }
-        pictures = {name: folder for name, folder in drawn.items() if folder is not None}
-        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found), pictures)
+        return {name: folder for name, folder in folders.items() if folder is not None}
 
     def subject(self, target: Target) -> Subject:
         """The target's network with the images that it will be measured on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from vitclinic.data import Batch
 from vitclinic.errors import VitclinicError
 from vitclinic.measurement import Measurement, Scalar, UnitRow
 from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
 
 Need = Literal["labels", "anatomy", "attention", "gradients"]
 
@@ -86,6 +87,13 @@ class OwningProbe(Probe):
         raise TypeError(f"{type(self).__name__} does not say how it measures.")
 
 
+class Sum(Protocol):
+    """A sum over images, such as a `RunningMean`."""
+
+    def merge(self, other: Self) -> None:
+        """Take in what another process has summed."""
+
+
 class Tally:
     """The state of a streaming probe during one pass. Memory must not grow with the number of images."""
 
@@ -97,6 +105,9 @@ class Tally:
         """The units whose attention maps to see."""
         return ()
 
+    def begin_batch(self, batch: Batch) -> None:
+        """The batch is about to pass."""
+
     def update(self, key: Any, activation: Tensor) -> None:
         """What passed the tap `key` for the current batch; to be copied if it is kept beyond this call."""
 
@@ -105,6 +116,14 @@ class Tally:
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
         """The batch has passed."""
+
+    def sums(self) -> Mapping[str, Sum] | None:
+        """All that it has summed over images, by names that are the same in all processes; None if there is more to it.
+
+        Several processes divide the images among them if all tallies of a pass have sums; those of the others are then
+        merged into the leading one's, which finishes.
+        """
+        return None
 
     def finish(self) -> Result:
         """The result, once all images have passed."""
@@ -120,6 +139,15 @@ class StreamingProbe(Probe):
     def begin(self, subject: Subject) -> Tally:
         """A new tally; the pass starts over with another if memory runs out."""
         raise TypeError(f"{type(self).__name__} does not say what it tallies.")
+
+
+def mean_scalar(running: RunningMean) -> Scalar:
+    """A mean over images, with its t interval where there are two of them."""
+    mean = float(running.mean)
+    if running.n < 2:
+        return Scalar(value=mean, n=running.n)
+    half = float(running.half_width())
+    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)
 
 
 def unit_row(unit: Unit, **values: Scalar) -> UnitRow:

@@ -39,7 +39,9 @@ class CKA(StreamingProbe):
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """Mini-batches are cut out of the exam's batches, whose borders matter if `batch` does not divide them."""
-        size = subject.batch_size
+        size, processes = subject.batch_size, subject.processes.size
+        if processes > 1:
+            return {"batch_size": size, "processes": processes}
         return {} if size % self.batch == 0 or size >= len(subject) else {"batch_size": size}
 
     def begin(self, subject: Subject) -> Tally:
@@ -53,7 +55,7 @@ class _Tally(Tally):
     def __init__(self, anatomy: Anatomy, batch: int) -> None:
         self.anatomy = anatomy
         self.grams = _Grams(anatomy, batch)
-        self.sums = HSICSums(len(anatomy.units))
+        self.hsic = HSICSums(len(anatomy.units))
 
     def taps(self) -> Mapping[str, Site]:
         return self.grams.sites
@@ -63,12 +65,15 @@ class _Tally(Tally):
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
         for grams in self.grams.taken():
-            self.sums.add(grams)
+            self.hsic.add(grams)
+
+    def sums(self) -> Mapping[str, HSICSums]:
+        return {"hsic": self.hsic}
 
     def finish(self) -> Result:
         units = self.anatomy.units
-        _check_finite(self.sums, units)
-        estimate = _Estimate(self.sums)
+        _check_finite(self.hsic, units)
+        estimate = _Estimate(self.hsic)
         ours = np.eye(len(units))
         rows = [
             unit_row(

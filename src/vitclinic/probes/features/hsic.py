@@ -105,6 +105,12 @@ class HSICSums:
         self.images[group] += n
         self.batches += 1
 
+    def merge(self, other: HSICSums) -> None:
+        """Take in the mini-batches of another one, as if they had come after these."""
+        self.hsic += np.roll(other.hsic, self.batches, axis=0)
+        self.images += np.roll(other.images, self.batches)
+        self.batches += other.batches
+
     def cka(self) -> Matrix:
         """HSIC(i, j) / sqrt(HSIC(i, i) HSIC(j, j)), [L, L]."""
         return ratio(self.hsic.sum(0))
