@@ -8,9 +8,22 @@ from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
 from vitclinic.probes.curvature.spectrum import HessianSpectrum
 from vitclinic.probes.curvature.trajectory import Trajectory
+from vitclinic.probes.features.lesion import Lesion
+from vitclinic.probes.features.sparsity import Sparsity
+from vitclinic.probes.features.token_similarity import TokenSimilarity
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.probe import (
+    DoesNotApply,
+    Need,
+    OwningProbe,
+    Probe,
+    Result,
+    StreamingProbe,
+    Tally,
+    mean_scalar,
+    unit_row,
+)
 from vitclinic.probes.records import conditions_of, seen_by
 from vitclinic.probes.registry import known_probes, parse_probes, register, usual_probes
 from vitclinic.probes.restoring import left_as_it_was
@@ -24,6 +37,7 @@ __all__ = [
     "Flatness",
     "HessianSpectrum",
     "Landscape",
+    "Lesion",
     "Need",
     "Norms",
     "OwningProbe",
@@ -31,15 +45,18 @@ __all__ = [
     "Probe",
     "Result",
     "Sharpness",
+    "Sparsity",
     "StreamingProbe",
     "Subject",
     "Tally",
+    "TokenSimilarity",
     "Training",
     "Trajectory",
     "conditions_of",
     "estimated_seconds",
     "known_probes",
     "left_as_it_was",
+    "mean_scalar",
     "measure",
     "obstacle_to",
     "parameters_by_unit",

@@ -7,6 +7,7 @@ end gives the result. An *owning* probe has passes of its own: `measure`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,7 @@ from vitclinic.data import Batch
 from vitclinic.errors import VitclinicError
 from vitclinic.measurement import Scalar, UnitRow
 from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
 
 Need = Literal["labels", "anatomy", "attention", "gradients"]
 
@@ -117,6 +119,15 @@ class StreamingProbe(Probe):
         raise TypeError(f"{type(self).__name__} does not say what it tallies.")
 
 
-def unit_row(unit: Unit, **values: Scalar) -> UnitRow:
+def unit_row(unit: Unit, *, note: str | None = None, **values: Scalar) -> UnitRow:
     """What was measured of `unit`, as a row of a measurement."""
-    return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values)
+    return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
+
+
+def mean_scalar(running: RunningMean) -> Scalar:
+    """The mean of what was measured of each image, with its t interval where there are two of them at least."""
+    mean = float(running.mean)
+    half = float(running.half_width())
+    if math.isnan(half):
+        return Scalar(value=mean, n=running.n)
+    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)
