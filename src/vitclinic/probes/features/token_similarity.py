@@ -6,70 +6,68 @@ Shapes: B images, N patches (positions of the grid), D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from vitclinic.anatomy import Site
 from vitclinic.data.randomness import generator
+from vitclinic.errors import ModelError
 from vitclinic.probes.features.states import State, spatial_states
 from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
 
-Values = np.ma.MaskedArray[Any, np.dtype[np.float64]]
-
 _BLOCK = 128
 """The most tokens whose products with one another are computed at once."""
 
 
-def unit_vectors(h_bnd: Tensor) -> Tensor:
-    """Each token at length 1, in float32 at least; one without a length stays zero."""
-    h_bnd = h_bnd.float() if h_bnd.dtype.itemsize < 4 else h_bnd
-    lengths_bn1: Tensor = torch.linalg.vector_norm(h_bnd, dim=-1, keepdim=True)
-    return h_bnd / lengths_bn1.masked_fill_(lengths_bn1 == 0, 1)
-
-
-def cosine(unit_bnd: Tensor) -> Tensor:
+def cosine(h_bnd: Tensor) -> Tensor:
     """The mean cosine between two different tokens of each image [B] [wang2022 Eq. 5], in O(ND).
 
-        1 / (n (n - 1)) sum_{i != j} u_i . u_j = (|sum_i u_i|^2 - n) / (n (n - 1))
+        1 / (n (n - 1)) sum_{i != j} u_i . u_j = (|sum_i u_i|^2 - n) / (n (n - 1)),    u_i = h_i / |h_i|
 
-    `unit_bnd` are vectors of length 1 or 0, of which those of length 1 count; NaN where they are fewer than two.
+    over the n tokens that have a length; NaN where they are fewer than two.
 
     Example:
-        >>> cosine(unit_vectors(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 0.0]]]))).item()
+        >>> cosine(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 0.0]]])).item()
         -1.0
     """
-    count_b = _count(unit_bnd)
-    total_bd = unit_bnd.sum(dim=1, dtype=torch.float64)
+    h_bnd, inverse_bn, count_b = _lengths(h_bnd)
+    total_bd = (inverse_bn[:, None] @ h_bnd).squeeze(1).double()
     return _per_pair(total_bd.square().sum(dim=1) - count_b, count_b)
 
 
-def absolute_cosine(unit_bnd: Tensor) -> Tensor:
+def absolute_cosine(h_bnd: Tensor) -> Tensor:
     """The mean absolute cosine between two different tokens of each image [B] [gong2021 Sec. 3].
 
-        1 / (n (n - 1)) sum_{i != j} |u_i . u_j|
+        1 / (n (n - 1)) sum_{i != j} |u_i . u_j|,    u_i = h_i / |h_i|
 
-    from the Gram matrix, of which never more than a block is kept. `unit_bnd` as for `cosine`.
+    over the n tokens that have a length; NaN where they are fewer than two. From the Gram matrix, of which never more
+    than a block is kept.
 
     Example:
-        >>> round(absolute_cosine(unit_vectors(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 3.0]]]))).item(), 4)
+        >>> round(absolute_cosine(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 3.0]]])).item(), 4)
         0.3333
     """
-    count_b = _count(unit_bnd)
-    return _per_pair(_gram_sum(unit_bnd) - count_b, count_b)
+    h_bnd, inverse_bn, count_b = _lengths(h_bnd)
+    return _per_pair(_gram_sum(h_bnd * inverse_bn[..., None]) - count_b, count_b)
 
 
-def _count(unit_bnd: Tensor) -> Tensor:
-    """How many tokens of each image have a length, [B]."""
-    lengths_bn: Tensor = torch.linalg.vector_norm(unit_bnd, dim=-1)
-    return (lengths_bn != 0).sum(dim=1).double()
+def _lengths(h_bnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens in float32 at least, one over their lengths [B, N] (0 for 0), and how many have a length [B]."""
+    h_bnd = h_bnd.float() if h_bnd.dtype.itemsize < 4 else h_bnd
+    squares_bn = (h_bnd * h_bnd).sum(dim=-1)  # on feature maps several times as fast as a norm
+    if not squares_bn.isfinite().all():
+        raise ModelError("some tokens are not finite, or too large to be compared.")
+    count_b = (squares_bn > 0).sum(dim=1).double()
+    return h_bnd, squares_bn.rsqrt().masked_fill(squares_bn == 0, 0), count_b
 
 
 def _per_pair(total_b: Tensor, count_b: Tensor) -> Tensor:
@@ -116,22 +114,22 @@ class _Tally(Tally):
         self.absolute = {state: RunningMean() for state in self.states}
         self.rise = RunningMean()
         self.samples = _Samples(subject.seed, most)
-        self._batch: dict[State, Values] = {}
+        self._batch: dict[State, NDArray[np.float64]] = {}
 
     def taps(self) -> Mapping[State, Site]:
         return {state: state.site for state in self.states}
 
     def update(self, key: State, activation: Tensor) -> None:
-        unit_bnd = unit_vectors(key.tokens(activation))
-        self.signed[key].add(_of_pairs(cosine, unit_bnd).compressed())
-        self._batch[key] = _of_pairs(absolute_cosine, self.samples.of(unit_bnd))
-        self.absolute[key].add(self._batch[key].compressed())
+        h_bnd = key.tokens(activation)
+        self._batch[key] = absolute_cosine(self.samples.of(h_bnd)).cpu().numpy()
+        self.absolute[key].add(_defined(self._batch[key]))
+        self.signed[key].add(_defined(cosine(h_bnd).cpu().numpy()))
 
     def end_batch(self, *_: object) -> None:
         self.samples.done += len(self._batch[self.states[0]])
         inside = [state for state in self._layers() if state.unit.block is not None]
         if len(inside) > 1:
-            self.rise.add((self._batch[inside[-1]] - self._batch[inside[0]]).compressed())
+            self.rise.add(_defined(self._batch[inside[-1]] - self._batch[inside[0]]))
 
     def finish(self) -> Result:
         layers = self._layers()
@@ -155,10 +153,9 @@ class _Tally(Tally):
         return [state for state in self.states if self.absolute[state].n and self.signed[state].n]
 
 
-def _of_pairs(measure: Callable[[Tensor], Tensor], unit_bnd: Tensor) -> Values:
-    """What is measured of each image, masked where there are not two tokens to compare."""
-    few = (_count(unit_bnd) < 2).cpu().numpy()
-    return np.ma.masked_array(measure(unit_bnd).cpu().numpy(), few)
+def _defined(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Those of the images in which there are two tokens to compare."""
+    return values[~np.isnan(values)]
 
 
 class _Samples:
@@ -174,13 +171,14 @@ class _Samples:
         """Images of earlier batches."""
         self._orders: dict[int, Tensor] = {}
 
-    def of(self, unit_bnd: Tensor) -> Tensor:
-        batch, tokens, channels = unit_bnd.shape
+    def of(self, h_bnd: Tensor) -> Tensor:
+        """`most` tokens of each image of the current batch, or all if there are no more."""
+        batch, tokens, _ = h_bnd.shape
         if tokens <= self.most:
-            return unit_bnd
+            return h_bnd
         if tokens not in self._orders:
             order = generator("token_similarity", self.seed, tokens).permutation(tokens)
-            self._orders[tokens] = torch.from_numpy(order).to(unit_bnd.device)
-        start_b1 = self.most * (self.done + torch.arange(batch, device=unit_bnd.device)[:, None])
-        places_bn = self._orders[tokens][(start_b1 + torch.arange(self.most, device=unit_bnd.device)) % tokens]
-        return unit_bnd.gather(1, places_bn[..., None].expand(-1, -1, channels))
+            self._orders[tokens] = torch.from_numpy(order).to(h_bnd.device)
+        rows_b1 = torch.arange(batch, device=h_bnd.device)[:, None]
+        turns_bn = (self.done + rows_b1) * self.most + torch.arange(self.most, device=h_bnd.device)
+        return h_bnd[rows_b1, self._orders[tokens][turns_bn % tokens]]
