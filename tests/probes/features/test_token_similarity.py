@@ -17,7 +17,7 @@ from vitclinic.errors import ModelError
 from vitclinic.probes import TokenSimilarity, measure, parse_probes
 from vitclinic.probes.features import token_similarity
 from vitclinic.probes.features.states import spatial_states
-from vitclinic.probes.features.token_similarity import absolute_cosine, cosine
+from vitclinic.probes.features.token_similarity import directions
 from vitclinic.treatments.patch_losses import cosine_loss
 
 
@@ -25,6 +25,14 @@ def measured(patient, **options):
     (measurement,) = measure(patient, parse_probes([{"token_similarity": options}]))
     assert measurement.status == "ok", measurement.reason
     return measurement
+
+
+def cosine(h):
+    return token_similarity.cosine(directions(h))
+
+
+def absolute_cosine(h):
+    return token_similarity.absolute_cosine(directions(h))
 
 
 def pair_by_pair(tokens):

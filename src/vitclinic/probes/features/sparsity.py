@@ -14,6 +14,10 @@ from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
 
+_VALUES = 2**18
+"""How many values are compared at once on a CPU: so few need no new memory from the system, which costs more than
+the comparison."""
+
 
 def active_share(activation: Tensor) -> Tensor:
     """The share of values above zero of each image [B], in float32.
@@ -23,9 +27,15 @@ def active_share(activation: Tensor) -> Tensor:
         [0.5, 0.25]
     """
     values = activation.detach().flatten(1)
+    on_cpu = values.device.type == "cpu"
+    images = max(1, _VALUES // max(1, values.shape[1])) if on_cpu else len(values)
+    counts = [_positive(piece) for piece in torch.split(values, images)]
+    return torch.cat(counts) / values.shape[1]
+
+
+def _positive(values: Tensor) -> Tensor:
     # Comparing into floats is twice as fast as summing truth values, and counts up to 2^24 are exact.
-    positive = torch.gt(values, 0, out=torch.empty(values.shape, device=values.device))
-    return positive.sum(dim=1) / values.shape[1]
+    return torch.gt(values, 0, out=torch.empty(values.shape, device=values.device)).sum(dim=1)
 
 
 @register
@@ -38,6 +48,7 @@ class Sparsity(StreamingProbe):
 
     name: ClassVar[str] = "sparsity"
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         sites = {unit: unit.activation for unit in subject.anatomy.units if unit.activation is not None}

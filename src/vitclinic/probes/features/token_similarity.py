@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,50 +28,66 @@ _BLOCK = 128
 """The most tokens whose products with one another are computed at once."""
 
 
-def cosine(h_bnd: Tensor) -> Tensor:
+class Directions(NamedTuple):
+    """Tokens seen as directions: u_i = h_i / |h_i|, and zero for those without a length."""
+
+    unit_bnd: Tensor
+    defined_bn: Tensor
+    """Whether a token has a length."""
+
+    @property
+    def count_b(self) -> Tensor:
+        """How many tokens of each image have a length."""
+        return self.defined_bn.sum(dim=1).double()
+
+
+def directions(h_bnd: Tensor) -> Directions:
+    """The directions of tokens, in float32 at least."""
+    h_bnd = h_bnd.float() if h_bnd.dtype.itemsize < 4 else h_bnd
+    if h_bnd.stride(-1) == 1:
+        lengths_bn: Tensor = torch.linalg.vector_norm(h_bnd, dim=-1)
+    else:  # positions of feature maps, over whose channels PyTorch takes norms slowly
+        lengths_bn = (h_bnd * h_bnd).sum(dim=-1).sqrt()
+    if not lengths_bn.isfinite().all():
+        raise ModelError("some tokens are not finite, or too large to be compared.")
+    defined_bn = lengths_bn > 0
+    return Directions(h_bnd * torch.where(defined_bn, 1 / lengths_bn, 0)[..., None], defined_bn)
+
+
+def cosine(tokens: Directions) -> Tensor:
     """The mean cosine between two different tokens of each image [B] [wang2022 Eq. 5], in O(ND).
 
-        1 / (n (n - 1)) sum_{i != j} u_i . u_j = (|sum_i u_i|^2 - n) / (n (n - 1)),    u_i = h_i / |h_i|
+        1 / (n (n - 1)) sum_{i != j} u_i . u_j = (|sum_i u_i|^2 - n) / (n (n - 1))
 
     over the n tokens that have a length; NaN where they are fewer than two.
 
     Example:
-        >>> cosine(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 0.0]]])).item()
+        >>> cosine(directions(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 0.0]]]))).item()
         -1.0
     """
-    h_bnd, inverse_bn, count_b = _lengths(h_bnd)
-    total_bd = (inverse_bn[:, None] @ h_bnd).squeeze(1).double()
-    return _per_pair(total_bd.square().sum(dim=1) - count_b, count_b)
+    total_bd = tokens.unit_bnd.sum(dim=1).double()
+    return _per_pair(total_bd.square().sum(dim=1), tokens.count_b)
 
 
-def absolute_cosine(h_bnd: Tensor) -> Tensor:
+def absolute_cosine(tokens: Directions) -> Tensor:
     """The mean absolute cosine between two different tokens of each image [B] [gong2021 Sec. 3].
 
-        1 / (n (n - 1)) sum_{i != j} |u_i . u_j|,    u_i = h_i / |h_i|
+        1 / (n (n - 1)) sum_{i != j} |u_i . u_j|
 
     over the n tokens that have a length; NaN where they are fewer than two. From the Gram matrix, of which never more
     than a block is kept.
 
     Example:
-        >>> round(absolute_cosine(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 3.0]]])).item(), 4)
+        >>> tokens = directions(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 3.0]]]))
+        >>> round(absolute_cosine(tokens).item(), 4)
         0.3333
     """
-    h_bnd, inverse_bn, count_b = _lengths(h_bnd)
-    return _per_pair(_gram_sum(h_bnd * inverse_bn[..., None]) - count_b, count_b)
-
-
-def _lengths(h_bnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens in float32 at least, one over their lengths [B, N] (0 for 0), and how many have a length [B]."""
-    h_bnd = h_bnd.float() if h_bnd.dtype.itemsize < 4 else h_bnd
-    squares_bn = (h_bnd * h_bnd).sum(dim=-1)  # on feature maps several times as fast as a norm
-    if not squares_bn.isfinite().all():
-        raise ModelError("some tokens are not finite, or too large to be compared.")
-    count_b = (squares_bn > 0).sum(dim=1).double()
-    return h_bnd, squares_bn.rsqrt().masked_fill(squares_bn == 0, 0), count_b
+    return _per_pair(_gram_sum(tokens.unit_bnd), tokens.count_b)
 
 
 def _per_pair(total_b: Tensor, count_b: Tensor) -> Tensor:
-    return (total_b / (count_b * (count_b - 1))).masked_fill(count_b < 2, math.nan)
+    """From a sum over all pairs of tokens, in which each token with itself adds 1."""
+    return ((total_b - count_b) / (count_b * (count_b - 1))).masked_fill(count_b < 2, math.nan)
 
 
 def _gram_sum(unit_bnd: Tensor) -> Tensor:
@@ -97,6 +113,7 @@ class TokenSimilarity(StreamingProbe):
 
     name: ClassVar[str] = "token_similarity"
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+    by_default: ClassVar[bool] = False
 
     tokens: Annotated[int, Field(ge=2)] = Field(
         256,
@@ -120,10 +137,10 @@ class _Tally(Tally):
         return {state: state.site for state in self.states}
 
     def update(self, key: State, activation: Tensor) -> None:
-        h_bnd = key.tokens(activation)
-        self._batch[key] = absolute_cosine(self.samples.of(h_bnd)).cpu().numpy()
+        tokens = directions(key.tokens(activation))
+        self._batch[key] = absolute_cosine(self.samples.of(tokens)).cpu().numpy()
         self.absolute[key].add(_defined(self._batch[key]))
-        self.signed[key].add(_defined(cosine(h_bnd).cpu().numpy()))
+        self.signed[key].add(_defined(cosine(tokens).cpu().numpy()))
 
     def end_batch(self, *_: object) -> None:
         self.samples.done += len(self._batch[self.states[0]])
@@ -171,14 +188,16 @@ class _Samples:
         """Images of earlier batches."""
         self._orders: dict[int, Tensor] = {}
 
-    def of(self, h_bnd: Tensor) -> Tensor:
+    def of(self, tokens: Directions) -> Directions:
         """`most` tokens of each image of the current batch, or all if there are no more."""
-        batch, tokens, _ = h_bnd.shape
-        if tokens <= self.most:
-            return h_bnd
-        if tokens not in self._orders:
-            order = generator("token_similarity", self.seed, tokens).permutation(tokens)
-            self._orders[tokens] = torch.from_numpy(order).to(h_bnd.device)
-        rows_b1 = torch.arange(batch, device=h_bnd.device)[:, None]
-        turns_bn = (self.done + rows_b1) * self.most + torch.arange(self.most, device=h_bnd.device)
-        return h_bnd[rows_b1, self._orders[tokens][turns_bn % tokens]]
+        batch, count = tokens.defined_bn.shape
+        if count <= self.most:
+            return tokens
+        device = tokens.defined_bn.device
+        if count not in self._orders:
+            order = generator("token_similarity", self.seed, count).permutation(count)
+            self._orders[count] = torch.from_numpy(order).to(device)
+        rows_b1 = torch.arange(batch, device=device)[:, None]
+        turns_bn = (self.done + rows_b1) * self.most + torch.arange(self.most, device=device)
+        places_bn = self._orders[count][turns_bn % count]
+        return Directions(tokens.unit_bnd[rows_b1, places_bn], tokens.defined_bn[rows_b1, places_bn])
