@@ -38,7 +38,7 @@ def paired_share_interval(lost: int, gained: int, trials: int, confidence: float
     Example:
         >>> low, high = paired_share_interval(12, 2, 100)
         >>> round(low, 3), round(high, 3)
-        (0.022, 0.174)
+        (0.024, 0.173)
     """
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     down, up = (lost + 1) / (trials + 2), (gained + 1) / (trials + 2)

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -273,21 +271,3 @@ def test_answers_that_are_not_numbers_are_wrong():
 def test_labels_of_other_classes_do_not_apply():
     (measurement,) = measure(subject("vit", dataset=noise(8, classes=3)), [Lesion()])
     assert measurement.status == "does_not_apply"
-
-
-@given(st.integers(1, 300), st.data())
-def test_the_paired_interval_holds_its_value(n, data):
-    lost = data.draw(st.integers(0, n))
-    gained = data.draw(st.integers(0, n - lost))
-    low, high = paired_share_interval(lost, gained, n)
-    assert -1 <= low <= (lost - gained) / n <= high <= 1
-    assert low < high
-    mirrored = paired_share_interval(gained, lost, n)
-    assert mirrored == pytest.approx((-high, -low))
-
-
-def test_the_paired_interval_covers_at_its_nominal_rate():
-    random = np.random.default_rng(0)
-    counts = random.multinomial(120, [0.12, 0.05, 0.83], size=4000)
-    inside = [low <= 0.07 <= high for low, high in (paired_share_interval(int(a), int(b), 120) for a, b, _ in counts)]
-    assert 0.935 < np.mean(inside) < 0.975
