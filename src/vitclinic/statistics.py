@@ -29,6 +29,23 @@ def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Int
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def paired_share_interval(lost: int, gained: int, trials: int, confidence: float = 0.95) -> Interval:
+    """For the difference of two shares on the same trials, of which `lost` were successes only in the first
+    and `gained` only in the second: the adjusted Wald interval for (lost - gained) / trials [Bonett and Price 2012].
+
+    One trial is added to either kind of change, so that an interval does not vanish where nothing changed.
+
+    Example:
+        >>> low, high = paired_share_interval(12, 2, 100)
+        >>> round(low, 3), round(high, 3)
+        (0.024, 0.173)
+    """
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    down, up = (lost + 1) / (trials + 2), (gained + 1) / (trials + 2)
+    half = z * math.sqrt((down + up - (down - up) ** 2) / (trials + 2))
+    return max(-1.0, down - up - half), min(1.0, down - up + half)
+
+
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
     """The interval for the median between two order statistics: exact for any distribution.
 

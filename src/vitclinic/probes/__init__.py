@@ -15,10 +15,23 @@ from vitclinic.probes.curvature.trajectory import Trajectory
 from vitclinic.probes.features.cka import CKA, block_structure, cka_between
 from vitclinic.probes.features.fourier import Fourier
 from vitclinic.probes.features.hsic import mini_batch_cka
+from vitclinic.probes.features.lesion import Lesion
+from vitclinic.probes.features.sparsity import Sparsity
+from vitclinic.probes.features.token_similarity import TokenSimilarity
 from vitclinic.probes.features.variance import Variance
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.probe import (
+    DoesNotApply,
+    Need,
+    OwningProbe,
+    Probe,
+    Result,
+    StreamingProbe,
+    Tally,
+    mean_scalar,
+    unit_row,
+)
 from vitclinic.probes.records import conditions_of, seen_by
 from vitclinic.probes.registry import known_probes, parse_probes, register, usual_probes
 from vitclinic.probes.restoring import left_as_it_was
@@ -38,6 +51,7 @@ __all__ = [
     "Fourier",
     "HessianSpectrum",
     "Landscape",
+    "Lesion",
     "Need",
     "Norms",
     "OwningProbe",
@@ -45,9 +59,11 @@ __all__ = [
     "Probe",
     "Result",
     "Sharpness",
+    "Sparsity",
     "StreamingProbe",
     "Subject",
     "Tally",
+    "TokenSimilarity",
     "Training",
     "Trajectory",
     "Variance",
@@ -57,6 +73,7 @@ __all__ = [
     "estimated_seconds",
     "known_probes",
     "left_as_it_was",
+    "mean_scalar",
     "measure",
     "mini_batch_cka",
     "obstacle_to",

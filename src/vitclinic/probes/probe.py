@@ -7,6 +7,7 @@ end gives the result. An *owning* probe has passes of its own: `measure`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self
@@ -141,15 +142,14 @@ class StreamingProbe(Probe):
         raise TypeError(f"{type(self).__name__} does not say what it tallies.")
 
 
-def mean_scalar(running: RunningMean) -> Scalar:
-    """A mean over images, with its t interval where there are two of them."""
-    mean = float(running.mean)
-    if running.n < 2:
-        return Scalar(value=mean, n=running.n)
-    half = float(running.half_width())
-    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)
-
-
-def unit_row(unit: Unit, **values: Scalar) -> UnitRow:
+def unit_row(unit: Unit, *, note: str | None = None, **values: Scalar) -> UnitRow:
     """What was measured of `unit`, as a row of a measurement."""
-    return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values)
+    return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
+
+
+def mean_scalar(running: RunningMean) -> Scalar:
+    """The mean over images, with its t interval where there are two of them at least; of several numbers, the last."""
+    mean, half = (float(np.ravel(values)[-1]) for values in (running.mean, running.half_width()))
+    if math.isnan(half):
+        return Scalar(value=mean, n=running.n)
+    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)

@@ -65,7 +65,6 @@ class AttentionDistance(StreamingProbe):
 
     name: ClassVar[str] = "attention_distance"
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
-    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(attention_units(subject.anatomy))

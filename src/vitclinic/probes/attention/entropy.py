@@ -74,7 +74,6 @@ class AttentionEntropy(StreamingProbe):
 
     name: ClassVar[str] = "attention_entropy"
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
-    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(attention_units(subject.anatomy))
