@@ -210,12 +210,12 @@ def test_one_process_of_a_group_may_measure_by_itself(found: list[dict[str, Any]
 
 
 def test_an_error_that_cannot_be_sent_is_sent_as_its_text() -> None:
-    from vitclinic.probes.processes import _portable
+    from vitclinic.probes.processes import portable
 
     class OddError(Exception):
         def __init__(self, one: int, two: int) -> None:
             super().__init__(f"{one} and {two}")
 
-    sent = _portable(OddError(1, 2))
+    sent = portable(OddError(1, 2))
     assert isinstance(sent, ModelError)
     assert str(sent) == "OddError: 1 and 2"
