@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitclinic.statistics import RunningMean, median_interval, share_interval
+from vitclinic.statistics import RunningMean, median_interval, paired_share_interval, share_interval
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (10, 10), (540, 1000)])
@@ -55,3 +55,26 @@ def test_the_interval_of_a_median_covers_it():
     covered = np.mean((intervals[:, 0] <= np.log(2)) & (np.log(2) <= intervals[:, 1]))
     assert covered == pytest.approx(1 - 2 * (1 + 10) / 2**10, abs=0.01)  # 97.9%: the best that ten values allow
     assert median_interval([1, 2, 3, 4, 5]) is None
+
+
+def test_the_paired_interval_by_hand():
+    # 13/102 - 3/102 = 0.098039; 1.959964 sqrt((16/102 - 0.098039^2) / 102) = 0.074469
+    assert paired_share_interval(12, 2, 100) == pytest.approx((0.023570, 0.172508), abs=2e-6)
+
+
+@given(st.integers(1, 300), st.data())
+def test_the_paired_interval_holds_its_value(n, data):
+    lost = data.draw(st.integers(0, n))
+    gained = data.draw(st.integers(0, n - lost))
+    low, high = paired_share_interval(lost, gained, n)
+    assert -1 <= low <= (lost - gained) / n <= high <= 1
+    assert low < high
+    mirrored = paired_share_interval(gained, lost, n)
+    assert mirrored == pytest.approx((-high, -low))
+
+
+def test_the_paired_interval_covers_at_its_nominal_rate():
+    random = np.random.default_rng(0)
+    counts = random.multinomial(120, [0.12, 0.05, 0.83], size=4000)
+    inside = [low <= 0.07 <= high for low, high in (paired_share_interval(int(a), int(b), 120) for a, b, _ in counts)]
+    assert 0.935 < np.mean(inside) < 0.975

@@ -47,6 +47,26 @@ def test_windows_hold_the_grid_cells_that_their_positions_say(name: str) -> None
         assert torch.equal(_to_windows(grid_bhwc, maps[unit.name]), seen[unit.name, "windows"])
 
 
+@pytest.mark.parametrize("name", [*CASES, "torchvision swin, padded", "torchvision swin_v2"])
+def test_tokens_see_each_other_exactly_where_the_regions_say_so(name: str) -> None:
+    build = CASES.get(name) or NETWORKS.get(name) or pytest.skip("transformers is not installed")
+    network = build().eval()  # not shaken: logits are small, and a mask of -100 leaves a weight of about 1e-44
+    units = Anatomy.of(network).of_kind("msa")
+    maps: dict[str, AttentionMap] = {}
+    images = torch.randn(2, 3, *getattr(getattr(network, "patch_embed", None), "img_size", (64, 64)))
+    with record_attention(units, lambda seen: maps.__setitem__(seen.unit.name, seen)), torch.no_grad():
+        network(images)
+    masked = 0
+    for seen in maps.values():
+        regions = seen.windows.regions(seen.grid)
+        together = regions[:, :, None] == regions[:, None]
+        assert torch.equal(seen.by_image() > 1e-30, together[:, None].expand_as(seen.by_image()))
+        masked += int((~together).sum())
+        real = seen.positions()[..., 0] >= 0
+        assert torch.equal(seen.visible(), together & real[:, :, None] & real[:, None])
+    assert masked > 0
+
+
 def test_global_attention_is_one_window_in_reading_order() -> None:
     places = Windows((2, 3)).positions((2, 3))
     assert places.tolist() == [[[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]]

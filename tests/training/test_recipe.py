@@ -14,6 +14,15 @@ def test_a_bare_value_sets_a_section_s_main_key_also_beside_other_keys():
     assert (recipe.optimizer.name, recipe.data.augment.level) == ("sgd", "deit")
 
 
+def test_another_network_does_not_take_the_keywords_of_the_recipes_own():
+    keywords = build_recipe("digits").model.model_extra
+    assert keywords["patch_size"] == 2
+    assert build_recipe("digits", ["model=resnet18"]).model.model_extra == {}
+    assert build_recipe("digits", ["model=alternet18", "model.stem=cifar"]).model.model_extra == {"stem": "cifar"}
+    assert build_recipe("digits", ["model=vit_tiny_fitted"]).model.model_extra == keywords
+    assert build_recipe("digits", ["model.depth=2"]).model.model_extra == {**keywords, "depth": 2}
+
+
 def test_values_are_yaml():
     recipe = build_recipe(None, ["optimizer.lr=3e-4", "checkpoint.keep_epochs=[0, 5]", "clip=null", "compile=true"])
     assert recipe.optimizer.lr == 3e-4

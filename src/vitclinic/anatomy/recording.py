@@ -49,7 +49,9 @@ _showing = threading.local()
 class AttentionMap:
     """The attention of one unit for one batch: `weights` [B * windows, H, Q, K], each row summing to 1.
 
-    The first `prefix` keys (and queries, unless the only query is the class token) are off the grid.
+    The first `prefix` keys (and queries, unless the only query is the class token) are off the grid. `hidden` is True
+    where an explicit mask of minus infinity keeps a query from a key, [Q, K], the same in all images and heads (read
+    off the first); None where nothing shows one. The masks of shifted windows are not part of it.
     """
 
     unit: Unit
@@ -57,6 +59,30 @@ class AttentionMap:
     prefix: int
     grid: Size
     windows: Windows | None
+    hidden: Tensor | None = None
+
+    @property
+    def prefix_queries(self) -> int:
+        """How many queries are off the grid: they come first."""
+        return min(self.prefix, self.weights.shape[2])
+
+    @property
+    def has_class(self) -> bool:
+        """Whether the first query is the class token."""
+        return self.prefix > 0 and self.unit.attention is not None and self.unit.attention.keys.has_class
+
+    def by_image(self) -> Tensor:
+        """The weights as [B, windows, H, Q, K]."""
+        return self.weights.reshape(-1, len(self.positions()), *self.weights.shape[1:])
+
+    def visible(self) -> Tensor:
+        """Whether a query may see a key, [windows, Q, K]: not across a mask, and neither of them padding."""
+        windows = self.windows or Windows(self.grid)
+        regions, real = windows.regions(self.grid), windows.positions(self.grid)[..., 0] >= 0
+        together = (regions[:, :, None] == regions[:, None]) & real[:, :, None] & real[:, None]
+        queries = self.weights.shape[2]
+        seen = F.pad(together, (self.prefix, 0, self.prefix, 0), value=True)[:, :queries].to(self.weights.device)
+        return seen if self.hidden is None else seen & ~self.hidden
 
     def positions(self) -> Tensor:
         """(row, column) on the grid of each spatial key, [windows, keys - prefix, 2]; (-1, -1) is padding."""
@@ -165,19 +191,19 @@ class _Recorder(TorchFunctionMode):
 
     def _show(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is F.scaled_dot_product_attention:
-            self._emit(_weights_of_sdpa(*args, **kwargs))
+            self._emit(_weights_of_sdpa(*args, **kwargs), _hidden_by_sdpa(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
         elif func in _SOFTMAX and kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1):
             version = version_of(result)
-            self._emit(result.detach())
+            self._emit(result.detach(), _hidden(args[0]) if args else None)
             if version_of(result) != version:
                 raise AnatomyError(
                     f"the attention map of {self.unit.name} was written into, and the network goes on with it; a "
                     "consumer must change a copy (weights.clone())."
                 )
 
-    def _emit(self, weights: Tensor) -> None:
+    def _emit(self, weights: Tensor, hidden: Tensor | None = None) -> None:
         if self._grid is None:
             raise AnatomyError(f"{self.unit.name} ran before its grid was seen: its family does not fit the network.")
         self._maps_in_call += 1
@@ -191,7 +217,9 @@ class _Recorder(TorchFunctionMode):
         if uniform := getattr(self._spec.module, "uniform_heads", 0):
             weights = torch.cat((weights, weights.new_full((batch, uniform, queries, keys), 1 / keys)), dim=1)
         windows = None if self._spec.windows is None else self._spec.windows(self._grid)
-        self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows))
+        if windows is not None:
+            hidden = None  # it would be that of the first window
+        self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows, hidden))
 
 
 @torch.no_grad()
@@ -217,6 +245,36 @@ def _weights_of_sdpa(
     scores = scores.masked_fill(~attn_mask, -torch.inf) if allowed else scores + attn_mask
     # A query that may see no key attends to nothing, as in PyTorch's own kernels.
     return scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+
+
+def _hidden_by_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor | None:
+    """Where the call's mask keeps a query from a key, [Q, K]."""
+    shape = (query.shape[-2], key.shape[-2])
+    if is_causal:
+        return torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
+    if attn_mask is None:
+        return None
+    if attn_mask.dtype == torch.bool:
+        return ~_first(attn_mask).expand(shape)
+    return _hidden(attn_mask).expand(shape)
+
+
+def _hidden(scores: Tensor) -> Tensor:
+    """Where scores are minus infinity, in the first image and head."""
+    return _first(scores.detach()) == -torch.inf
+
+
+def _first(x: Tensor) -> Tensor:
+    """The first of all axes but the last two."""
+    return x[(0,) * (x.ndim - 2)]
 
 
 @torch.no_grad()

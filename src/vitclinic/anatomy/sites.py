@@ -25,15 +25,17 @@ class Layout:
     """How a part of the network keeps its features: [B, N, C], [B, H, W, C] or [B, C, H, W].
 
     A tensor with three axes holds tokens, the first `prefix` of them (class, distillation and register
-    tokens) off the grid; one with four axes is [B, H, W, C] if `channels_last`. The size of a flattened grid
-    is not guessed from N: it is read at `grid_at` during a forward pass. Logits, or a class token alone, are
-    not `spatial`.
+    tokens) off the grid, of which the very first is the class token if it `has_class`; one with four axes is
+    [B, H, W, C] if `channels_last`. The size of a flattened grid is not guessed from N: it is read at `grid_at`
+    during a forward pass. Logits, or a class token alone, are not `spatial`.
     """
 
     prefix: int = 0
     channels_last: bool = False
     grid_at: Site | None = None
     spatial: bool = True
+    has_class: bool = True
+    """Of no account without a prefix."""
 
 
 NCHW = Layout()

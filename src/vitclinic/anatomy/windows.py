@@ -17,7 +17,8 @@ class Windows:
 
     Libraries differ in what comes first: `pad_first` pads and then rolls (torchvision, Hugging Face),
     otherwise the grid is rolled and then padded (timm). A map's batch axis is then B * number of windows,
-    windows running fastest.
+    windows running fastest. A shifted window at the end of an axis holds tokens from both ends of the grid, which a
+    mask keeps apart.
     """
 
     size: Size
@@ -28,7 +29,7 @@ class Windows:
         """(row, column) of every token of every window, [windows, tokens, 2]; (-1, -1) is padding."""
         rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
         places_hw2 = torch.stack((rows, columns), dim=-1)
-        pad = [-length % window for length, window in zip(grid, self.size, strict=True)]
+        pad = self._padding(grid)
 
         def padded(x_hw2: Tensor) -> Tensor:
             return F.pad(x_hw2, (0, 0, 0, pad[1], 0, pad[0]), value=-1)
@@ -36,7 +37,26 @@ class Windows:
         def rolled(x_hw2: Tensor) -> Tensor:
             return x_hw2.roll((-self.shift[0], -self.shift[1]), dims=(0, 1))
 
-        places_hw2 = rolled(padded(places_hw2)) if self.pad_first else padded(rolled(places_hw2))
-        rows_of_windows = (grid[0] + pad[0]) // self.size[0]
-        windows = places_hw2.reshape(rows_of_windows, self.size[0], -1, self.size[1], 2)
-        return windows.transpose(1, 2).reshape(-1, self.size[0] * self.size[1], 2)
+        return self._cut(rolled(padded(places_hw2)) if self.pad_first else padded(rolled(places_hw2)))
+
+    def regions(self, grid: Size) -> Tensor:
+        """The side of the seam on which every token of every window is, [windows, tokens]: the same number in a window
+        where tokens may see each other.
+
+        The seam lies `shift` before the end of the padded axis, whatever is padding there (in timm, which rolls first,
+        it is then not where the ends of the grid meet).
+        """
+        rows, columns = (
+            (torch.arange(length + pad) >= length + pad - shift).int()
+            for length, pad, shift in zip(grid, self._padding(grid), self.shift, strict=True)
+        )
+        return self._cut((2 * rows[:, None] + columns)[..., None]).squeeze(-1)
+
+    def _padding(self, grid: Size) -> list[int]:
+        return [-length % window for length, window in zip(grid, self.size, strict=True)]
+
+    def _cut(self, x_hwc: Tensor) -> Tensor:
+        """What lies on the padded grid, by windows: [windows, tokens, C]."""
+        height, width = self.size
+        windows = x_hwc.reshape(len(x_hwc) // height, height, -1, width, x_hwc.shape[-1])
+        return windows.transpose(1, 2).reshape(-1, height * width, x_hwc.shape[-1])

@@ -90,6 +90,8 @@ def show_exams(exams: Sequence[Exam], console: Console) -> None:
     for exam in exams:
         stored = f" ({', '.join(sorted(exam.reused))} from before)" if exam.reused else ""
         console.print(f"in full: [bold]{escape(str(exam.folder))}[/]{stored}", soft_wrap=True, highlight=False)
+        for probe, folder in exam.pictures.items():
+            console.print(f"pictures of {probe}: [bold]{escape(str(folder))}[/]", soft_wrap=True, highlight=False)
 
 
 def scalar_rows(exams: Sequence[Exam]) -> list[dict[str, str]]:
@@ -138,7 +140,8 @@ def plain(exam: Exam) -> dict[str, Any]:
 
 
 def _plain(measurement: Measurement, exam: Exam, probe: str) -> dict[str, Any]:
-    return {**measurement.plain(), "file": exam.files[probe].name, "reused": probe in exam.reused}
+    record = {**measurement.plain(), "file": exam.files[probe].name, "reused": probe in exam.reused}
+    return record | ({"pictures": exam.pictures[probe].name} if probe in exam.pictures else {})
 
 
 def _duration(seconds: float) -> str:

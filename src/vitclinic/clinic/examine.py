@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from numbers import Integral
@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from vitclinic.clinic.pictures import draw
 from vitclinic.clinic.store import REUSED, Store
 from vitclinic.clinic.targets import Target, resolve
 from vitclinic.data import DataConfig, Dataset, open_data
@@ -39,6 +40,8 @@ class Exam(Mapping[str, Measurement]):
     files: dict[str, Path] = field(default_factory=dict)
     reused: frozenset[str] = frozenset()
     """The probes whose measurements had been made before."""
+    pictures: dict[str, Path] = field(default_factory=dict)
+    """The folders with pictures, of the probes that draw some."""
 
     def __getitem__(self, probe: str) -> Measurement:
         if probe not in self.measurements:
@@ -145,7 +148,18 @@ class Examination:
         to_do = [probe for probe in self.probes if probe.name not in found]
         made = self._measured(subject, to_do, files) if to_do else {}
         measurements = {probe.name: (found | made)[probe.name] for probe in self.probes}
-        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found))
+        pictures = self.processes.leading(lambda: self._drawn(measurements, files, made))
+        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found), pictures)
+
+    def _drawn(
+        self, measurements: Mapping[str, Measurement], files: Mapping[str, Path], made: Container[str]
+    ) -> dict[str, Path]:
+        """The folders of the probes that draw pictures, by probe."""
+        folders = {
+            probe.name: draw(probe, measurements[probe.name], files[probe.name], anew=probe.name in made)
+            for probe in self.probes
+        }
+        return {name: folder for name, folder in folders.items() if folder is not None}
 
     def subject(self, target: Target) -> Subject:
         """The target's network with the images that it will be measured on."""

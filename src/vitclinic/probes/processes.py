@@ -106,7 +106,7 @@ class Processes:
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
         if int(box) == _FAILED:
             errors: list[Any] = [None] * self.size
-            dist.all_gather_object(errors, None if error is None else _portable(error))
+            dist.all_gather_object(errors, None if error is None else portable(error))
             first = next(rank for rank, found in enumerate(errors) if found is not None)
             common: Exception = errors[first]
             vars(common)[_TOLD] = True  # a copy also where it comes from: the original may be kept, and raised again
@@ -123,7 +123,7 @@ def _known(error: BaseException | None) -> bool:
     return False
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error, if it can be sent to another process; else its text."""
     try:
         copy.copy(error)  # made anew out of its parts, as in the other process

@@ -34,7 +34,15 @@ def build_recipe(base: str | Path | Mapping[str, Any] | None = None, words: Sequ
         upper = merge(Recipe, upper, parse_word(word))
     if any(upper.get(length) is not None for length in LENGTHS):  # the words' own way to say how long to train
         lower = {key: value for key, value in lower.items() if key not in LENGTHS}
+    if _name(upper) not in (None, _name(lower)):  # the keywords were written for another network
+        lower.pop("model", None)
     return validate(Recipe, merge(Recipe, lower, upper))
+
+
+def _name(recipe: Mapping[str, Any]) -> Any:
+    """The network that a part of a recipe names, if it does."""
+    model = recipe.get("model")
+    return model.get("name") if isinstance(model, Mapping) else None
 
 
 def parse_word(word: str) -> dict[str, Any]:

@@ -37,6 +37,11 @@ class ScaledContextBroadcasting(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.full((width,), value))
 
+    @property
+    def context_scale(self) -> Tensor:
+        """Lambda, under the name by which the probe `cb_scale` knows such modules."""
+        return self.scale
+
     def forward(self, x_bnd: Tensor) -> Tensor:
         # Under autocast the scale is wider than the tokens, which must keep their type.
         return x_bnd + (self.scale * over_tokens(x_bnd)).to(x_bnd.dtype)

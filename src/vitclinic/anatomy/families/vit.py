@@ -8,6 +8,7 @@ from typing import Any
 from vitclinic.anatomy.families.building import (
     Step,
     head,
+    hidden,
     image_channels,
     position,
     residual_block,
@@ -29,7 +30,8 @@ def units(network: Any) -> list[Unit]:
     """Stem, position (if it is learned), and an MSA and an MLP per block."""
     # Channels last with `dynamic_img_size`, tokens otherwise; the grid is what the patch projection gives.
     patches = Layout(channels_last=True, grid_at=out_of(network.patch_embed.proj))
-    tokens = Layout(prefix=network.num_prefix_tokens, grid_at=patches.grid_at)
+    has_class = network.cls_token is not None  # some have registers and no class token
+    tokens = Layout(prefix=network.num_prefix_tokens, grid_at=patches.grid_at, has_class=has_class)
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed, patches))]
     if network.pos_embed is not None:
         after = out_of(network.pos_drop, tokens)
@@ -48,10 +50,11 @@ def units(network: Any) -> list[Unit]:
 
 def _one_step(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
     kind = _ONE_STEP[type(block).__name__]
-    attention = softmax_attention(block.attn, tokens) if kind == "msa" else None
-    step = Step(
-        kind, block.attn if kind == "msa" else block.mlp, block.norm, out_of(block.drop_path, tokens), attention
-    )
+    branch = out_of(block.drop_path, tokens)
+    if kind == "msa":
+        step = Step(kind, block.attn, block.norm, branch, softmax_attention(block.attn, tokens))
+    else:
+        step = Step(kind, block.mlp, block.norm, branch, activation=hidden(block.mlp))
     return residual_block(name, 0, [into(block, tokens), out_of(block, tokens)], [step])
 
 

@@ -1,0 +1,43 @@
+"""An image with a map over it in colours, as a picture."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Picture = NDArray[np.uint8]
+
+_COLOURS = np.array([(0, 0, 20), (80, 20, 110), (190, 55, 85), (250, 145, 10), (255, 255, 165)], dtype=np.float64)
+"""From nothing to the maximum: dark blue, violet, red, orange, light yellow; lightness grows all along."""
+_SHARE = 0.6
+"""Of the map's colours in the blend; the image, in grey, has the rest."""
+_SIDE = 224
+"""Smaller pictures are enlarged to at least so many pixels: a map on 32 x 32 cannot be looked at."""
+
+
+def blended(image: Picture, attention: NDArray[np.floating]) -> Picture:
+    """`image` [H, W] or [H, W, C] in grey under the colours of `attention` [H, W], as [H, W, 3].
+
+    The map's colours go from its minimum to its maximum; one that is the same everywhere has the darkest.
+    """
+    grey = _grey(image)
+    if grey.shape != attention.shape:
+        raise ValueError(f"an image of {grey.shape} and a map of {attention.shape} pixels do not lie on each other")
+    low, high = float(attention.min()), float(attention.max())
+    level = (attention - low) / (high - low) if high > low else np.zeros(attention.shape)
+    anchors = np.linspace(0, 1, len(_COLOURS))
+    colours = np.stack([np.interp(level, anchors, channel) for channel in _COLOURS.T], axis=-1)
+    picture: Picture = np.rint(_SHARE * colours + (1 - _SHARE) * grey[..., None]).astype(np.uint8)
+    return picture
+
+
+def beside(image: Picture, attention: NDArray[np.floating]) -> Picture:
+    """The image and, to its right, the blend of the two, enlarged by a whole number if they are small."""
+    coloured = image if image.ndim == 3 and image.shape[2] == 3 else np.repeat(_grey(image)[..., None], 3, axis=2)
+    pair = np.concatenate((coloured.astype(np.uint8), blended(image, attention)), axis=1)
+    factor = -(-_SIDE // min(image.shape[:2]))
+    return pair.repeat(factor, axis=0).repeat(factor, axis=1)
+
+
+def _grey(image: Picture) -> NDArray[np.float64]:
+    return image.astype(np.float64) if image.ndim == 2 else image.astype(np.float64).mean(-1)

@@ -1,0 +1,84 @@
+"""The learned scales of Context Broadcasting, layer by layer [hyeonwoo2023 Fig. 8]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic.anatomy import Unit
+from vitclinic.errors import ModelError
+from vitclinic.measurement import Scalar
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+
+def quantile_ratio(scale: NDArray[np.float64]) -> float | None:
+    """|lambda_0.1| / |lambda_0.9| of the quantiles of lambda; None where the latter is 0, as before training.
+
+    Example:
+        >>> round(quantile_ratio(np.arange(1.0, 12.0)), 3)
+        0.2
+    """
+    low, high = np.abs(np.quantile(scale, [0.1, 0.9]))
+    return None if high == 0 else float(low / high)
+
+
+@register
+class CBScale(OwningProbe):
+    """Ratio of quantiles, and mean, of the learned scales of CB_S per layer [hyeonwoo2023 Fig. 8].
+
+    |lambda_0.1| / |lambda_0.9|, with the 10% and the 90% quantile of the scales lambda in R^D of one layer, and their
+    mean. Scales are those of modules with an attribute `context_scale`, as the treatment `context_broadcasting` with
+    `scaled: true` has them.
+    """
+
+    name: ClassVar[str] = "cb_scale"
+    needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+    by_default: ClassVar[bool] = False
+
+    def forwards(self, subject: Subject) -> float:
+        """No image passes; sorting some hundred numbers a layer is less than one pass."""
+        return 0.1
+
+    def measure(self, subject: Subject) -> Result:
+        found = list(_scales(subject.anatomy.units))
+        if not found:
+            raise DoesNotApply(
+                "no layer has Context Broadcasting with learned scales"
+                " (the treatment context_broadcasting with scaled: true)."
+            )
+        rows, ratios = [], []
+        for unit, scale in found:
+            if not np.isfinite(scale).all():
+                raise ModelError(f"the scales of {unit.name} are not finite.")
+            values = {"mean": Scalar(value=float(scale.mean()))}
+            ratio = quantile_ratio(scale)
+            if ratio is not None:
+                ratios.append(ratio)
+                values["ratio"] = Scalar(value=ratio)
+            rows.append(unit_row(unit, **values))
+        scalars = {"mean": Scalar(value=float(np.mean([scale.mean() for _, scale in found])))}
+        if ratios:
+            scalars["ratio"] = Scalar(value=float(np.mean(ratios)))
+        return Result(scalars, rows, _arrays([scale for _, scale in found]))
+
+
+def _scales(units: tuple[Unit, ...]) -> Iterator[tuple[Unit, NDArray[np.float64]]]:
+    """The scales of each unit that has some, those of several modules one behind another."""
+    for unit in units:
+        scales = (getattr(module, "context_scale", None) for module in unit.module.modules())
+        parts = [scale.detach().double().flatten() for scale in scales if isinstance(scale, Tensor)]
+        if parts:
+            yield unit, torch.cat(parts).cpu().numpy()
+
+
+def _arrays(scales: list[NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
+    """[layers, D]; NaN where a layer is narrower than another."""
+    width = max(len(scale) for scale in scales)
+    return {"scales": np.stack([np.pad(s, (0, width - len(s)), constant_values=np.nan) for s in scales])}

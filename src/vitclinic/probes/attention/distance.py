@@ -1,0 +1,135 @@
+"""How far attention reaches: the mean distance of what it looks at [hyeonwoo2023 Fig. 7b].
+
+Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitclinic.anatomy import AttentionMap, Unit
+from vitclinic.data import Batch
+from vitclinic.measurement import UnitRow
+from vitclinic.probes.attention.layers import (
+    MeanOverLayers,
+    attention_units,
+    by_layer,
+    divided,
+    pieces,
+    sums_by_layer,
+)
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+
+def grid_distances(positions_wn2: Tensor, grid: tuple[int, int]) -> Tensor:
+    """|p_i - p_j|_1 between the tokens of each window, rows and columns in [0, 1]; 0 where one is padding, [W, N, N].
+
+    Example:
+        >>> grid_distances(torch.tensor([[[0, 0], [0, 1], [0, 2]]]), (1, 3))[0, 0]
+        tensor([0.0000, 0.5000, 1.0000], dtype=torch.float64)
+    """
+    sides = positions_wn2.new_tensor([max(1, length - 1) for length in grid])
+    places_wn2 = positions_wn2.double() / sides
+    real = positions_wn2[..., 0] >= 0
+    apart = (places_wn2[:, :, None] - places_wn2[:, None]).abs().sum(-1)
+    return apart * (real[:, :, None] & real[:, None])
+
+
+def total_distance(weights_bwhqk: Tensor, distances_wqk: Tensor) -> Tensor:
+    """sum over windows, queries and keys of a * |p_i - p_j|_1, for each image and head, [B, H]."""
+    weights_bwhn, distances_wn = weights_bwhqk.flatten(3), distances_wqk.flatten(1)
+    wide = torch.promote_types(weights_bwhqk.dtype, torch.float32)
+    distances_wn = distances_wn.to(wide)
+    if weights_bwhqk.dtype == wide and bool((distances_wn == distances_wn[:1]).all()):
+        # A product of a matrix and a vector reads the map once, and makes nothing of its size.
+        return (weights_bwhn @ distances_wn[0]).double().sum(1)
+    sums = [(piece.to(wide) * distances_wn[:, None]).sum(-1) for piece in pieces(weights_bwhn)]
+    return torch.cat(sums).double().sum(1)
+
+
+@register
+class AttentionDistance(StreamingProbe):
+    """Mean relative distance of attention on the grid, per layer and head [hyeonwoo2023 Fig. 7b].
+
+    The mean over i != j of a_ij |p_i - p_j|_1 with positions p in [0, 1]^2, spatial tokens only; and the same summed
+    over j, which is how far a query looks on average and does not shrink with the number of tokens.
+    """
+
+    name: ClassVar[str] = "attention_distance"
+    needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
+
+    def begin(self, subject: Subject) -> Tally:
+        return _Tally(attention_units(subject.anatomy))
+
+
+class _Layer:
+    """The running means of one unit."""
+
+    def __init__(self, seen: AttentionMap) -> None:
+        self.tokens = seen.grid[0] * seen.grid[1]
+        wide = torch.promote_types(seen.weights.dtype, torch.float32)
+        apart = grid_distances(seen.positions(), seen.grid).to(seen.weights.device, wide)
+        self.apart = F.pad(apart, (seen.prefix, 0, seen.prefix, 0))
+        self.distance, self.heads = RunningMean(), RunningMean()
+
+    def sums(self) -> dict[str, RunningMean]:
+        return {"distance": self.distance, "heads": self.heads}
+
+    def add(self, seen: AttentionMap) -> Tensor:
+        """Take in a batch; returns the distance per query of each image."""
+        by_head = total_distance(seen.by_image(), self.apart).cpu() / self.tokens
+        self.heads.add(by_head.numpy())
+        self.distance.add(by_head.mean(1).numpy())
+        return by_head.mean(1)
+
+    def row(self, unit: Unit) -> UnitRow:
+        distance = mean_scalar(self.distance)
+        return unit_row(unit, distance=distance, relative_distance=divided(distance, self.tokens - 1))
+
+
+class _Tally(Tally):
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.layers: dict[str, _Layer] = {}
+        self.distance, self.relative = MeanOverLayers(), MeanOverLayers()
+
+    def attention(self) -> Sequence[Unit]:
+        return self.units
+
+    def update_attention(self, seen: AttentionMap) -> None:
+        pairs = seen.grid != (1, 1) and seen.weights.shape[2] > seen.prefix_queries
+        if not pairs:  # one place alone, or only the class token asks
+            return
+        layer = self.layers.get(seen.unit.name)
+        if layer is None:
+            layer = self.layers[seen.unit.name] = _Layer(seen)
+        by_image = layer.add(seen).numpy()
+        self.distance.add(by_image)
+        self.relative.add(by_image / (layer.tokens - 1))
+
+    def end_batch(self, batch: Batch, logits: Tensor) -> None:
+        self.distance.end_batch()
+        self.relative.end_batch()
+
+    def sums(self) -> dict[str, RunningMean]:
+        means = {"distance": self.distance.running, "relative distance": self.relative.running}
+        return means | sums_by_layer(self.layers)
+
+    def finish(self) -> Result:
+        if not self.layers:
+            raise DoesNotApply("no query on the grid has another place to look at, so that there is no distance.")
+        found = [(unit, self.layers[unit.name]) for unit in self.units if unit.name in self.layers]
+        scalars = {
+            "distance": mean_scalar(self.distance.running),
+            "relative_distance": mean_scalar(self.relative.running),
+        }
+        heads = by_layer([layer.heads for _, layer in found])
+        return Result(scalars, [layer.row(unit) for unit, layer in found], {"head_distance": heads})

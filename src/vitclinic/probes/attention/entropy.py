@@ -1,0 +1,164 @@
+"""How dense attention is: the entropy of its rows [hyeonwoo2023 Fig. 4, 7a].
+
+Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic.anatomy import AttentionMap, Unit
+from vitclinic.data import Batch
+from vitclinic.measurement import Scalar, UnitRow
+from vitclinic.probes.attention.layers import (
+    MeanOverLayers,
+    attention_units,
+    by_layer,
+    divided,
+    pieces,
+    sums_by_layer,
+)
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+Values = NDArray[np.float64]
+
+UPPER = 85.0
+"""The percentile above which the upper 15% of entropies lie."""
+
+
+def row_entropy(weights: Tensor, visible: Tensor | None = None) -> Tensor:
+    """-sum_k a_k log a_k of each row of `weights` [..., K] with the natural logarithm, in float32 at least.
+
+    With `visible` (booleans that broadcast against `weights`) a row is first restricted to the keys that it may see and
+    made to sum to 1 again, and so are the rows of half-precision maps, which do not; a row of which nothing is left has
+    entropy 0. Beside the result, nothing of the size of `weights` is made.
+
+    Example:
+        >>> row_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        tensor([0.6931, 0.0000])
+    """
+    if visible is None and weights.dtype in (torch.float32, torch.float64):
+        rows = weights.reshape(-1, weights.shape[-1])
+        return torch.cat([_entropy(piece) for piece in pieces(rows)]).view(weights.shape[:-1])
+    return torch.cat([_restricted_entropy(piece, visible) for piece in pieces(weights)])
+
+
+def _entropy(rows: Tensor) -> Tensor:
+    logs = rows.clamp_min(torch.finfo(rows.dtype).tiny).log_()
+    return (0 - logs.mul_(rows).sum(-1)).clamp_min_(0)  # no minus zero
+
+
+def _restricted_entropy(weights: Tensor, visible: Tensor | None) -> Tensor:
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    kept = weights if visible is None else weights * visible
+    total = kept.sum(-1)
+    return (_entropy(kept) / total + total.log()).masked_fill(total == 0, 0.0).clamp_min_(0)
+
+
+@register
+class AttentionEntropy(StreamingProbe):
+    """Entropy of attention per layer and head, against that of uniform attention [hyeonwoo2023 Fig. 4, 7a].
+
+    -sum_j a_ij log a_ij (natural logarithm) of every head and query, class token included: its mean and its 85th
+    percentile over the heads and queries of an image, averaged over images.
+    """
+
+    name: ClassVar[str] = "attention_entropy"
+    needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
+
+    def begin(self, subject: Subject) -> Tally:
+        return _Tally(attention_units(subject.anatomy))
+
+
+class _Layer:
+    """The running means of one unit."""
+
+    def __init__(self, seen: AttentionMap) -> None:
+        visible = seen.visible()
+        keys = visible.sum(-1)  # [W, Q]
+        self.counted = (keys > 0).flatten()
+        """The queries that see a key: the others are padding."""
+        # None where there is nothing to leave out, which is quicker.
+        self.visible = None if bool(visible.all()) else visible[:, None]
+        self.maximum = float(keys.flatten()[self.counted].double().log().mean())
+        self.class_maximum = float(keys[0, 0].double().log()) if seen.has_class else 0.0
+        self.mean, self.upper, self.heads, self.of_class, self.of_patches = (RunningMean() for _ in range(5))
+
+    def sums(self) -> dict[str, RunningMean]:
+        parts = ("mean", "upper", "heads", "of_class", "of_patches")
+        return {part: getattr(self, part) for part in parts}
+
+    def add(self, seen: AttentionMap) -> tuple[Values, Values, Values | None]:
+        """Take in a batch; returns the mean, the upper percentile and the class token's entropy of each image."""
+        entropies_bwhq = row_entropy(seen.by_image(), self.visible)
+        values_bhn = entropies_bwhq.transpose(1, 2).flatten(2)
+        if self.visible is not None:
+            values_bhn = values_bhn[:, :, self.counted]
+        values = values_bhn.double().cpu().numpy()
+        means, upper = values.mean((1, 2)), np.percentile(values.reshape(len(values), -1), UPPER, axis=1)
+        self.mean.add(means)
+        self.upper.add(upper)
+        self.heads.add(values.mean(2))
+        of_class = values[:, :, 0].mean(1) if seen.has_class else None
+        if of_class is not None:
+            self.of_class.add(of_class)
+        if 0 < seen.prefix_queries < values.shape[2]:
+            self.of_patches.add(values[:, :, seen.prefix_queries :].mean((1, 2)))
+        return means, upper, of_class
+
+    def row(self, unit: Unit) -> UnitRow:
+        values = {"entropy": mean_scalar(self.mean), "upper": mean_scalar(self.upper)}
+        if self.of_class.n:
+            values["class_entropy"] = mean_scalar(self.of_class)
+        if self.of_patches.n:
+            values["patch_entropy"] = mean_scalar(self.of_patches)
+        values["maximum"] = Scalar(value=self.maximum)
+        if self.maximum > 0:  # else there is one key, and nothing to spread over
+            values["ratio"] = divided(values["entropy"], self.maximum)
+        return unit_row(unit, **values)
+
+
+class _Tally(Tally):
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.layers: dict[str, _Layer] = {}
+        self.ratio, self.upper_ratio, self.class_ratio = (MeanOverLayers() for _ in range(3))
+
+    def attention(self) -> Sequence[Unit]:
+        return self.units
+
+    def update_attention(self, seen: AttentionMap) -> None:
+        layer = self.layers.get(seen.unit.name)
+        if layer is None:
+            layer = self.layers[seen.unit.name] = _Layer(seen)
+        means, upper, of_class = layer.add(seen)
+        if layer.maximum > 0:
+            self.ratio.add(means / layer.maximum)
+            self.upper_ratio.add(upper / layer.maximum)
+        if of_class is not None and layer.class_maximum > 0:
+            self.class_ratio.add(of_class / layer.class_maximum)
+
+    def end_batch(self, batch: Batch, logits: Tensor) -> None:
+        for ratio in (self.ratio, self.upper_ratio, self.class_ratio):
+            ratio.end_batch()
+
+    def sums(self) -> dict[str, RunningMean]:
+        ratios = {"ratio": self.ratio, "upper ratio": self.upper_ratio, "class ratio": self.class_ratio}
+        return {name: ratio.running for name, ratio in ratios.items()} | sums_by_layer(self.layers)
+
+    def finish(self) -> Result:
+        if not self.ratio.running.n:
+            raise DoesNotApply("every query sees a single key, so that attention has nothing to spread over.")
+        ratios = {"ratio": self.ratio, "upper_ratio": self.upper_ratio, "class_ratio": self.class_ratio}
+        scalars = {name: mean_scalar(ratio.running) for name, ratio in ratios.items() if ratio.running.n}
+        rows = [self.layers[unit.name].row(unit) for unit in self.units]
+        return Result(scalars, rows, {"head_entropy": by_layer([self.layers[u.name].heads for u in self.units])})

@@ -1,0 +1,149 @@
+"""What attention looks at in a handful of images [chen2022 Fig. 3, App. E.2].
+
+Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys, h x w the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitclinic.anatomy import AttentionMap, Unit, record_attention
+from vitclinic.data import Batch, Split, evaluation_batches
+from vitclinic.errors import RecipeError
+from vitclinic.measurement import Measurement, Scalar
+from vitclinic.probes.attention.blending import Picture, beside
+from vitclinic.probes.attention.layers import attention_units
+from vitclinic.probes.probe import Need, OwningProbe, Result, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+
+def on_grid(seen: AttentionMap) -> Tensor:
+    """What each place of the grid gets of the attention, mean over heads, [B, h, w].
+
+    The attention of the class token or, without one, the mean over the queries on the grid that may see the place.
+    """
+    mean_bwqk = seen.by_image().double().mean(2)
+    if seen.has_class:
+        received_bwk = mean_bwqk[:, :, 0]
+    else:
+        first = seen.prefix_queries
+        sees_wqk = seen.visible()[:, first:].double()
+        received_bwk = (mean_bwqk[:, :, first:] * sees_wqk).sum(2) / sees_wqk.sum(1).clamp_min(1)
+    return _put_back(received_bwk[..., seen.prefix :], seen)
+
+
+def _put_back(x_bwn: Tensor, seen: AttentionMap) -> Tensor:
+    """From windows to the grid; padding is left out."""
+    places_wn2 = seen.positions().to(x_bwn.device)
+    real = places_wn2[..., 0] >= 0
+    rows, columns = places_wn2[real].unbind(-1)
+    grid_bhw = x_bwn.new_zeros(len(x_bwn), *seen.grid)
+    grid_bhw[:, rows, columns] = x_bwn[:, real]
+    return grid_bhw
+
+
+def _chosen(images: Any) -> Any:
+    """One sentence before the types are checked, which would answer for each of them."""
+    listed = isinstance(images, list) and images and all(type(each) is int and each >= 0 for each in images)
+    if not listed and not (type(images) is int and images >= 1):
+        raise ValueError("takes a number of images, or a list of their numbers in the split, from 0")
+    return images
+
+
+@register
+class AttentionMaps(OwningProbe):
+    """Where the class token looks, on a handful of images, with pictures [chen2022 Fig. 3].
+
+    The class token's attention to the patches in the last attention layer, mean over heads, resized to the image
+    (bilinear); without a class token, the mean over queries.
+    """
+
+    name: ClassVar[str] = "attention_maps"
+    needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
+    by_default: ClassVar[bool] = False
+
+    images: Annotated[int | list[int], BeforeValidator(_chosen)] = Field(
+        8, description="how many, the first of the split's stratified order; or a list of their numbers in the split"
+    )
+    layer: int = Field(-1, description="which attention layer, from 0; negative numbers count from the last")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on(subject.split, self.images if isinstance(self.images, int) else None)
+
+    def forwards(self, subject: Subject) -> float:
+        return float(len(subject) if isinstance(self.images, int) else len(self.images))
+
+    def measure(self, subject: Subject) -> Result:
+        unit = self._unit(subject)
+        maps: list[Tensor] = []
+        pixels: list[Tensor] = []
+        with record_attention([unit], lambda seen: maps.append(on_grid(seen).cpu())), torch.no_grad():
+            for batch in self._batches(subject):
+                subject.logits(batch.images)
+                pixels.append(batch.images.cpu())
+        grids_nhw, images_nchw = torch.cat(maps), torch.cat(pixels)
+        size = images_nchw.shape[-2:]
+        resized = F.interpolate(grids_nhw[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
+        # Without intervals: a handful of images stands for itself.
+        shares = {"on_grid": grids_nhw.sum((1, 2)), "peak": grids_nhw.amax((1, 2))}
+        scalars = {name: Scalar(value=float(share.mean()), n=len(share)) for name, share in shares.items()}
+        arrays: dict[str, NDArray[Any]] = {
+            "maps": resized.float().numpy(),
+            "grid_maps": grids_nhw.float().numpy(),
+            "images": _as_bytes(images_nchw),
+            "numbers": self._numbers(subject),
+        }
+        return Result({**scalars, "images": Scalar(value=len(grids_nhw))}, [unit_row(unit, **scalars)], arrays)
+
+    def pictures(self, measurement: Measurement) -> Mapping[str, Picture]:
+        """Each image with its map beside it, by the image's number in the split."""
+        arrays = measurement.arrays
+        each = zip(arrays["numbers"], arrays["images"], arrays["maps"], strict=True)
+        return {f"image-{number}": beside(image, attention) for number, image, attention in each}
+
+    def _unit(self, subject: Subject) -> Unit:
+        units = attention_units(subject.anatomy)
+        if not -len(units) <= self.layer < len(units):
+            raise RecipeError(
+                f"'probes.attention_maps.layer' is {self.layer}, and the network has {len(units)} attention layers."
+            )
+        return units[self.layer]
+
+    def _numbers(self, subject: Subject) -> NDArray[np.int64]:
+        """Where each image is in the whole split."""
+        if isinstance(self.images, list):
+            return np.array(self.images)
+        everything = subject.on(subject.split).images.rows
+        return np.flatnonzero(np.isin(everything, subject.images.rows))
+
+    def _batches(self, subject: Subject) -> Iterator[Batch]:
+        if isinstance(self.images, int):
+            return subject.batches()
+        split = subject.images
+        if max(self.images) >= len(split):
+            raise RecipeError(
+                f"'probes.attention_maps.images' lists image {max(self.images)}, and the {subject.split} split has"
+                f" {len(split)}."
+            )
+        rows = np.array(self.images)
+        chosen = replace(
+            subject.dataset, splits={subject.split: Split(split.images, split.rows[rows], split.labels[rows])}
+        )
+        batches = evaluation_batches(chosen, subject.split, subject.batch_size)
+        return (batch.to(subject.device, subject.dtype) for batch in batches)
+
+
+def _as_bytes(images_nchw: Tensor) -> Picture:
+    """Pixels in [0, 1] as [n, H, W, C] bytes; images of one channel as [n, H, W]."""
+    images = images_nchw.float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    return images[..., 0] if images.shape[-1] == 1 else images

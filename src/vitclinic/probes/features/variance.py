@@ -1,0 +1,51 @@
+"""Variance of feature maps over their positions [park2022 Fig. 9, D.1]."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from vitclinic.probes.features.changes import ChangesTally
+from vitclinic.probes.probe import Need, StreamingProbe, Tally
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+
+@register
+class Variance(StreamingProbe):
+    """Variance of the state after each unit over its positions, and its change across units [park2022 Fig. 9].
+
+    1/C sum_c 1/(N - 1) sum_p (x_cp - mean_p x_cp)^2 over the N positions of one image's C feature maps; reported is
+    its mean over images.
+    """
+
+    name: ClassVar[str] = "variance"
+    needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+
+    def begin(self, subject: Subject) -> Tally:
+        return _Tally(subject.anatomy)
+
+
+class _Tally(ChangesTally):
+    number = "variance"
+
+    def numbers(self, maps: Tensor) -> Tensor:
+        return spatial_variance(maps)[:, None]
+
+
+def spatial_variance(maps: Tensor) -> Tensor:
+    """The variance over positions of feature maps [B, C, H, W], averaged over channels: [B].
+
+    Divided by the number of positions minus one, as by torch.var and the paper's notebook.
+
+    Example:
+        >>> import torch
+        >>> checkerboard = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+        >>> spatial_variance(checkerboard.expand(1, 3, 2, 2))  # 4 / 3
+        tensor([1.3333])
+    """
+    x_bcn = maps.flatten(2)
+    # Two passes, which do not cancel; torch.var over strided positions takes ten times as long.
+    centred = x_bcn - x_bcn.mean(2, keepdim=True)
+    return centred.square_().sum(2).mean(1) / (x_bcn.shape[2] - 1)

@@ -1,0 +1,147 @@
+"""Attention maps on images: the class token's row, windows put back onto the grid, pictures."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.probes.attention.networks import built
+from tests.probes.attention.oracle import stored_maps, whole_grid
+from tests.probes.subjects import noise, subject, vit
+from vitclinic.probes import measure, parse_probes
+from vitclinic.probes.attention.blending import beside, blended
+
+
+def maps(patient, **options):
+    (measurement,) = measure(patient, parse_probes([{"attention_maps": options}]))
+    assert measurement.status == "ok", measurement.reason
+    return measurement
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("vit", 1), ("vit, two prefix tokens", 2), ("vit, registers", 4), ("torchvision vit", 1)]
+)
+def test_the_class_token_s_attention_in_the_last_layer(name, prefix):
+    patient = subject(built(name), count=5, batch_size=2)
+    found = maps(patient, images=5)
+    last = list(stored_maps(patient).values())[-1]
+    expected = last.weights.double().mean(1)[:, 0, prefix:].reshape(5, 4, 4).numpy()
+    np.testing.assert_allclose(found.arrays["grid_maps"], expected, rtol=1e-5)
+    assert found.scalars["on_grid"].value == pytest.approx(expected.sum((1, 2)).mean(), rel=1e-5)
+    assert [row.name for row in found.units] == [last.unit.name]
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("vit, no class token", 0), ("vit, registers, no class token", 2)])
+def test_without_a_class_token_the_mean_over_queries(name, prefix):
+    patient = subject(built(name), count=5, batch_size=2)
+    found = maps(patient, images=5, layer=1)
+    weights = list(stored_maps(patient).values())[1].weights.double()
+    expected = weights[:, :, prefix:, prefix:].mean((1, 2)).reshape(5, 4, 4).numpy()
+    np.testing.assert_allclose(found.arrays["grid_maps"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["swin", "swin, padded", "torchvision swin", "torchvision swin, padded"])
+def test_windows_are_put_back_onto_the_grid(name):
+    patient = subject(built(name), count=3, batch_size=2)
+    found = maps(patient, images=3, layer=1)  # the shifted windows of the first stage
+    seen = list(stored_maps(patient).values())[1]
+    full = whole_grid(seen).mean(1)
+    regions, places = seen.windows.regions(seen.grid), seen.positions()
+    expected = np.zeros((3, *seen.grid))
+    for window, cells in enumerate(places.tolist()):
+        for k, (row, column) in enumerate(cells):
+            queries = [
+                r * seen.grid[1] + c
+                for q, (r, c) in enumerate(cells)
+                if r >= 0 and regions[window, q] == regions[window, k]
+            ]
+            if row >= 0:
+                expected[:, row, column] = full[:, queries, row * seen.grid[1] + column].mean(1)
+    np.testing.assert_allclose(found.arrays["grid_maps"], expected, rtol=1e-5, atol=1e-9)
+
+
+def test_maps_are_resized_to_the_image_and_the_images_are_kept():
+    patient = subject(built("vit"), count=5)
+    found = maps(patient, images=5)
+    grid, resized = found.arrays["grid_maps"], found.arrays["maps"]
+    assert resized.shape == (5, 16, 16)
+    # Bilinear, with pixel centres: a patch of 4 pixels has its centre between pixels 1 and 2, and the four inner pixels
+    # around the meeting of two patches go from one to the other in steps of 1/4.
+    np.testing.assert_allclose(resized[:, 0, 0], grid[:, 0, 0], rtol=1e-5)
+    between = grid[:, 0, 0] + (grid[:, 0, 1] - grid[:, 0, 0]) * 0.125
+    np.testing.assert_allclose(resized[:, 0, 2], between, rtol=1e-4)
+    assert np.array_equal(found.arrays["images"], patient.images.read(np.arange(5)))
+
+
+def test_the_first_images_are_of_different_classes_and_numbers_are_those_of_the_split():
+    dataset = noise(22)
+    labels = np.sort(dataset.splits["test"].labels)  # as folders are read
+    dataset.splits["test"].labels[:] = labels
+    patient = subject(built("vit"), dataset=dataset, limit=10)
+    found = maps(patient, images=5)
+    numbers = found.arrays["numbers"]
+    assert sorted(labels[numbers]) == [0, 1, 2, 3, 4]
+    assert np.array_equal(found.arrays["images"], dataset.splits["test"].read(numbers))
+    again = maps(patient, images=numbers[::-1].tolist())
+    np.testing.assert_allclose(again.arrays["maps"], found.arrays["maps"][::-1], rtol=1e-5)
+    assert again.arrays["numbers"].tolist() == numbers[::-1].tolist()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_the_batch_size_changes_nothing(batch_size):
+    expected = maps(subject(built("swin"), count=5), images=[4, 0, 2]).arrays["maps"]
+    found = maps(subject(built("swin"), count=5, batch_size=batch_size), images=[4, 0, 2]).arrays["maps"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_more_images_than_there_are_means_all():
+    assert maps(subject(built("vit"), count=3)).scalars["images"].value == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"images": [1, 22]}, "lists image 22, and the test split has 22"), ({"layer": 3}, "the network has 3")],
+)
+def test_what_is_not_there_is_a_sentence(options, reason):
+    (measurement,) = measure(subject("vit"), parse_probes([{"attention_maps": options}]))
+    assert measurement.status == "failed"
+    assert reason in measurement.reason
+
+
+@pytest.mark.parametrize("images", [0, [], [-1], "all", [1.5], True])
+def test_images_that_cannot_be_meant(images):
+    from vitclinic.errors import RecipeError
+
+    with pytest.raises(RecipeError, match="takes a number of images"):
+        parse_probes([{"attention_maps": {"images": images}}])
+
+
+def test_a_blend_is_light_where_attention_is_and_shows_the_image():
+    image = np.zeros((4, 6, 3), np.uint8)
+    attention = np.zeros((4, 6))
+    attention[1, 2] = 1
+    picture = blended(image, attention)
+    assert (picture.shape, picture.dtype) == ((4, 6, 3), np.uint8)
+    assert picture.sum(-1).argmax() == 1 * 6 + 2
+    white = blended(np.full_like(image, 255), attention)
+    assert (white.astype(int) - picture >= 100).all()
+    grey = blended(image[..., 0], np.ones((4, 6)))  # one channel, and a map without contrast
+    assert len(np.unique(grey.reshape(-1, 3), axis=0)) == 1
+    with pytest.raises(ValueError, match="do not lie on each other"):
+        blended(image, attention.T)
+
+
+def test_small_pictures_are_enlarged_and_stand_beside_their_image():
+    image = np.random.default_rng(0).integers(0, 256, (16, 20, 3), dtype=np.uint8)
+    picture = beside(image, np.zeros((16, 20)))
+    assert picture.shape == (16 * 14, 2 * 20 * 14, 3)
+    assert np.array_equal(picture[::14, ::14][:, :20], image)
+
+
+def test_networks_of_one_place_have_a_map():
+    assert maps(subject(vit(patch_size=16), count=2)).arrays["grid_maps"].shape == (2, 1, 1)
+
+
+def test_other_precisions():
+    torch.manual_seed(0)
+    found = [maps(subject(built("vit").to(d), count=3)).arrays["maps"] for d in (torch.float32, torch.bfloat16)]
+    np.testing.assert_allclose(*found, rtol=0.1)
