@@ -219,7 +219,6 @@ class Subject:
         rows = hashlib.sha256(self.images.rows.tobytes() + self.images.labels.tobytes()).hexdigest()
         return fingerprint(self.dataset.digest, self.dataset.size, self.dataset.channels, self.split, rows)
 
-    @cached_property
     def seconds_per_image(self) -> float:
         """What one image of a forward pass costs, from one batch run twice."""
         images = next(self.batches()).images

@@ -40,10 +40,10 @@ _GROUPS: dict[str, tuple[Kind, ...]] = {
     "mlp": ("mlp", "token_mlp"),
     "conv": ("conv",),
 }
-_PRODUCTS = 15
+_PRODUCTS = 10
 """What an eigenvalue takes as a rule, for the estimate of the cost."""
 _PASSES = 6
-"""A product costs about as much as so many forward passes."""
+"""A product costs about as much as so many forward passes; that of a component half of it."""
 
 
 @register
@@ -61,9 +61,13 @@ class Sharpness(CurvatureProbe):
     density_steps: Annotated[int, Field(ge=2)] = Field(20, description="products for each of them")
 
     def forwards(self, subject: Subject) -> float:
-        eigenvalues = 1 + (len(list(components(subject))) if self.components else 0)
-        products = _PRODUCTS * eigenvalues + self.trace_draws + self.density_draws * self.density_steps
-        return float(_PASSES * products * len(subject))
+        whole, blocks = self.expected_products(subject)
+        return _PASSES * (whole + blocks / 2) * len(subject)
+
+    def expected_products(self, subject: Subject) -> tuple[int, int]:
+        """With the whole Hessian, and with the blocks of its components."""
+        whole = _PRODUCTS + self.trace_draws + self.density_draws * self.density_steps
+        return whole, _PRODUCTS * len(list(components(subject))) if self.components else 0
 
     def measure(self, subject: Subject) -> Result:
         surface = self.surface(subject)
@@ -84,7 +88,7 @@ class _Examination:
         self.done: dict[str, NDArray[Any]] = self.partial.read() or {"products": np.array(0)}
         hessian.products = int(self.done["products"])
         self.clock = Clock(probe.budget, processes=subject.processes)
-        self.expected = max(1, round(probe.forwards(subject) / len(subject) / _PASSES))
+        self.expected = sum(probe.expected_products(subject))
         self.missing: list[str] = []
         self.scalars: dict[str, Scalar] = {}
         self.units: list[UnitRow] = []
@@ -205,8 +209,8 @@ class _Examination:
         return telling
 
     def _tell(self) -> None:
-        done = self.hessian.products
-        self.subject.progress("sharpness, products", done, max(done, self.expected))
+        done, images = self.hessian.products, len(self.subject)
+        self.subject.progress(self.probe.name, done * images, max(done, self.expected) * images)
 
     def _random(self, what: str, size: int) -> Tensor:
         like = self.hessian.surface.weights[0]

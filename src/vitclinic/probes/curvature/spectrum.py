@@ -74,7 +74,7 @@ class HessianSpectrum(OwningProbe):
             for some in subject.processes.rounds(len(remaining), self._own(subject, remaining)):
                 found += some
                 partial.write(_packed(found), every=SAVED_EVERY)
-                subject.progress("hessian_spectrum, mini-batches", len(found), self.batches)
+                subject.progress(self.name, len(found) * self.batch, self.batches * self.batch)
                 if clock.expired():
                     break
         finally:
