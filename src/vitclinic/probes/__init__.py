@@ -1,6 +1,7 @@
 """Probes: what can be measured of a network, and the contract that all of them follow."""
 
 from vitclinic.probes.applying import obstacle_to
+from vitclinic.probes.behaviour.corruptions import Corruptions
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
 from vitclinic.probes.curvature.landscape import Landscape
@@ -19,6 +20,7 @@ from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
     "NTK",
+    "Corruptions",
     "Cost",
     "DoesNotApply",
     "Flatness",
