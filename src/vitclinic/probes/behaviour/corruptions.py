@@ -60,9 +60,7 @@ class Corruptions(OwningProbe):
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
 
-    kinds: Literal[15, 19] = Field(
-        15, description="the 15 of the benchmark, or with the 4 kept for validation"
-    )
+    kinds: Literal[15, 19] = Field(15, description="the 15 of the benchmark, or with the 4 kept for validation")
     images: Annotated[int, Field(ge=1)] = Field(1000, description="at most so many images, stratified")
 
     @property
