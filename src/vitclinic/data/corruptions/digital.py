@@ -88,14 +88,14 @@ def _nearest(size: int, larger: int) -> Tensor:
 def jpeg_compression(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Through Pillow's JPEG of that quality, colours at half the resolution."""
     quality = setting.parameters
-    pixels = (x_bchw * 255).round_().byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    pixels = x_bchw.permute(0, 2, 3, 1).mul(255).round_().byte().contiguous().cpu().numpy()
 
     def some(rows: range) -> None:
         for row in rows:  # without the interpreter's lock, but for a moment
             pixels[row] = _through_jpeg(pixels[row], quality)
 
     in_threads(some, len(pixels))
-    return torch.from_numpy(pixels).to(x_bchw.device).permute(0, 3, 1, 2).float().div_(255)
+    return torch.from_numpy(pixels).to(x_bchw.device).permute(0, 3, 1, 2).contiguous().float().div_(255)
 
 
 def _through_jpeg(image: Pixels, quality: int) -> Pixels:
