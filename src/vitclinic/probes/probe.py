@@ -142,8 +142,8 @@ class StreamingProbe(Probe):
         raise TypeError(f"{type(self).__name__} does not say what it tallies.")
 
 
-def unit_row(unit: Unit, *, note: str | None = None, **values: Scalar) -> UnitRow:
-    """What was measured of `unit`, as a row of a measurement."""
+def unit_row(unit: Unit, note: str | None = None, /, **values: Scalar) -> UnitRow:
+    """What was measured of `unit`, and what is to be said about it, as a row of a measurement."""
     return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
 
 

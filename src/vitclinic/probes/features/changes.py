@@ -87,8 +87,8 @@ class ChangesTally(Tally):
                 self.kinds[kind].add(np.mean(changes[kind], axis=0))
 
     def sums(self) -> dict[str, RunningMean]:
-        groups = {"state": self.states, "change": self.changes, "kind": self.kinds}
-        return {f"{group} {name}": mean for group, means in groups.items() for name, mean in means.items()}
+        groups = (("state", self.states), ("change", self.changes), ("kind", self.kinds))
+        return {f"{group} {name}": mean for group, means in groups for name, mean in means.items()}
 
     def measured(self) -> list[Unit]:
         """The units after which there is a number, in order."""

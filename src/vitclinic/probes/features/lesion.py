@@ -144,7 +144,7 @@ def _row(unit: Unit, answers: Answers, number: int) -> UnitRow:
     low, high = paired_share_interval(lost, gained, n)
     return unit_row(
         unit,
-        note=None if unit.removal is None else unit.removal.how,
+        None if unit.removal is None else unit.removal.how,
         accuracy=_accuracy(lesioned),
         accuracy_drop=Scalar(value=(lost - gained) / n, low=low, high=high, n=n),
         nll_rise=_mean(answers.nll[number] - answers.nll[0]),
