@@ -35,6 +35,12 @@ def test_the_surface_grows_on_purpose():
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "corrupt": sorted(
+            [
+                *("data", "--out", "--corruption", "--severity", "--format", "--split", "--limit", "--size", "--seed"),
+                *("--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "list": ["--json", "pattern", "what"],
     }
 

@@ -202,14 +202,12 @@ def _show(exams: list[Exam], console: Console, as_json: bool) -> None:
 
 
 @contextmanager
-def _resumable() -> Iterator[None]:
-    """Ctrl-C ends an exam without a traceback, and the same command goes on."""
+def _resumable(kept: str = "what has been measured is stored") -> Iterator[None]:
+    """Ctrl-C ends a command without a traceback, and the same command goes on."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.secho(
-            "interrupted; what has been measured is stored, and the same command goes on", fg="yellow", err=True
-        )
+        typer.secho(f"interrupted; {kept}, and the same command goes on", fg="yellow", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -229,6 +227,57 @@ def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dic
             raise RecipeError(f"--set {setting}: '{probe}' is not among the probes ({', '.join(options)}).")
         options[probe][option] = parse_yaml(value, f"--set {setting}")
     return [{name: options[name]} for name in chosen]
+
+
+class Form(StrEnum):
+    """How images are written."""
+
+    parquet = "parquet"
+    png = "png"
+
+
+@app.command()
+def corrupt(
+    data: Annotated[str, typer.Argument(metavar="DATA", help="As `vitclinic list datasets` says.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the copies go, one folder each.")],
+    corruption: Annotated[str, typer.Option(metavar="A,B", help="Names, 15 (the benchmark's) or all 19.")] = "all",
+    severity: Annotated[str, typer.Option(metavar="1,2", help="1 to 5, or all.")] = "all",
+    form: Annotated[Form, typer.Option("--format", help="parquet, or a folder of PNG files.")] = Form.parquet,
+    split: Annotated[str, typer.Option(help="train, val, test or all.")] = "test",
+    limit: Annotated[int | None, typer.Option(help="At most so many images of a split, stratified.")] = None,
+    size: Annotated[int | None, typer.Option(help="Pixels a side; the data's own unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of whatever is random in corrupting.")] = 0,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write corrupted copies of a data set, as CIFAR-10-C and ImageNet-C are of theirs: noise, blur, weather, JPEG, ...
+
+    \b
+    vitclinic corrupt photos/ --out photos-c                         all 19 corruptions at 5 severities
+    vitclinic corrupt cifar10/ --out c --corruption fog --severity 3  one of them
+    vitclinic examine runs/a --data photos-c/fog-3                   measure on one
+
+    The same command goes on where it was interrupted. What the corruptions are: docs/corrupt.md.
+    """
+    with _resumable("what has been written is kept"):
+        from vitclinic.clinic.display import Display
+        from vitclinic.data.corruptions.copying import corrupt_data
+
+        console = _console(verbose, quiet)
+        with Display(console) as display:
+            folders = corrupt_data(
+                data,
+                out,
+                corruptions=corruption,
+                severities=severity,
+                form=form.value,
+                split=split,
+                limit=limit,
+                size=size,
+                seed=seed,
+                progress=display.on_reading,
+            )
+        console.print(f"{len(folders)} corrupted cop{'y' if len(folders) == 1 else 'ies'} in {out}", markup=False)
 
 
 @app.command("list")

@@ -97,6 +97,7 @@ class Dataset:
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel, in [0, 1], over (2,000 of) the training images."""
+        self.check_trainable()
         count = len(self.train)
         rows = np.unique(np.linspace(0, count - 1, min(count, _STATISTICS_FROM)).astype(np.int64))
         total, squares, pixels = np.zeros(self.channels), np.zeros(self.channels), 0
@@ -106,6 +107,11 @@ class Dataset:
         mean = total / pixels
         deviation = np.sqrt(np.maximum(squares / pixels - mean**2, 1e-6))
         return mean.tolist(), deviation.tolist()
+
+    def check_trainable(self) -> None:
+        """A DataError for a set that has no training images, such as a copy of a test split."""
+        if not len(self.train):
+            raise DataError(f"'{self.name}' has no training images; it can be examined, not trained on.")
 
     @property
     def train(self) -> Split:
@@ -184,7 +190,7 @@ def _stores(
 
 def _dataset(source: Source, config: DataConfig, stores: dict[str, Store], size: Size, channels: int) -> Dataset:
     labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
-    if not len(labels["train"]):
+    if "train" in labels and not len(labels["train"]):
         raise DataError(f"'{source.name}' has no readable training image.")
     splits: dict[str, Split] = {}
     for split, (origin, rows) in assign(labels, config.split_seed).items():

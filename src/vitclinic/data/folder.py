@@ -1,7 +1,12 @@
-"""`data=FOLDER`: a folder of class sub-folders, or of train/val/test folders that hold them."""
+"""`data=FOLDER`: a folder of class sub-folders, or of train/val/test folders that hold them.
+
+A file `classes.json`, {folder: class name} in the order of the labels, says what classes there are where the names of
+the folders cannot: names that are no file names, another order, classes without images, a set without training images.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +17,7 @@ from PIL import Image
 from vitclinic.data.source import Source, fingerprint
 from vitclinic.errors import DataError
 
+CLASSES_FILE = "classes.json"
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 _SPLIT_NAMES = {
@@ -48,19 +54,35 @@ class FileRecords:
 
 def open_folder(path: Path, on_error: str) -> Source:
     """The folder as a source; empty classes are an error, or left out with `on_error: skip`."""
-    roots = _split_roots(path)
-    classes = _classes(path, roots, on_error)
-    splits = {split: _records(root, classes) for split, root in roots.items()}
+    stated = _stated_classes(path)
+    roots = _split_roots(path, stated is not None)
+    classes = _classes(path, roots, on_error) if stated is None else tuple(stated.values())
+    folders = classes if stated is None else tuple(stated)
+    splits = {split: _records(root, folders) for split, root in roots.items()}
     listing = [
         (split, name, *_stamp(records.root / name)) for split, records in splits.items() for name in records.paths
     ]
     return Source(str(path), classes, splits, fingerprint("folder", str(path.resolve()), classes, listing))
 
 
-def _split_roots(path: Path) -> dict[str, Path]:
+def _stated_classes(path: Path) -> dict[str, str] | None:
+    """What `classes.json` says, or None."""
+    file = path / CLASSES_FILE
+    if not file.is_file():
+        return None
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"'{file}' is not JSON: {error}.") from error
+    if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
+        raise DataError(f"'{file}' must be an object of folders and class names.")
+    return stated
+
+
+def _split_roots(path: Path, classes_are_stated: bool) -> dict[str, Path]:
     folders = _folders(path)
     roots = {_SPLIT_NAMES[f.name.lower()]: f for f in folders if f.name.lower() in _SPLIT_NAMES}
-    if "train" in roots:
+    if "train" in roots or (roots and classes_are_stated):
         return roots
     if not folders:
         raise DataError(_no_class_folders(path))

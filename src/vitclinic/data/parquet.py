@@ -2,7 +2,7 @@
 
 The image column is a struct of `bytes` and `path`, the label column holds integers (or strings); class names
 come from the schema's `huggingface` metadata where it has them. A folder's files are put into splits by
-their names: `train.parquet`, `test-00000-of-00002.parquet`.
+their names: `train.parquet`, `test-00000-of-00002.parquet`; without a training file they are a set to examine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from vitclinic.data.cache import cache_folder
-from vitclinic.data.source import Source, fingerprint
+from vitclinic.data.source import SPLITS, Source, fingerprint
 from vitclinic.errors import DataError
 
 IN_MEMORY_BYTES = 2**30
@@ -59,7 +59,7 @@ class TableRecords:
 def open_parquet(path: Path) -> Source:
     files = _files_by_split(path)
     tables = {split: _read(paths) for split, paths in files.items()}
-    first = tables["train"]
+    first = next(iter(tables.values()))
     image_column = _image_column(first, path)
     label_column = _label_column(first, path)
     classes, code = _classes(tables, label_column, path)
@@ -85,14 +85,12 @@ def _files_by_split(path: Path) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for file in sorted(path.glob("*.parquet")):
         stem = file.stem.lower()
-        split = next((s for s in ("train", "val", "test") if stem.startswith(s)), None)
+        split = next((s for s in SPLITS if stem.startswith(s)), None)
         if split:
             found.setdefault(split, []).append(file)
-    if "train" in found:
-        return found
     if not found:
         return {"train": sorted(path.glob("*.parquet"))}
-    raise DataError(f"'{path}' has {' and '.join(found)} parquet files and none that begins with 'train'.")
+    return {split: found[split] for split in SPLITS if split in found}
 
 
 def _read(paths: list[Path]) -> pa.Table:
@@ -140,13 +138,14 @@ def _label_column(table: pa.Table, path: Path) -> str:
 
 def _classes(tables: dict[str, pa.Table], column: str, path: Path) -> tuple[tuple[str, ...], dict[str, int]]:
     """Class names, and for string labels the code of each."""
-    names = _names_in_metadata(tables["train"].schema, column)
-    if pa.types.is_integer(tables["train"].schema.field(column).type):
+    schema = next(iter(tables.values())).schema
+    names = _names_in_metadata(schema, column)
+    if pa.types.is_integer(schema.field(column).type):
         if names is None:
             top = max(int(pc.max(table.column(column)).as_py() or 0) for table in tables.values())
             names = [str(label) for label in range(top + 1)]
         return tuple(names), {}
-    if not pa.types.is_string(tables["train"].schema.field(column).type):
+    if not pa.types.is_string(schema.field(column).type):
         raise DataError(f"'{path}': the label column '{column}' holds neither integers nor strings.")
     found = sorted({str(v) for table in tables.values() for v in table.column(column).unique().to_pylist()})
     return tuple(names or found), {name: code for code, name in enumerate(names or found)}

@@ -43,22 +43,26 @@ def sample_keys(seed: int, epochs: NDArray[np.int64], indices: NDArray[np.int64]
 
 def uniforms(keys: Keys, purpose: str, count: int) -> NDArray[np.float64]:
     """`count` uniform numbers in [0, 1) for each key, [len(keys), count]; streams of two purposes are independent."""
+    return (words(keys, purpose, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def words(keys: Keys, purpose: str, count: int) -> NDArray[np.uint64]:
+    """As `uniforms`, the 64-bit words that they are made from."""
     stream = np.uint64(int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little"))
     state = _absorb(keys, stream)
-    words = _absorb(state[:, None], np.arange(1, count + 1, dtype=np.uint64)[None, :])
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return _absorb(state[:, None], np.arange(1, count + 1, dtype=np.uint64)[None, :])
 
 
-def generator(*words: int | str) -> np.random.Generator:
-    """A numpy generator for a whole sequence (a permutation, a subset), named by `words`."""
-    return np.random.Generator(np.random.Philox(key=_digest_words(words)))
+def generator(*names: int | str) -> np.random.Generator:
+    """A numpy generator for a whole sequence (a permutation, a subset), named by `names`."""
+    return np.random.Generator(np.random.Philox(key=_digest_words(names)))
 
 
-def torch_seed(*words: int | str) -> int:
-    """A 63-bit seed for torch's generator, named by `words`."""
-    return int(_digest_words(words)[0] >> np.uint64(1))
+def torch_seed(*names: int | str) -> int:
+    """A 63-bit seed for torch's generator, named by `names`."""
+    return int(_digest_words(names)[0] >> np.uint64(1))
 
 
-def _digest_words(words: Sequence[int | str]) -> NDArray[np.uint64]:
-    text = "/".join(str(word) for word in words)
+def _digest_words(names: Sequence[int | str]) -> NDArray[np.uint64]:
+    text = "/".join(str(name) for name in names)
     return np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], dtype=np.uint64)

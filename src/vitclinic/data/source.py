@@ -37,7 +37,7 @@ class Records(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Classes and the splits found at the source (at least one, called `train` when it is the only one)."""
+    """Classes and the splits found at the source: at least one, called `train` where it has no name of its own."""
 
     name: str
     classes: tuple[str, ...]
@@ -50,8 +50,13 @@ class Source:
     def __post_init__(self) -> None:
         for split, records in self.splits.items():
             _check_labels(records, len(self.classes), split)
-        if not len(self.splits["train"]):
+        if "train" in self.splits and not len(self.splits["train"]):
             raise DataError(f"'{self.name}' has no training images.")
+
+    @property
+    def main(self) -> Records:
+        """The training images, or those of the first split of a set that has none."""
+        return self.splits.get("train") or next(iter(self.splits.values()))
 
 
 def _check_labels(records: Records, classes: int, split: str) -> None:

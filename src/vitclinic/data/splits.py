@@ -41,8 +41,14 @@ def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tupl
     """For each of train, val and test: the source split it is drawn from, and the indices in it.
 
     Splits that the source has are kept as they are; val and test that it lacks are held out of its training
-    images, `HELD_OUT` of them each.
+    images, `HELD_OUT` of them each. A source without training images (a test set) lacks the others, too.
     """
+    if "train" not in labels:
+        first, nothing = next(iter(labels)), np.empty(0, dtype=np.int64)
+        return {
+            split: (split, np.arange(len(labels[split]), dtype=np.int64)) if split in labels else (first, nothing)
+            for split in ("val", "test", "train")
+        }
     order = stratified_order(labels["train"], seed)
     held = round(HELD_OUT * len(order))
     result: dict[str, tuple[str, Indices]] = {}

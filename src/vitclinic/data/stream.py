@@ -72,6 +72,7 @@ class TrainingStream(TorchDataset[Batch]):
     """Batches of the stream by their places: `stream[range(0, 128)]`."""
 
     def __init__(self, dataset: Dataset, augment: Augment, seed: int) -> None:
+        dataset.check_trainable()
         self.split: Split = dataset.train
         self.classes = len(dataset.classes)
         self.seed = seed

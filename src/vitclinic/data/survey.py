@@ -43,10 +43,10 @@ def survey(source: Source, progress: Progress) -> Survey:
 
 
 def _survey(source: Source, progress: Progress) -> Survey:
-    """Read headers of the training images (of 50,000, evenly spaced, where there are more)."""
+    """Read headers of the main images (of 50,000, evenly spaced, where there are more)."""
     sizes: list[tuple[int, int]] = []
     grey = True
-    records = source.splits["train"]
+    records = source.main
     chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _AT_MOST)).astype(int))
     for number, index in enumerate(chosen):
         progress("looking at", number + 1, len(chosen))

@@ -5,6 +5,7 @@ from vitclinic.probes.attention.cb_scale import CBScale
 from vitclinic.probes.attention.distance import AttentionDistance
 from vitclinic.probes.attention.entropy import AttentionEntropy
 from vitclinic.probes.attention.maps import AttentionMaps
+from vitclinic.probes.behaviour.corruptions import Corruptions
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
 from vitclinic.probes.curvature.landscape import Landscape
@@ -29,6 +30,7 @@ __all__ = [
     "AttentionEntropy",
     "AttentionMaps",
     "CBScale",
+    "Corruptions",
     "Cost",
     "DoesNotApply",
     "Flatness",

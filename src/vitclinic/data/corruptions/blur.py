@@ -1,0 +1,164 @@
+"""Blurs: defocus (a disk), glass (pixels moved at random), motion, zoom and Gaussian."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic.data.corruptions.drawing import Draws, in_threads
+from vitclinic.data.corruptions.filtering import correlate, gaussian_smooth
+from vitclinic.data.corruptions.levels import rounded, truncated
+from vitclinic.data.corruptions.parameters import Setting
+
+_NEGLIGIBLE = 1e-6
+"""Of a kernel's weights, what may be left out: a thousandth of a level."""
+
+
+def gaussian_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
+    """A Gaussian of sigma pixels, the border repeated."""
+    sigma = setting.parameters
+    return gaussian_smooth(x_bchw, sigma * setting.scale)
+
+
+def defocus_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
+    """A disk of radius pixels, itself smoothed by a Gaussian of `softness` pixels."""
+    radius, softness = setting.parameters
+    return correlate(x_bchw, disk(radius * setting.scale, softness))
+
+
+@lru_cache(maxsize=64)
+def disk(radius: float, softness: float) -> NDArray[np.float64]:
+    """The kernel: a disk on a grid of 17 x 17 (larger where it does not fit), smoothed by 3 x 3 (5 x 5) pixels."""
+    half, reach = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
+    line = np.arange(-half, half + 1)
+    flat = (line[:, None] ** 2 + line**2 <= radius**2).astype(np.float64)
+    padded = np.pad(flat / flat.sum(), reach, mode="reflect")
+    near = np.arange(-reach, reach + 1)
+    weights = np.exp(-0.5 * (near / softness) ** 2)
+    weights /= weights.sum()
+    for axis in (0, 1):
+        padded = np.apply_along_axis(np.convolve, axis, padded, weights, mode="valid")
+    used = int(np.abs(line[padded.any(axis=0)]).max())
+    return padded[half - used : half + used + 1, half - used : half + used + 1]
+
+
+def motion_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
+    """Half a Gaussian along a line at an angle of -45 to 45 degrees; the result is rounded, not truncated."""
+    radius, sigma = setting.parameters
+    angles = draws.uniform(1)[:, 0].double().mul_(90).sub_(45)
+    return rounded(along_lines(x_bchw, radius * setting.scale, sigma * setting.scale, angles))
+
+
+def along_lines(x_bchw: Tensor, radius: float, sigma: float, angles: Tensor) -> Tensor:
+    """ImageMagick's motion blur: 2 ceil(radius) + 1 pixels, Gaussian weights from the first on, the border repeated.
+
+    `angles` [B] are in degrees.
+    """
+    weights = line_weights(radius, sigma)
+    steps = np.arange(len(weights))
+    turns = np.deg2rad(angles.cpu().numpy())[:, None]
+    down = np.ceil(steps * np.sin(turns) - 0.5).astype(int)
+    right = np.ceil(steps * np.cos(turns) - 0.5).astype(int)
+    h, w = x_bchw.shape[-2:]
+    reach = len(weights)
+    padded = F.pad(x_bchw, (reach,) * 4, mode="replicate")
+    blurred = torch.zeros_like(x_bchw)
+    plan = list(zip((down + reach).tolist(), (right + reach).tolist(), strict=True))
+    shares = weights.tolist()
+
+    def some(rows: range) -> None:
+        for row in rows:
+            image, result = padded[row], blurred[row]
+            for y, x, share in zip(*plan[row], shares, strict=True):
+                result.add_(image[:, y : y + h, x : x + w], alpha=share)
+
+    in_threads(some, len(x_bchw))
+    return blurred
+
+
+def line_weights(radius: float, sigma: float) -> NDArray[np.float64]:
+    """The weights of the pixels of a line, without the last ones that are next to nothing."""
+    weights = np.exp(-0.5 * (np.arange(2 * math.ceil(radius) + 1) / sigma) ** 2)
+    weights /= weights.sum()
+    return weights[: int((np.cumsum(weights) < 1 - _NEGLIGIBLE).sum()) + 1]
+
+
+def zoom_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
+    """The mean of the image and of its centre magnified by 1, 1 + step, 1 + 2 step, ..."""
+    stop, step = setting.parameters
+    factors = np.arange(1, stop, step).tolist()  # rounding decides whether the last one is in: as published
+    total = 2 * x_bchw  # the image itself, and a magnification of 1
+    for factor in factors[1:]:
+        total += magnified(x_bchw, factor)
+    return total.div_(len(factors) + 1)
+
+
+def magnified(x_bchw: Tensor, factor: float) -> Tensor:
+    """The centre, magnified to the size of the image by linear interpolation, corner pixels on corner pixels."""
+    h, w = x_bchw.shape[-2:]
+    return fill(centre(x_bchw, factor), factor, (h, w))
+
+
+def centre(x_bchw: Tensor, factor: float) -> Tensor:
+    """The 1/factor-th part in the middle."""
+    h, w = x_bchw.shape[-2:]
+    high, wide = math.ceil(h / factor), math.ceil(w / factor)
+    top, left = (h - high) // 2, (w - wide) // 2
+    return x_bchw[..., top : top + high, left : left + wide]
+
+
+def fill(part_bchw: Tensor, factor: float, size: tuple[int, int]) -> Tensor:
+    """A part magnified by `factor`, and what of it is in the middle of `size`."""
+    high, wide = (round(side * factor) for side in part_bchw.shape[-2:])
+    large = F.interpolate(part_bchw, size=(high, wide), mode="bilinear", align_corners=True)
+    top, left = (high - size[0]) // 2, (wide - size[1]) // 2
+    return large[..., top : top + size[0], left : left + size[1]]
+
+
+def glass_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
+    """A Gaussian blur, pixels moved by up to `reach`, and the blur again.
+
+    The published loop goes from the lower right to the upper left and means to swap each pixel with one at most `reach`
+    away. Its assignment copies instead (the first copy overwrites what the second reads), so the published images have
+    copies, and so have ours. A pixel's source may have been replaced before: following such chains is `sources`.
+    """
+    sigma, reach, times = setting.parameters
+    sigma, reach = sigma * setting.scale, max(1, round(reach * setting.scale))
+    b, c, h, w = x_bchw.shape
+    pixels = truncated(gaussian_smooth(x_bchw, sigma)).flatten(2)
+    for _ in range(times):
+        moves = draws.integers(-reach, reach, 2, h - 2 * reach, w - 2 * reach)
+        pixels = pixels.gather(2, sources(moves, reach, h, w)[:, None].expand(b, c, h * w))
+    return gaussian_smooth(pixels.reshape(b, c, h, w), sigma)
+
+
+def sources(moves_b2yx: Tensor, reach: int, h: int, w: int) -> Tensor:
+    """Which pixel of the flat image ends up at each place, [B, h w].
+
+    `moves` are (down, right) of the pixels from row and column `reach` + 1 on, in reading order. The loop goes through
+    them backwards: a pixel that takes from a later one, in reading order, takes what that one has taken.
+    """
+    b = len(moves_b2yx)
+    place = torch.arange(h * w, device=moves_b2yx.device)
+    takes = place.reshape(1, h, w).repeat(b, 1, 1)
+    inner = (slice(None), slice(reach + 1, h - reach + 1), slice(reach + 1, w - reach + 1))
+    takes[inner] += moves_b2yx[:, 0] * w + moves_b2yx[:, 1]
+    takes = takes.flatten(1)
+    moved = torch.zeros(h, w, dtype=torch.bool, device=place.device)
+    moved[inner[1:]] = True
+    chained = (takes > place) & moved.flatten()[takes]
+    if not chained.any():
+        return takes
+    # Pointer jumping: after k rounds every pixel knows the one 2^k links further, or the end of its chain.
+    link = torch.where(chained, takes, place)
+    while True:
+        further = link.gather(1, link)
+        if torch.equal(further, link):
+            return takes.gather(1, link)
+        link = further

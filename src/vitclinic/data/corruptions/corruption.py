@@ -1,0 +1,83 @@
+"""A corruption as a transform of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic.data.batch import Batch
+from vitclinic.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
+from vitclinic.data.corruptions.colour import brightness, contrast, saturate
+from vitclinic.data.corruptions.digital import elastic_transform, jpeg_compression, pixelate
+from vitclinic.data.corruptions.drawing import Draws
+from vitclinic.data.corruptions.levels import rounded, truncated
+from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
+from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
+from vitclinic.data.corruptions.spatter import spatter
+from vitclinic.data.corruptions.weather import fog, frost, snow
+from vitclinic.errors import DataError, RecipeError, did_you_mean
+
+_FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
+    function.__name__: function
+    for function in (
+        *(gaussian_noise, shot_noise, impulse_noise, speckle_noise),
+        *(defocus_blur, glass_blur, motion_blur, zoom_blur, gaussian_blur),
+        *(snow, frost, fog, brightness, contrast, saturate, spatter),
+        *(elastic_transform, pixelate, jpeg_compression),
+    )
+}
+
+
+class Corruption:
+    """One corruption at one severity. Calling it on images gives the corrupted ones.
+
+    What is random about an image derives from (seed, name, severity, its index): the same image gets the same
+    corruption whatever else is in the batch. As in the published sets, images have 256 levels: those that come in are
+    rounded to them, and the result is cut down to the next level. Shapes: [B, C, H, W] in [0, 1], C being 1 or 3,
+    H and W at least 32; dtype and device are kept.
+
+    Example:
+        >>> images = torch.rand(2, 3, 32, 32)
+        >>> fog = Corruption("fog", severity=3)
+        >>> torch.equal(fog(images, [7, 8])[1:], fog(images[1:], [8]))
+        True
+    """
+
+    def __init__(self, name: str, severity: int, seed: int = 0) -> None:
+        if name not in _FUNCTIONS:
+            hint = did_you_mean(name, NINETEEN) or f" There are {', '.join(NINETEEN)}."
+            raise RecipeError(f"There is no corruption '{name}'.{hint}")
+        if severity not in SEVERITIES:
+            raise RecipeError(f"A severity is 1, 2, 3, 4 or 5 (got {severity}).")
+        self.name, self.severity, self.seed = name, severity, seed
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, indices: Sequence[int] | NDArray[np.int64] | Tensor) -> Tensor:
+        if images.ndim != 4 or images.shape[1] not in (1, 3) or not images.is_floating_point():
+            got = f"{images.dtype}, {tuple(images.shape)}"
+            raise DataError(f"A corruption takes floating-point images [B, 1 or 3, H, W] (got {got}).")
+        if len(indices) != len(images):
+            raise DataError(f"{len(images)} images and {len(indices)} indices: each image needs its own.")
+        chosen = setting(self.name, self.severity, (images.shape[2], images.shape[3]))
+        if not len(images):
+            return images.clone()
+        rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
+        draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
+        x_bchw = rounded(images.detach().float())
+        return truncated(_FUNCTIONS[self.name](x_bchw, chosen, draws)).to(images.dtype)
+
+    def batch(self, batch: Batch) -> Batch:
+        """The batch with its images corrupted, each by its index."""
+        return replace(batch, images=self(batch.images, batch.indices))
+
+
+def corrupt(
+    images: Tensor, name: str, severity: int, indices: Sequence[int] | Tensor | None = None, seed: int = 0
+) -> Tensor:
+    """The images corrupted; image i of the batch counts as image i of the set unless `indices` say otherwise."""
+    return Corruption(name, severity, seed)(images, range(len(images)) if indices is None else indices)

@@ -1,0 +1,1 @@
+"""How a network behaves: accuracy, and what becomes of it on other images."""

@@ -1,0 +1,134 @@
+"""Accuracy under the corruptions of CIFAR-10-C and ImageNet-C [Hendrycks & Dietterich 2019]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from vitclinic.data import Batch
+from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
+from vitclinic.errors import ModelError
+from vitclinic.measurement import Scalar
+from vitclinic.probes.partial import Partial
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean, share_interval
+
+SAVED_EVERY = 1.0
+"""Seconds of work that a killed exam may lose."""
+
+_UNKNOWN = -1
+
+
+class Outcomes:
+    """Whether each image was recognised under each corruption and severity, and as it is: row 0."""
+
+    def __init__(self, names: Sequence[str], images: int) -> None:
+        self.cells: list[tuple[str, int] | None] = [None, *((name, s) for name in names for s in SEVERITIES)]
+        self.correct: NDArray[np.int8] = np.full((len(self.cells), images), _UNKNOWN, np.int8)
+
+    @property
+    def known(self) -> int:
+        return int((self.correct != _UNKNOWN).sum())
+
+    @property
+    def corrupted(self) -> NDArray[np.int8]:
+        """[corruptions, severities, images]."""
+        return self.correct[1:].reshape(-1, len(SEVERITIES), self.correct.shape[1])
+
+    def take(self, arrays: dict[str, NDArray[np.int8]] | None) -> None:
+        """Go on from what was kept before."""
+        if arrays is not None and arrays["correct"].shape == self.correct.shape:
+            self.correct[...] = arrays["correct"]
+
+
+@register
+class Corruptions(OwningProbe):
+    """Accuracy under 15 or 19 corruptions at 5 severities [park2022 Fig. 12b; chen2022 Table 2].
+
+    The mean over corruptions and severities of the accuracy, not relative to another network (no mCE). Images are
+    corrupted in [0, 1], each by its own random numbers.
+    """
+
+    name: ClassVar[str] = "corruptions"
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+    by_default: ClassVar[bool] = False
+
+    kinds: Literal[15, 19] = Field(15, description="the 15 of the benchmark, or with the 4 kept for validation")
+    images: Annotated[int, Field(ge=1)] = Field(1000, description="at most so many images, stratified")
+
+    @property
+    def corruptions(self) -> tuple[str, ...]:
+        return FIFTEEN if self.kinds == 15 else NINETEEN
+
+    def view(self, subject: Subject) -> Subject:
+        return subject if self.images >= len(subject) else subject.on(subject.split, self.images)
+
+    def forwards(self, subject: Subject) -> float:
+        return float(len(subject) * (1 + self.kinds * len(SEVERITIES)))
+
+    def measure(self, subject: Subject) -> Result:
+        if min(subject.dataset.size) < SMALLEST:
+            side = " x ".join(map(str, subject.dataset.size))
+            raise DoesNotApply(f"corruptions are defined from {SMALLEST} pixels a side, and the images are {side}.")
+        outcomes = Outcomes(self.corruptions, len(subject))
+        partial = Partial(subject.scratch.get(self.name), f"{self.kinds} {subject.seed} {subject.data_digest}")
+        outcomes.take(partial.read())
+        try:
+            for batch in subject.batches():
+                self._see(subject, batch, outcomes, partial)
+        finally:
+            partial.write({"correct": outcomes.correct})
+        return self._result(outcomes)
+
+    @torch.no_grad()
+    def _see(self, subject: Subject, batch: Batch, outcomes: Outcomes, partial: Partial) -> None:
+        """All corruptions of one batch: its images are read once."""
+        places = batch.indices.numpy()
+        rows = subject.images.rows[places]  # an image's own number, whatever the limit
+        for cell, row in zip(outcomes.cells, outcomes.correct, strict=True):
+            if (row[places] != _UNKNOWN).all():
+                continue
+            images = batch.images if cell is None else Corruption(*cell, seed=subject.seed)(batch.images, rows)
+            logits = subject.logits(images)
+            if not logits.isfinite().all():
+                raise ModelError(f"{subject.name} gives logits that are not finite.")
+            row[places] = (logits.argmax(1) == batch.targets).cpu().numpy()
+            partial.write({"correct": outcomes.correct}, every=SAVED_EVERY)
+            subject.progress(self.name, outcomes.known, outcomes.correct.size)
+
+    def _result(self, outcomes: Outcomes) -> Result:
+        clean, corrupted = outcomes.correct[0], outcomes.corrupted
+        share = corrupted.mean((0, 1), dtype=np.float64)
+        scalars = {"accuracy": _mean(share), "clean_accuracy": _share(clean), "drop": _mean(clean - share, -1.0)}
+        for name, by_severity in zip(self.corruptions, corrupted, strict=True):
+            scalars[f"accuracy_{name}"] = _mean(by_severity.mean(0, dtype=np.float64))
+        cells = [[_share(row) for row in by_severity] for by_severity in corrupted]
+        table = {key: np.array([[getattr(cell, field) for cell in row] for row in cells]) for key, field in _FIELDS}
+        return Result(scalars, arrays={"severity": np.array(SEVERITIES), **table})
+
+
+_FIELDS = (("accuracy", "value"), ("low", "low"), ("high", "high"))
+
+
+def _share(correct: NDArray[np.int8]) -> Scalar:
+    successes, trials = int(correct.sum()), len(correct)
+    low, high = share_interval(successes, trials)
+    return Scalar(value=successes / trials, low=low, high=high, n=trials)
+
+
+def _mean(values: NDArray[np.float64], smallest: float = 0.0) -> Scalar:
+    """The mean over images of a value in [smallest, 1], with a t interval where there are two or more."""
+    running = RunningMean()
+    running.add(values)
+    mean, n = float(running.mean), len(values)
+    if n < 2:
+        return Scalar(value=mean, n=n)
+    half = float(running.half_width())
+    return Scalar(value=mean, low=max(smallest, mean - half), high=min(1.0, mean + half), n=n)
