@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitclinic.statistics import RunningMean, median_interval, share_interval
+from vitclinic.statistics import RunningMean, median_interval, paired_interval, share_interval
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (10, 10), (540, 1000)])
@@ -55,3 +55,18 @@ def test_the_interval_of_a_median_covers_it():
     covered = np.mean((intervals[:, 0] <= np.log(2)) & (np.log(2) <= intervals[:, 1]))
     assert covered == pytest.approx(1 - 2 * (1 + 10) / 2**10, abs=0.01)  # 97.9%: the best that ten values allow
     assert median_interval([1, 2, 3, 4, 5]) is None
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))
+def test_a_paired_interval_holds_the_difference(lost, gained, neither):
+    trials = lost + gained + neither + 1
+    low, high = paired_interval(lost, gained, trials)
+    assert -1 <= low <= (lost - gained) / trials <= high <= 1
+    assert paired_interval(gained, lost, trials) == pytest.approx((-high, -low))
+
+
+@pytest.mark.parametrize(("loses", "gains"), [(0.02, 0.0), (0.2, 0.05), (0.5, 0.3)])
+def test_a_paired_interval_covers_at_about_its_nominal_rate(loses, gains):
+    drawn = np.random.default_rng(0).multinomial(100, [loses, gains, 1 - loses - gains], size=2000)
+    found = [paired_interval(int(lost), int(gained), 100) for lost, gained, _ in drawn]
+    assert 0.93 < np.mean([low <= loses - gains <= high for low, high in found]) <= 1

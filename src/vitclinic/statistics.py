@@ -29,6 +29,24 @@ def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Int
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def paired_interval(lost: int, gained: int, trials: int, confidence: float = 0.95) -> Interval:
+    """The interval for a difference of two shares of the same trials, such as an accuracy before and after a change.
+
+    Of the `trials`, `lost` succeeded only before and `gained` only after; the difference is (lost - gained) / trials.
+    The Wald interval after adding half a trial to each of the four kinds [Agresti & Min 2005], which says something
+    also where nothing was lost or gained.
+
+    Example:
+        >>> low, high = paired_interval(8, 2, 100)
+        >>> round(low, 3), round(high, 3)
+        (-0.004, 0.122)
+    """
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    n, difference = trials + 2, lost - gained
+    half = z * math.sqrt(lost + gained + 1 - difference**2 / n)
+    return max(-1.0, (difference - half) / n), min(1.0, (difference + half) / n)
+
+
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
     """The interval for the median between two order statistics: exact for any distribution.
 

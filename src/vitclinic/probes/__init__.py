@@ -5,7 +5,9 @@ from vitclinic.probes.attention.cb_scale import CBScale
 from vitclinic.probes.attention.distance import AttentionDistance
 from vitclinic.probes.attention.entropy import AttentionEntropy
 from vitclinic.probes.attention.maps import AttentionMaps
+from vitclinic.probes.behaviour.accuracy import Accuracy
 from vitclinic.probes.behaviour.corruptions import Corruptions
+from vitclinic.probes.behaviour.train_nll import TrainNLL
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
 from vitclinic.probes.curvature.landscape import Landscape
@@ -26,6 +28,7 @@ from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
     "NTK",
+    "Accuracy",
     "AttentionDistance",
     "AttentionEntropy",
     "AttentionMaps",
@@ -47,6 +50,7 @@ __all__ = [
     "StreamingProbe",
     "Subject",
     "Tally",
+    "TrainNLL",
     "Training",
     "Trajectory",
     "Variance",

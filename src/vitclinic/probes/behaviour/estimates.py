@@ -1,0 +1,41 @@
+"""Numbers about images with their 95% intervals: a share of them, a mean over them, a part lost of an accuracy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitclinic.measurement import Scalar
+from vitclinic.statistics import RunningMean, paired_interval, share_interval
+
+Correct = NDArray[np.bool_]
+"""Of each image, whether it was recognised."""
+
+
+def share(successes: int, trials: int) -> Scalar:
+    """A share, such as an accuracy, with Wilson's interval."""
+    low, high = share_interval(successes, trials)
+    return Scalar(value=successes / trials, low=low, high=high, n=trials)
+
+
+def accuracy(correct: Correct) -> Scalar:
+    """The share of images that were recognised."""
+    return share(int(correct.sum()), len(correct))
+
+
+def drop(clean: Correct, changed: Correct) -> Scalar:
+    """What is lost of the accuracy on the same images, with a paired interval."""
+    lost, gained = int((clean & ~changed).sum()), int((changed & ~clean).sum())
+    low, high = paired_interval(lost, gained, len(clean))
+    return Scalar(value=(lost - gained) / len(clean), low=low, high=high, n=len(clean))
+
+
+def mean(running: RunningMean, least: float = -math.inf, most: float = math.inf) -> Scalar:
+    """The mean of values that lie between `least` and `most`, with a t interval where there are two or more."""
+    value = float(running.mean)
+    if running.n < 2:
+        return Scalar(value=value, n=running.n)
+    half = float(running.half_width())
+    return Scalar(value=value, low=max(least, value - half), high=min(most, value + half), n=running.n)
