@@ -62,7 +62,24 @@ def test_a_paired_interval_holds_the_difference(lost, gained, neither):
     trials = lost + gained + neither + 1
     low, high = paired_interval(lost, gained, trials)
     assert -1 <= low <= (lost - gained) / trials <= high <= 1
-    assert paired_interval(gained, lost, trials) == pytest.approx((-high, -low))
+    assert paired_interval(gained, lost, trials) == pytest.approx((-high, -low), abs=1e-12)
+
+
+def test_where_no_pair_differs_the_paired_interval_has_a_closed_form():
+    z = stats.norm.ppf(0.975)
+    assert paired_interval(0, 0, 44) == pytest.approx((-(z**2) / (44 + z**2), z**2 / (44 + z**2)))
+
+
+@pytest.mark.parametrize(("lost", "gained", "trials"), [(8, 2, 100), (0, 3, 20), (5, 0, 10), (1, 7, 30)])
+def test_the_edges_of_a_paired_interval_are_where_a_test_would_reject(lost, gained, trials):
+    """The score statistic at each edge, with the maximum of the likelihood found on a grid."""
+    for edge, sign in zip(paired_interval(lost, gained, trials), (1, -1), strict=True):
+        after = np.linspace(max(0, -edge), (1 - edge) / 2, 200_001)[1:-1]  # shares gained, edge + after being lost
+        likelihood = lost * np.log(after + edge) + gained * np.log(after)
+        likelihood += (trials - lost - gained) * np.log(1 - 2 * after - edge)
+        most_likely = after[likelihood.argmax()]
+        error = np.sqrt(trials * (2 * most_likely + edge * (1 - edge)))
+        assert (lost - gained - trials * edge) / error == pytest.approx(sign * stats.norm.ppf(0.975), rel=1e-3)
 
 
 @pytest.mark.parametrize(("loses", "gains"), [(0.02, 0.0), (0.2, 0.05), (0.5, 0.3)])

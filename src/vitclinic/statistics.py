@@ -33,18 +33,37 @@ def paired_interval(lost: int, gained: int, trials: int, confidence: float = 0.9
     """The interval for a difference of two shares of the same trials, such as an accuracy before and after a change.
 
     Of the `trials`, `lost` succeeded only before and `gained` only after; the difference is (lost - gained) / trials.
-    The Wald interval after adding half a trial to each of the four kinds [Agresti & Min 2005], which says something
-    also where nothing was lost or gained.
+    It is the score interval [Tango 1998]: all differences that a test at this level would not reject, which is right
+    also where little or nothing was lost or gained.
 
     Example:
         >>> low, high = paired_interval(8, 2, 100)
         >>> round(low, 3), round(high, 3)
-        (-0.004, 0.122)
+        (-0.002, 0.134)
     """
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    n, difference = trials + 2, lost - gained
-    half = z * math.sqrt(lost + gained + 1 - difference**2 / n)
-    return max(-1.0, (difference - half) / n), min(1.0, (difference + half) / n)
+
+    def edge(outside: float) -> float:
+        inside = (lost - gained) / trials
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            if abs(_paired_score(lost, gained, trials, middle)) <= z:
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    return edge(-1.0), edge(1.0)
+
+
+def _paired_score(lost: int, gained: int, n: int, difference: float) -> float:
+    """The test statistic of a difference: its distance in standard errors, these estimated as if it were the true one."""
+    half = ((2 * n - lost + gained) * difference - lost - gained) / 2
+    spread = math.sqrt(max(0.0, half**2 + 2 * n * gained * difference * (1 - difference)))
+    only_after = max(0.0, (spread - half) / (2 * n), -difference)
+    variance = n * (2 * only_after + difference * (1 - difference))
+    distance = lost - gained - n * difference
+    return distance / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, distance)
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
