@@ -57,7 +57,7 @@ def paired_interval(lost: int, gained: int, trials: int, confidence: float = 0.9
 
 
 def _paired_score(lost: int, gained: int, n: int, difference: float) -> float:
-    """The test statistic of a difference: its distance in standard errors, these estimated as if it were the true one."""
+    """How far a difference is from the observed one, in the standard errors that it would have if it were true."""
     half = ((2 * n - lost + gained) * difference - lost - gained) / 2
     spread = math.sqrt(max(0.0, half**2 + 2 * n * gained * difference * (1 - difference)))
     only_after = max(0.0, (spread - half) / (2 * n), -difference)

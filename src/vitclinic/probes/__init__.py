@@ -6,6 +6,7 @@ from vitclinic.probes.attention.distance import AttentionDistance
 from vitclinic.probes.attention.entropy import AttentionEntropy
 from vitclinic.probes.attention.maps import AttentionMaps
 from vitclinic.probes.behaviour.accuracy import Accuracy
+from vitclinic.probes.behaviour.attacks import FGSM, PGD
 from vitclinic.probes.behaviour.corruptions import Corruptions
 from vitclinic.probes.behaviour.train_nll import TrainNLL
 from vitclinic.probes.cost import Cost
@@ -27,7 +28,9 @@ from vitclinic.probes.running import estimated_seconds, measure
 from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
+    "FGSM",
     "NTK",
+    "PGD",
     "Accuracy",
     "AttentionDistance",
     "AttentionEntropy",
