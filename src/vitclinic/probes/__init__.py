@@ -8,6 +8,11 @@ from vitclinic.probes.attention.maps import AttentionMaps
 from vitclinic.probes.behaviour.accuracy import Accuracy
 from vitclinic.probes.behaviour.attacks import FGSM, PGD
 from vitclinic.probes.behaviour.corruptions import Corruptions
+from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
+from vitclinic.probes.behaviour.missing_rate import MissingRate
+from vitclinic.probes.behaviour.occlusion import Occlusion
+from vitclinic.probes.behaviour.shape_bias import ShapeBias
+from vitclinic.probes.behaviour.shift import Shift
 from vitclinic.probes.behaviour.train_nll import TrainNLL
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
@@ -41,15 +46,20 @@ __all__ = [
     "DoesNotApply",
     "Flatness",
     "Fourier",
+    "FrequencyNoise",
     "HessianSpectrum",
     "Landscape",
+    "MissingRate",
     "Need",
     "Norms",
+    "Occlusion",
     "OwningProbe",
     "PastWeights",
     "Probe",
     "Result",
+    "ShapeBias",
     "Sharpness",
+    "Shift",
     "StreamingProbe",
     "Subject",
     "Tally",
