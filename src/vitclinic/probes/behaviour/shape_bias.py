@@ -34,12 +34,6 @@ class ShapeBias(OwningProbe):
 
     images: Annotated[int, Field(ge=1)] = Field(900, description="how many; every 90 hold each pair of classes once")
 
-    def view(self, subject: Subject) -> Subject:
-        names = subject.classes if subject.output_names is None else subject.output_names
-        if names != shapes.CLASSES:
-            raise DoesNotApply("the network's classes are not those of the `shapes` set.")
-        return subject
-
     def conditions(self, subject: Subject) -> dict[str, Any]:
         return {"shapes": shapes.VERSION}
 
@@ -47,6 +41,8 @@ class ShapeBias(OwningProbe):
         return float(self.images)
 
     def measure(self, subject: Subject) -> Result:
+        if subject.classes != shapes.CLASSES:
+            raise DoesNotApply("the network's classes are not those of the `shapes` set.")
         chosen, shape, texture = (np.zeros(self.images, np.int64) for _ in range(3))
         for start in range(0, self.images, subject.batch_size):
             rows = np.arange(start, min(start + subject.batch_size, self.images))
