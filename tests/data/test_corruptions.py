@@ -211,6 +211,15 @@ def test_other_precisions_hold_the_same_levels(dtype):
     assert torch.equal(found, corrupt(images, "snow", 3).to(dtype))
 
 
+@pytest.mark.parametrize("side", [33, 50, 64, 84, 85, 96, 100, 127, 160, 231, 300])
+def test_pixels_are_those_of_pillow_at_any_size(side):
+    images = np.random.default_rng(side).integers(0, 256, (1, side, side, 3), dtype=np.uint8)
+    for severity in SEVERITIES:
+        share = setting("pixelate", severity, (side, side)).parameters
+        expected = reference.pixelate(images[0], share, None)
+        assert (levels(corrupt(as_batch(images), "pixelate", severity))[0] == expected).all()
+
+
 def test_parameters_scale_from_the_published_sizes():
     assert setting("gaussian_blur", 5, (32, 40)).parameter_set == "cifar10-c"
     assert setting("gaussian_blur", 5, (64, 64)).scale == 2

@@ -32,6 +32,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
     )
 }
 
+_ON_LEVELS = frozenset({"motion_blur", "pixelate", "jpeg_compression"})
+"""Those whose results have 256 levels already."""
+
 
 class Corruption:
     """One corruption at one severity. Calling it on images gives the corrupted ones.
@@ -69,7 +72,8 @@ class Corruption:
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
         draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
         x_bchw = rounded(images.detach().float())
-        return truncated(_FUNCTIONS[self.name](x_bchw, chosen, draws)).to(images.dtype)
+        corrupted = _FUNCTIONS[self.name](x_bchw, chosen, draws)
+        return (corrupted if self.name in _ON_LEVELS else truncated(corrupted)).to(images.dtype)
 
     def batch(self, batch: Batch) -> Batch:
         """The batch with its images corrupted, each by its index."""

@@ -68,7 +68,8 @@ def pixelate(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     small = (along_columns(x_bchw * 255, box_matrix(w, wide)) + 0.5 + 1e-3).floor_()
     small = (along_rows(small, box_matrix(h, high)) + 0.5 + 1e-3).floor_()
     rows, columns = (_nearest(a, b).to(x_bchw.device) for a, b in ((high, h), (wide, w)))
-    return small.index_select(2, rows).index_select(3, columns).div_(255)
+    wide_bcwh = small.div_(255).transpose(2, 3).index_select(2, columns)  # rows are copied faster than columns
+    return wide_bcwh.transpose(2, 3).contiguous().index_select(2, rows)
 
 
 @lru_cache(maxsize=64)
@@ -76,8 +77,10 @@ def box_matrix(size: int, smaller: int) -> Tensor:
     """[smaller, size]: the mean of the pixels whose centres lie in each new pixel, the left end excluded."""
     ratio = size / smaller
     centres = (np.arange(smaller)[:, None] + 0.5) * ratio
-    distance = (np.arange(size) - centres + 0.5) / ratio
-    inside = ((distance > -0.5) & (distance <= 0.5)).astype(np.float64)
+    distance = (np.arange(size) - centres + 0.5) * (1.0 / ratio)  # rounded as Pillow does, for pixels on a border
+    first, end = (np.floor(centres + way * 0.5 * ratio + 0.5) for way in (-1, 1))
+    window = (np.arange(size) >= first) & (np.arange(size) < end)
+    inside = (window & (distance > -0.5) & (distance <= 0.5)).astype(np.float64)
     return torch.from_numpy((inside / inside.sum(1, keepdims=True)).astype(np.float32))
 
 
@@ -88,14 +91,14 @@ def _nearest(size: int, larger: int) -> Tensor:
 def jpeg_compression(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Through Pillow's JPEG of that quality, colours at half the resolution."""
     quality = setting.parameters
-    pixels = (x_bchw * 255).round_().byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    pixels = x_bchw.permute(0, 2, 3, 1).mul(255).round_().byte().contiguous().cpu().numpy()
 
     def some(rows: range) -> None:
         for row in rows:  # without the interpreter's lock, but for a moment
             pixels[row] = _through_jpeg(pixels[row], quality)
 
     in_threads(some, len(pixels))
-    return torch.from_numpy(pixels).to(x_bchw.device).permute(0, 3, 1, 2).float().div_(255)
+    return torch.from_numpy(pixels).to(x_bchw.device).permute(0, 3, 1, 2).contiguous().float().div_(255)
 
 
 def _through_jpeg(image: Pixels, quality: int) -> Pixels:

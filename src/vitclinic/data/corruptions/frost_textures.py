@@ -40,21 +40,24 @@ def _texture(number: int) -> NDArray[np.float32]:
     rows, columns = np.meshgrid(np.arange(_SIDE), np.arange(_SIDE), indexing="ij")
     ice = np.zeros((_SIDE, _SIDE))
     for stretch, weight in ((1.0, 0.6), (3.0, 0.4)):
-        field = _fractal(random, 1.6, stretch)
+        field = _fractal(random, 1.6, stretch, lowest=6)
         bent = _at(field, rows + bend * _fractal(random, 3.0), columns + bend * _fractal(random, 3.0))
-        ice += weight * np.exp(-3.5 * np.abs(bent))
+        ice += weight * np.exp(-3.0 * np.abs(bent))
     patches = 1 / (1 + np.exp(-2.0 * _fractal(random, 2.6) - 0.4))
     grain = 0.06 * _fractal(random, 0.6)
-    thickness = np.clip(0.08 + patches * (0.25 + 0.85 * ice) + grain, 0, 1)[None]
+    thickness = np.clip(0.08 + patches * (0.22 + 1.0 * ice) + grain, 0, 1)[None]
     dark, light = (np.asarray(colour)[:, None, None] for colour in (_DARK, _LIGHT))
     return np.asarray(dark + (light - dark) * thickness, dtype=np.float32)
 
 
-def _fractal(random: np.random.Generator, power: float, stretch: float = 1.0) -> NDArray[np.float64]:
-    """Periodic Gaussian noise of unit variance with amplitude spectrum f^-power, `stretch` times longer than wide."""
+def _fractal(random: np.random.Generator, power: float, stretch: float = 1.0, lowest: int = 1) -> NDArray[np.float64]:
+    """Periodic Gaussian noise of unit variance with amplitude spectrum f^-power, `stretch` times longer than wide.
+
+    No wave is longer than the side divided by `lowest`.
+    """
     rows, columns = np.fft.fftfreq(_SIDE)[:, None] * stretch, np.fft.rfftfreq(_SIDE)[None]
     frequency = np.hypot(rows, columns)
-    frequency[0, 0] = np.inf
+    frequency[frequency < (lowest - 0.5) / _SIDE] = np.inf
     spectrum = np.fft.rfft2(random.standard_normal((_SIDE, _SIDE))) * frequency**-power
     field: NDArray[np.float64] = np.fft.irfft2(spectrum, (_SIDE, _SIDE))
     field -= field.mean()

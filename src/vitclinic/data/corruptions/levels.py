@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _SLACK = 1e-4
@@ -10,12 +11,12 @@ _SLACK = 1e-4
 
 def truncated(x: Tensor) -> Tensor:
     """Clipped to [0, 1] and brought down to the next level: what a conversion to 8 bits does in the published code."""
-    return x.clamp(0, 1).mul_(255).add_(_SLACK).floor_().div_(255)
+    return torch.add(torch.full((), _SLACK, device=x.device), x, alpha=255).clamp_(0, 255).floor_().div_(255)
 
 
 def rounded(x: Tensor) -> Tensor:
     """Clipped to [0, 1] and brought to the nearest level."""
-    return x.clamp(0, 1).mul_(255).round_().div_(255)
+    return (x * 255).clamp_(0, 255).round_().div_(255)
 
 
 def luma(x_bchw: Tensor) -> Tensor:
