@@ -32,6 +32,13 @@ def drop(clean: Correct, changed: Correct) -> Scalar:
     return Scalar(value=(lost - gained) / len(clean), low=low, high=high, n=len(clean))
 
 
+def mean_over(values: NDArray[np.float64], least: float, most: float) -> Scalar:
+    """The mean over images of a value of each."""
+    running = RunningMean()
+    running.add(values)
+    return mean(running, least, most)
+
+
 def mean(running: RunningMean, least: float = -math.inf, most: float = math.inf) -> Scalar:
     """The mean of values that lie between `least` and `most`, with a t interval where there are two or more."""
     value = float(running.mean)

@@ -23,11 +23,10 @@ from vitclinic.data import Batch
 from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
-from vitclinic.probes.behaviour.estimates import Correct, accuracy, drop, mean
+from vitclinic.probes.behaviour.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 Rings = NDArray[np.int64]
 """Of each frequency, [height, width], the number of its ring."""
@@ -112,6 +111,4 @@ def unit_noise(delta_bchw: Tensor, mask_hw: Tensor) -> Tensor:
 
 def mean_drop(clean: Correct, noisy: list[Correct]) -> Scalar:
     """What is lost of the accuracy on average over several kinds of noise; an image under all of them is one sample."""
-    running = RunningMean()
-    running.add(clean - np.mean(noisy, axis=0))
-    return mean(running, -1.0, 1.0)
+    return mean_over(clean - np.mean(noisy, axis=0), -1.0, 1.0)
