@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitclinic.statistics import RunningMean, median_interval, paired_interval, share_interval
+from vitclinic.statistics import RunningMean, median_interval, paired_share_interval, share_interval
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (10, 10), (540, 1000)])
@@ -64,33 +64,24 @@ def test_the_interval_of_a_median_covers_it():
     assert median_interval([1, 2, 3, 4, 5]) is None
 
 
-@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50))
-def test_a_paired_interval_holds_the_difference(lost, gained, neither):
-    trials = lost + gained + neither + 1
-    low, high = paired_interval(lost, gained, trials)
-    assert -1 <= low <= (lost - gained) / trials <= high <= 1
-    assert paired_interval(gained, lost, trials) == pytest.approx((-high, -low), abs=1e-12)
+def test_the_paired_interval_by_hand():
+    # 13/102 - 3/102 = 0.098039; 1.959964 sqrt((16/102 - 0.098039^2) / 102) = 0.074469
+    assert paired_share_interval(12, 2, 100) == pytest.approx((0.023570, 0.172508), abs=2e-6)
 
 
-def test_where_no_pair_differs_the_paired_interval_has_a_closed_form():
-    z = stats.norm.ppf(0.975)
-    assert paired_interval(0, 0, 44) == pytest.approx((-(z**2) / (44 + z**2), z**2 / (44 + z**2)))
+@given(st.integers(1, 300), st.data())
+def test_the_paired_interval_holds_its_value(n, data):
+    lost = data.draw(st.integers(0, n))
+    gained = data.draw(st.integers(0, n - lost))
+    low, high = paired_share_interval(lost, gained, n)
+    assert -1 <= low <= (lost - gained) / n <= high <= 1
+    assert low < high
+    mirrored = paired_share_interval(gained, lost, n)
+    assert mirrored == pytest.approx((-high, -low))
 
 
-@pytest.mark.parametrize(("lost", "gained", "trials"), [(8, 2, 100), (0, 3, 20), (5, 0, 10), (1, 7, 30)])
-def test_the_edges_of_a_paired_interval_are_where_a_test_would_reject(lost, gained, trials):
-    """The score statistic at each edge, with the maximum of the likelihood found on a grid."""
-    for edge, sign in zip(paired_interval(lost, gained, trials), (1, -1), strict=True):
-        after = np.linspace(max(0, -edge), (1 - edge) / 2, 200_001)[1:-1]  # shares gained, edge + after being lost
-        likelihood = lost * np.log(after + edge) + gained * np.log(after)
-        likelihood += (trials - lost - gained) * np.log(1 - 2 * after - edge)
-        most_likely = after[likelihood.argmax()]
-        error = np.sqrt(trials * (2 * most_likely + edge * (1 - edge)))
-        assert (lost - gained - trials * edge) / error == pytest.approx(sign * stats.norm.ppf(0.975), rel=1e-3)
-
-
-@pytest.mark.parametrize(("loses", "gains"), [(0.02, 0.0), (0.2, 0.05), (0.5, 0.3)])
-def test_a_paired_interval_covers_at_about_its_nominal_rate(loses, gains):
-    drawn = np.random.default_rng(0).multinomial(100, [loses, gains, 1 - loses - gains], size=2000)
-    found = [paired_interval(int(lost), int(gained), 100) for lost, gained, _ in drawn]
-    assert 0.93 < np.mean([low <= loses - gains <= high for low, high in found]) <= 1
+def test_the_paired_interval_covers_at_its_nominal_rate():
+    random = np.random.default_rng(0)
+    counts = random.multinomial(120, [0.12, 0.05, 0.83], size=4000)
+    inside = [low <= 0.07 <= high for low, high in (paired_share_interval(int(a), int(b), 120) for a, b, _ in counts)]
+    assert 0.935 < np.mean(inside) < 0.975

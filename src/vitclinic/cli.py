@@ -132,7 +132,7 @@ def demo(
 def examine(
     targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="What to examine; see below.")],
     data: Annotated[str | None, typer.Option(metavar="D", help="Data to measure on; a run has its own.")] = None,
-    probes: Annotated[str | None, typer.Option(metavar="A,B", help="Which probes; all unless given.")] = None,
+    probes: Annotated[str | None, typer.Option(metavar="A,B", help="Which probes; quick ones unless given.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="An option of a probe.")
     ] = None,
@@ -157,6 +157,7 @@ def examine(
     vitclinic examine timm:resnet18 --data photos/          a timm network with its published weights
     vitclinic examine 'timm:NAME?img_size=32@FILE' --data D  keywords, and a checkpoint
     vitclinic examine torchvision:NAME hf:NAME mynets:build --data D
+    torchrun --nproc-per-node 4 -m vitclinic examine ...    curvature probes divide their work
 
     Probes: `vitclinic list probes`. What is stored is not measured again: docs/examine.md.
     """
@@ -164,10 +165,11 @@ def examine(
     with _resumable():  # the imports, too, are long enough to be interrupted
         from vitclinic.clinic import Examination
         from vitclinic.clinic.display import Display
+        from vitclinic.training.distributed import joined_world, pick_device
 
         console = _console(verbose, quiet or as_json)
         try:
-            with Display(console) as display:
+            with Display(console) as display, joined_world(pick_device(device)):
                 examination = Examination(
                     data,
                     probes=_probe_entries(probes, settings or []),
@@ -180,6 +182,7 @@ def examine(
                     random_weights=random_weights,
                     out=out,
                     fresh=fresh,
+                    together=True,
                     watcher=display,
                 )
                 for target in targets:
@@ -196,7 +199,7 @@ def examine(
 def _show(exams: list[Exam], console: Console, as_json: bool) -> None:
     from vitclinic.clinic.display import plain, show_exams
 
-    if as_json:
+    if as_json and not _follows():
         typer.echo(json.dumps([plain(exam) for exam in exams], indent=2, allow_nan=False))
     show_exams(exams, console)
 
@@ -333,11 +336,15 @@ def _console(verbose: bool, quiet: bool) -> Console:
     from rich.console import Console
     from rich.logging import RichHandler
 
-    follows = os.environ.get("RANK", "0") != "0"
-    level = logging.ERROR if quiet or follows else logging.INFO if verbose else logging.WARNING
+    level = logging.ERROR if quiet or _follows() else logging.INFO if verbose else logging.WARNING
     handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
-    return Console(quiet=quiet or follows)
+    return Console(quiet=quiet or _follows())
+
+
+def _follows() -> bool:
+    """Whether another process of torchrun's is the first."""
+    return os.environ.get("RANK", "0") != "0"
 
 
 def _finish(run: Run, console: Console) -> None:
@@ -356,7 +363,7 @@ def main() -> None:
     try:
         app()
     except VitclinicError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if not _follows():
             typer.secho(f"error: {error}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
         sys.exit(error.exit_code)
 

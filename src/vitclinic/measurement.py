@@ -99,6 +99,8 @@ class UnitRow(Config):
     stage: int
     depth: int
     values: dict[str, Scalar]
+    note: str | None = None
+    """What else there is to say of it, in a few words: how it was removed."""
 
 
 class Provenance(Config):

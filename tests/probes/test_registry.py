@@ -13,7 +13,9 @@ from vitclinic.probes.probe import Probe
 def test_names_and_options():
     norms, cost = parse_probes(["norms", {"cost": {"repeats": 3}}])
     assert (norms.name, cost.name, cost.repeats) == ("norms", "cost", 3)
-    assert [probe.name for probe in parse_probes(None)] == usual_probes() == ["accuracy", "cost", "norms"]
+    assert [probe.name for probe in parse_probes(None)] == usual_probes()
+    assert {"cost", "norms", "fourier", "attention_entropy"} <= set(usual_probes())
+    assert not {"sharpness", "landscape", "lesion", "attention_maps"} & set(usual_probes())
     assert parse_probes([cost]) == [cost]
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.processes import in_two_processes
 from tests.treatments.passes import Counted, batch, grads, net, sam_gradient
 from vitclinic.data import Batch, open_data
 from vitclinic.training import build_recipe
@@ -20,22 +21,6 @@ from vitclinic.training.distributed import World
 from vitclinic.training.loop import Trainer
 from vitclinic.training.steps import InputAscentStep
 from vitclinic.treatments import SAM, FastGradientSign, parse_treatments
-
-
-def in_two_processes(work, folder: Path, *arguments):
-    """`work(rank, *arguments)` in two processes; what each returned."""
-    torch.multiprocessing.spawn(_worker, (work, str(folder), arguments), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
-
-
-def _worker(rank: int, work, folder: str, arguments) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    try:
-        torch.save(work(rank, *arguments), f"{folder}/{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def rule(**options):

@@ -59,7 +59,9 @@ class Unit:
     last activation, if it has one). `module` is the unit's own module (the attention, the MLP, the block of
     convs, the stem ...) and `norm` its norm, for surgery; `block` names the block that it is part of. A head's
     norm is the final one where it acts on the last state, tokens or feature map (PiT: on the class tokens of it);
-    None where the network has none, or one behind its pooling.
+    None where the network has none, or one behind its pooling. `activation` is where the values behind the last
+    activation function of the branch can be read, the hidden neurons of an MLP, which lead to its last linear layer
+    or conv; None where there is no such function, as in attention.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Unit:
     residual: Residual | None = None
     removal: Removal | None = None
     attention: AttentionSpec | None = None
+    activation: Site | None = None
     depth: int = 0
     """The unit's place in the network, from 0; the anatomy sets it."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
@@ -19,6 +19,7 @@ from vitclinic.data.decoding import Size
 from vitclinic.errors import RecipeError, did_you_mean
 from vitclinic.measurement import Measurement
 from vitclinic.probes import Probe, Subject, estimated_seconds, measure, parse_probes
+from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.training import Run
 from vitclinic.training.distributed import pick_device
 
@@ -102,7 +103,8 @@ class Examination:
     `probes` are names or {name: {option: value}}, by default those that take seconds; `split` and `limit` (at most so
     many images) say what of the data is used (curvature probes have their own say in that), `size` at how many pixels a
     side if the network leaves that open; `out` is where results go instead of `exams/`; with `fresh` stored results are
-    not reused; `random_weights` is for library targets.
+    not reused; `random_weights` is for library targets. With `together` all processes of torch.distributed's group,
+    each of which does this, measure together, and the leading one stores; else a process measures by itself.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Examination:
         random_weights: bool = False,
         out: str | Path | None = None,
         fresh: bool = False,
+        together: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
@@ -131,6 +134,7 @@ class Examination:
         self.random_weights = random_weights
         self.out = None if out is None else Path(out)
         self.watcher = watcher or Watcher()
+        self.processes = Processes.joined() if together else ALONE
         self._opened = cache(self._open)
 
     def of(self, what: What) -> Exam:
@@ -140,18 +144,22 @@ class Examination:
         store = Store.of(subject, target.run, self.out)
         files = {probe.name: store.path(probe, subject) for probe in self.probes}
         subject.scratch.update({name: path.with_suffix(".partial") for name, path in files.items()})
-        if self.fresh:
-            _remove(subject.scratch.values())
-        found = {} if self.fresh else self._found(store, subject)
+        found = self.processes.leading(lambda: self._found(store, subject))
         to_do = [probe for probe in self.probes if probe.name not in found]
         made = self._measured(subject, to_do, files) if to_do else {}
         measurements = {probe.name: (found | made)[probe.name] for probe in self.probes}
-        drawn = {
+        pictures = self.processes.leading(lambda: self._drawn(measurements, files, made))
+        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found), pictures)
+
+    def _drawn(
+        self, measurements: Mapping[str, Measurement], files: Mapping[str, Path], made: Container[str]
+    ) -> dict[str, Path]:
+        """The folders of the probes that draw pictures, by probe."""
+        folders = {
             probe.name: draw(probe, measurements[probe.name], files[probe.name], anew=probe.name in made)
             for probe in self.probes
         }
-        pictures = {name: folder for name, folder in drawn.items() if folder is not None}
-        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found), pictures)
+        return {name: folder for name, folder in folders.items() if folder is not None}
 
     def subject(self, target: Target) -> Subject:
         """The target's network with the images that it will be measured on."""
@@ -166,18 +174,26 @@ class Examination:
             output_names=target.output_names,
             training=target.training,
             progress=self.watcher.on_progress,
+            processes=self.processes,
         )
 
     def _found(self, store: Store, subject: Subject) -> dict[str, Measurement]:
+        """What is stored and may be reused: if nothing may, unfinished work goes, too."""
+        if self.fresh:
+            _remove(subject.scratch.values())
+            return {}
         stored = {probe.name: store.find(probe, subject) for probe in self.probes}
         return {name: measurement for name, measurement in stored.items() if measurement is not None}
 
     def _measured(self, subject: Subject, probes: list[Probe], files: dict[str, Path]) -> dict[str, Measurement]:
         def keep(measurement: Measurement) -> None:
+            self.processes.leading(partial(store, measurement))
+            self.watcher.on_measurement(subject, measurement)
+
+        def store(measurement: Measurement) -> None:
             measurement.write(files[measurement.probe])
             if measurement.status in REUSED:  # after a failure, the next attempt goes on from there
                 _remove([subject.scratch[measurement.probe]])
-            self.watcher.on_measurement(subject, measurement)
 
         subject.outputs  # noqa: B018 (a network that does not take these images is an error before all else)
         self.watcher.on_subject(subject, probes, estimated_seconds(subject, probes))
@@ -197,8 +213,16 @@ class Examination:
 
     def _open(self, config: str, size: Size | None, channels: int | None) -> Dataset:
         """Once for all targets that see the data alike."""
-        opened = DataConfig.model_validate_json(config)
-        return open_data(opened, size=size, channels=channels, progress=self.watcher.on_reading)
+        opened = partial(
+            open_data,
+            DataConfig.model_validate_json(config),
+            size=size,
+            channels=channels,
+            progress=self.watcher.on_reading,
+        )
+        mine: list[Dataset] = []
+        self.processes.leading(lambda: mine.append(opened()))  # the others then find it decoded
+        return mine[0] if mine else opened()
 
 
 def _remove(files: Iterable[Path]) -> None:

@@ -21,11 +21,26 @@ from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
 from vitclinic.probes.curvature.spectrum import HessianSpectrum
 from vitclinic.probes.curvature.trajectory import Trajectory
+from vitclinic.probes.features.cka import CKA, block_structure, cka_between
 from vitclinic.probes.features.fourier import Fourier
+from vitclinic.probes.features.hsic import mini_batch_cka
+from vitclinic.probes.features.lesion import Lesion
+from vitclinic.probes.features.sparsity import Sparsity
+from vitclinic.probes.features.token_similarity import TokenSimilarity
 from vitclinic.probes.features.variance import Variance
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Probe, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.probe import (
+    DoesNotApply,
+    Need,
+    OwningProbe,
+    Probe,
+    Result,
+    StreamingProbe,
+    Tally,
+    mean_scalar,
+    unit_row,
+)
 from vitclinic.probes.records import conditions_of, seen_by
 from vitclinic.probes.registry import known_probes, parse_probes, register, usual_probes
 from vitclinic.probes.restoring import left_as_it_was
@@ -33,6 +48,7 @@ from vitclinic.probes.running import estimated_seconds, measure
 from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
+    "CKA",
     "FGSM",
     "NTK",
     "PGD",
@@ -49,6 +65,7 @@ __all__ = [
     "FrequencyNoise",
     "HessianSpectrum",
     "Landscape",
+    "Lesion",
     "MissingRate",
     "Need",
     "Norms",
@@ -60,18 +77,24 @@ __all__ = [
     "ShapeBias",
     "Sharpness",
     "Shift",
+    "Sparsity",
     "StreamingProbe",
     "Subject",
     "Tally",
+    "TokenSimilarity",
     "TrainNLL",
     "Training",
     "Trajectory",
     "Variance",
+    "block_structure",
+    "cka_between",
     "conditions_of",
     "estimated_seconds",
     "known_probes",
     "left_as_it_was",
+    "mean_scalar",
     "measure",
+    "mini_batch_cka",
     "obstacle_to",
     "parameters_by_unit",
     "parse_probes",

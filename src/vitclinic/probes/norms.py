@@ -12,7 +12,7 @@ from torch import Tensor
 from vitclinic.anatomy import Site
 from vitclinic.measurement import Scalar
 from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -45,13 +45,16 @@ class _Tally(Tally):
     def update(self, key: str, activation: Tensor) -> None:
         self.norms[key].add(activation.flatten(1).double().norm(dim=1).cpu().numpy())
 
+    def sums(self) -> Mapping[str, RunningMean]:
+        return self.norms
+
     def finish(self) -> Result:
         owned = parameters_by_unit(self.subject.anatomy)
         everything = list(self.subject.network.parameters())
         inside = {id(parameter) for parameters in owned.values() for parameter in parameters}
         outside = [parameter for parameter in everything if id(parameter) not in inside]
         rows = [
-            unit_row(unit, weight_norm=_exact(owned[unit.name]), activation_norm=_mean(self.norms[unit.name]))
+            unit_row(unit, weight_norm=_exact(owned[unit.name]), activation_norm=mean_scalar(self.norms[unit.name]))
             for unit in self.units
         ]
         scalars = {"weight_norm": _exact(everything), "weight_norm_outside_units": _exact(outside)}
@@ -63,18 +66,10 @@ class _Tally(Tally):
         if not last_units:
             return {}
         picked = {"first": 0, "middle": (len(last_units) - 1) // 2, "last": -1}
-        return {f"activation_norm_{place}": _mean(self.norms[last_units[at]]) for place, at in picked.items()}
+        return {f"activation_norm_{place}": mean_scalar(self.norms[last_units[at]]) for place, at in picked.items()}
 
 
 def _exact(parameters: Iterable[Tensor]) -> Scalar:
     with torch.no_grad():
         squares = (float(parameter.double().square().sum()) for parameter in parameters)
         return Scalar(value=math.sqrt(math.fsum(squares)))
-
-
-def _mean(running: RunningMean) -> Scalar:
-    mean = float(running.mean)
-    if running.n < 2:
-        return Scalar(value=mean, n=running.n)
-    half = float(running.half_width())
-    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)

@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 
 from vitclinic.errors import RunError
 from vitclinic.files import write_bytes, write_errors
+from vitclinic.probes.processes import ALONE, Processes
 
 log = logging.getLogger(__name__)
+
+SAVED_EVERY = 1.0
+"""Seconds of finished work that a killed exam may lose."""
 
 _IDENTITY = "identity"
 
@@ -25,16 +29,20 @@ class Partial:
     """Arrays at `path`, or nowhere if that is None. Each write replaces the file by one rename.
 
     `identity` says what else than the path they belong to: arrays with another one are not read. Who stores the
-    finished measurement removes the file.
+    finished measurement removes the file. Of several `processes` the leading one reads, for all, and writes.
     """
 
-    def __init__(self, path: Path | None, identity: str = "") -> None:
+    def __init__(self, path: Path | None, identity: str = "", processes: Processes = ALONE) -> None:
         self.path = path
         self.identity = identity
+        self.processes = processes
         self._written = time.monotonic()
 
     def read(self) -> dict[str, NDArray[Any]] | None:
         """What an earlier attempt left, or None; a damaged file counts as none."""
+        return self.processes.leading(self._read)
+
+    def _read(self) -> dict[str, NDArray[Any]] | None:
         if self.path is None or not self.path.is_file():
             return None
         try:
@@ -50,7 +58,7 @@ class Partial:
 
         That they cannot be written is no reason to lose the measurement, too: a warning.
         """
-        if self.path is None or time.monotonic() - self._written < every:
+        if self.path is None or not self.processes.leads or time.monotonic() - self._written < every:
             return
         buffer = io.BytesIO()
         named: dict[str, Any] = {_IDENTITY: np.array(self.identity), **arrays}

@@ -7,9 +7,10 @@ end gives the result. An *owning* probe has passes of its own: `measure`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from vitclinic.data import Batch
 from vitclinic.errors import VitclinicError
 from vitclinic.measurement import Measurement, Scalar, UnitRow
 from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
 
 Need = Literal["labels", "anatomy", "attention", "gradients"]
 
@@ -86,6 +88,13 @@ class OwningProbe(Probe):
         raise TypeError(f"{type(self).__name__} does not say how it measures.")
 
 
+class Sum(Protocol):
+    """A sum over images, such as a `RunningMean`."""
+
+    def merge(self, other: Self) -> None:
+        """Take in what another process has summed."""
+
+
 class Tally:
     """The state of a streaming probe during one pass. Memory must not grow with the number of images."""
 
@@ -97,6 +106,9 @@ class Tally:
         """The units whose attention maps to see."""
         return ()
 
+    def begin_batch(self, batch: Batch) -> None:
+        """The batch is about to pass."""
+
     def update(self, key: Any, activation: Tensor) -> None:
         """What passed the tap `key` for the current batch; to be copied if it is kept beyond this call."""
 
@@ -105,6 +117,14 @@ class Tally:
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
         """The batch has passed."""
+
+    def sums(self) -> Mapping[str, Sum] | None:
+        """All that it has summed over images, by names that are the same in all processes; None if there is more to it.
+
+        Several processes divide the images among them if all tallies of a pass have sums; those of the others are then
+        merged into the leading one's, which finishes.
+        """
+        return None
 
     def finish(self) -> Result:
         """The result, once all images have passed."""
@@ -122,6 +142,14 @@ class StreamingProbe(Probe):
         raise TypeError(f"{type(self).__name__} does not say what it tallies.")
 
 
-def unit_row(unit: Unit, **values: Scalar) -> UnitRow:
-    """What was measured of `unit`, as a row of a measurement."""
-    return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values)
+def unit_row(unit: Unit, note: str | None = None, /, **values: Scalar) -> UnitRow:
+    """What was measured of `unit`, and what is to be said about it, as a row of a measurement."""
+    return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
+
+
+def mean_scalar(running: RunningMean) -> Scalar:
+    """The mean over images, with its t interval where there are two of them at least; of several numbers, the last."""
+    mean, half = (float(np.ravel(values)[-1]) for values in (running.mean, running.half_width()))
+    if math.isnan(half):
+        return Scalar(value=mean, n=running.n)
+    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _TRIAL = 16
 """How many images are timed before measuring."""
+_QUICK = 0.2
+"""Where a whole batch takes so many seconds at most, it is timed: an image among many costs a small network less."""
 
 
 def measure(
@@ -87,7 +89,10 @@ def estimated_seconds(subject: Subject, probes: Iterable[Probe]) -> float:
     shared = len(subject) if any(isinstance(probe, StreamingProbe) for probe in applicable) else 0
     batch_size, subject.batch_size = subject.batch_size, min(_TRIAL, subject.batch_size)
     try:
-        seconds = halving(subject, f"{subject.name}, a trial", lambda: subject.seconds_per_image)
+        seconds = halving(subject, f"{subject.name}, a trial", subject.seconds_per_image)
+        if seconds * batch_size <= _QUICK and subject.batch_size < batch_size:
+            subject.batch_size = batch_size
+            seconds = halving(subject, f"{subject.name}, a trial", subject.seconds_per_image)
     except Exception as error:  # the network may raise anything
         log.info("%s cannot be timed", subject.name, exc_info=error)
         return math.nan
@@ -101,7 +106,7 @@ def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dic
 
     def restored() -> dict[str, Outcome]:
         with left_as_it_was(subject.network, subject.seed):
-            return attempt()
+            return subject.processes.agreed(attempt)  # also for want of memory: all start over with half the batch
 
     what = f"{subject.name}, {' and '.join(names)}"
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
 from vitclinic.errors import AnatomyError, DataError, ModelError
 from vitclinic.probes.identity import network_digest
+from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.probes.restoring import left_as_it_was
 
 Progress = Callable[[str, int, int], None]
@@ -66,6 +67,7 @@ class Subject:
     `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
     `output_names` are the classes that the network's outputs mean, and `training` how it was trained, where that is
     known. `scratch` has, by the names of probes, the files where they may keep unfinished work (see `Partial`).
+    With several `processes`, each of which has this subject, probes of curvature divide their work among them.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Subject:
         training: Training | None = None,
         scratch: dict[str, Path] | None = None,
         progress: Progress = lambda what, done, total: None,
+        processes: Processes = ALONE,
     ) -> None:
         check_ready(network, name)
         self.network = network
@@ -97,6 +100,7 @@ class Subject:
         self.training = training
         self.scratch = {} if scratch is None else scratch
         self.progress = progress
+        self.processes = processes
 
     def on(self, split: str, limit: int | None = None) -> Subject:
         """The same network with at most `limit` images of that split; the same object for the same question."""
@@ -131,6 +135,7 @@ class Subject:
             training=self.training,
             scratch=self.scratch,
             progress=self.progress,
+            processes=self.processes,
         )
 
     def __len__(self) -> int:
@@ -165,14 +170,22 @@ class Subject:
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size):
             yield batch.to(self.device, self.dtype)
 
-    def augmented_batches(self, size: int, count: int, augment: bool = True) -> Iterator[Batch]:
+    def share(self) -> Iterator[Batch]:
+        """As `batches`, of those images that are this process's share: all of them where there is one process."""
+        part, parts = self.processes.rank, self.processes.size
+        for batch in evaluation_batches(self.dataset, self.split, self.batch_size, part, parts):
+            yield batch.to(self.device, self.dtype)
+
+    def augmented_batches(
+        self, size: int, count: int, augment: bool = True, *, which: Iterable[int] | None = None
+    ) -> Iterator[Batch]:
         """The first `count` batches of `size` training images as its training would have shown them with this seed.
 
-        Without a known training, or without `augment`, the images as they are.
+        Without a known training, or without `augment`, the images as they are. `which` are the numbers of some of them.
         """
         seen = self.training.augment if augment and self.training is not None else Augment(level="none")
         stream = TrainingStream(self.dataset, seen, self.seed)
-        places = (range(start, start + size) for start in range(0, count * size, size))
+        places = (range(number * size, (number + 1) * size) for number in (range(count) if which is None else which))
         for batch in stream.batches(places, workers=0):
             yield batch.to(self.device, self.dtype)
 
@@ -224,7 +237,6 @@ class Subject:
         rows = hashlib.sha256(self.images.rows.tobytes() + self.images.labels.tobytes()).hexdigest()
         return fingerprint(self.dataset.digest, self.dataset.size, self.dataset.channels, self.split, rows)
 
-    @cached_property
     def seconds_per_image(self) -> float:
         """What one image of a forward pass costs, from one batch run twice."""
         images = next(self.batches()).images

@@ -10,6 +10,7 @@ from scipy import stats
 from torch import nn
 
 from tests.probes.subjects import noise, subject
+from vitclinic.data import Batch
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.accuracy import Reliability, ranks
 from vitclinic.statistics import share_interval
@@ -129,3 +130,26 @@ def test_odd_networks():
     (found,) = measure(patient, parse_probes(["accuracy"]))
     assert found.status == "failed"
     assert found.reason == "network gives logits that are not finite."
+
+
+def test_processes_that_divide_the_images_find_the_same():
+    """The sums of two shares, put together, are those of all images."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(31, 7), torch.arange(31) % 7
+    (probe,) = parse_probes([{"accuracy": {"bins": 4}}])
+    patient = Subject(Saying(logits), noise(31, 7))
+
+    def tallied(rows):
+        tally = probe.begin(patient)
+        tally.end_batch(Batch(torch.zeros(len(rows), 3, 16, 16), labels[rows], rows, rows), logits[rows])
+        return tally
+
+    whole, one, other = (tallied(torch.arange(*ends)) for ends in ((0, 31), (0, 12), (12, 31)))
+    for name, sum_ in one.sums().items():
+        sum_.merge(other.sums()[name])
+    found, expected = one.finish(), whole.finish()
+    assert found.scalars.keys() == expected.scalars.keys()
+    for name, scalar in expected.scalars.items():
+        assert found.scalars[name].model_dump() == pytest.approx(scalar.model_dump())
+    for name, array in expected.arrays.items():
+        np.testing.assert_allclose(found.arrays[name], array)

@@ -17,7 +17,7 @@ from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.frequency_noise import rings, unit_noise
 from vitclinic.probes.behaviour.missing_rate import pairs
 from vitclinic.probes.behaviour.occlusion import occluded
-from vitclinic.statistics import paired_interval, share_interval
+from vitclinic.statistics import paired_share_interval, share_interval
 
 
 def found_by(name, patient, **options):
@@ -58,7 +58,7 @@ def test_occlusion_equals_a_loop(value, colour, batch_size):
     lost = sum(c and not h for c, h in zip(clean, hidden, strict=True))
     gained = sum(h and not c for c, h in zip(clean, hidden, strict=True))
     drop = found.scalars["drop"]
-    assert (drop.value, drop.low, drop.high) == ((lost - gained) / 100, *paired_interval(lost, gained, 100))
+    assert (drop.value, drop.low, drop.high) == ((lost - gained) / 100, *paired_share_interval(lost, gained, 100))
 
 
 def test_the_hidden_square_is_central_and_half_as_wide():

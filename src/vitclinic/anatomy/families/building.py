@@ -34,6 +34,7 @@ class Step(NamedTuple):
     norm: nn.Module | None
     branch: Site
     attention: AttentionSpec | None = None
+    activation: Site | None = None
 
 
 def residual_block(name: str, stage: int, states: list[Site], steps: list[Step]) -> Iterator[Unit]:
@@ -51,6 +52,7 @@ def residual_block(name: str, stage: int, states: list[Site], steps: list[Step])
             residual=Residual(before, step.branch, after),
             removal=Silence(step.branch),
             attention=step.attention,
+            activation=step.activation,
         )
 
 
@@ -75,9 +77,21 @@ def transformer_block(
         [into(block, layout), into(between, layout), out_of(block, layout)],
         [
             Step("msa", block.attn, block.norm1, out_of(block.drop_path1, layout), attention),
-            Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, layout)),
+            Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, layout), activation=hidden(block.mlp)),
         ],
     )
+
+
+def hidden(mlp: nn.Module) -> Site | None:
+    """What comes out of the activation function of an MLP with timm's names; of a gated MLP, its gate."""
+    act = getattr(mlp, "act", None)
+    return out_of(act, OFF_GRID) if isinstance(act, nn.Module) else None
+
+
+def activation_among(layers: nn.Module) -> Site | None:
+    """What comes out of the last activation function among the children, recognised by where PyTorch defines them."""
+    found = [module for module in layers.children() if type(module).__module__ == nn.GELU.__module__]
+    return out_of(found[-1], OFF_GRID) if found else None
 
 
 def softmax_attention(module: nn.Module, keys: Layout) -> AttentionSpec | None:
@@ -124,7 +138,15 @@ def smoothed(unit: Unit, blur: nn.Module) -> Unit:
     return replace(unit, output=out_of(blur))
 
 
-def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, removal: Removal | None = None) -> Unit:
+def conv_unit(
+    name: str,
+    stage: int,
+    block: nn.Module,
+    residual: Residual,
+    removal: Removal | None = None,
+    *,
+    activation: Site | None,
+) -> Unit:
     """A convolutional block on [B, C, H, W] with one addition; by default removing it silences its branch."""
     return Unit(
         name=f"{name}.conv",
@@ -136,4 +158,5 @@ def conv_unit(name: str, stage: int, block: nn.Module, residual: Residual, remov
         output=out_of(block),
         residual=residual,
         removal=removal or Silence(residual.branch),
+        activation=activation,
     )

@@ -6,7 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import conv_unit, head, image_channels, is_smoothing, pool, smoothed, stem
+from vitclinic.anatomy.families.building import (
+    conv_unit,
+    head,
+    hidden,
+    image_channels,
+    is_smoothing,
+    pool,
+    smoothed,
+    stem,
+)
 from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import out_of
 from vitclinic.anatomy.units import Residual, Unit
@@ -24,7 +33,7 @@ def units(network: Any) -> list[Unit]:
                 walk[-1] = smoothed(walk[-1], block)
                 continue
             residual = Residual(out_of(block.shortcut), out_of(block.drop_path), out_of(block))
-            walk.append(conv_unit(f"{name}.blocks.{index}", stage, block, residual))
+            walk.append(conv_unit(f"{name}.blocks.{index}", stage, block, residual, activation=hidden(block.mlp)))
     return [*walk, head(network.head, network, walk[-1], network.norm_pre)]
 
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from vitclinic.anatomy.families.building import Step, head, pool, position, residual_block, stem
 from vitclinic.anatomy.families.registry import Family
-from vitclinic.anatomy.sites import Layout, Site, Size, into, out_of
+from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, Size, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
 from vitclinic.anatomy.windows import Windows
 
@@ -67,10 +69,22 @@ def _block(name: str, stage: int, block: Any, layout: Layout, attention: Attenti
         [into(block, layout), into(block.layernorm_after, layout), out_of(block, layout)],
         [
             Step("msa", block.attention, block.layernorm_before, msa, attention),
-            # transformers 4 has no module for the whole MLP: this is its first half.
-            Step("mlp", getattr(block, "mlp", None) or block.intermediate, block.layernorm_after, mlp),
+            Step("mlp", _mlp(block), block.layernorm_after, mlp, activation=_activation(_mlp(block))),
         ],
     )
+
+
+def _mlp(block: Any) -> Any:
+    """The MLP; transformers 4 has no module for the whole of it: this is its first half."""
+    return getattr(block, "mlp", None) or block.intermediate
+
+
+def _activation(mlp: Any) -> Site | None:
+    """Behind the activation function: a module `activation_fn` in transformers 5; in 4, the end of the first half."""
+    act = getattr(mlp, "activation_fn", None)
+    if isinstance(act, nn.Module):
+        return out_of(act, OFF_GRID)
+    return out_of(mlp, OFF_GRID) if hasattr(mlp, "intermediate_act_fn") else None
 
 
 def _branches(block: Any, layout: Layout) -> tuple[Site, Site]:

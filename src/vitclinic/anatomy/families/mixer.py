@@ -8,6 +8,7 @@ from typing import Any
 from vitclinic.anatomy.families.building import (
     Step,
     head,
+    hidden,
     image_channels,
     residual_block,
     stem,
@@ -33,13 +34,13 @@ def _block(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
     kind = type(block).__name__
     if kind == "SpatialGatingBlock":
         states = [into(block, tokens), out_of(block, tokens)]
-        steps = [Step("token_mlp", block.mlp_channels, block.norm, branches[0])]
+        steps = [Step("token_mlp", block.mlp_channels, block.norm, branches[0], activation=hidden(block.mlp_channels))]
     elif kind in ("MixerBlock", "ResBlock"):
         mixing = block.mlp_tokens if kind == "MixerBlock" else block.linear_tokens
         states = [into(block, tokens), into(block.norm2, tokens), out_of(block, tokens)]
         steps = [
-            Step("token_mlp", mixing, block.norm1, branches[0]),
-            Step("mlp", block.mlp_channels, block.norm2, branches[1]),
+            Step("token_mlp", mixing, block.norm1, branches[0], activation=hidden(mixing)),
+            Step("mlp", block.mlp_channels, block.norm2, branches[1], activation=hidden(block.mlp_channels)),
         ]
     else:
         raise unknown_block(name, block)

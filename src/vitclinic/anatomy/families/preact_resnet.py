@@ -46,8 +46,11 @@ def units(network: Any) -> list[Unit]:
 
 def _conv(name: str, stage: int, block: Any) -> Unit:
     skip = into(block) if block.downsample is None else out_of(block.downsample)
-    removal = Bypass(block.conv2) if type(block).__name__ == "PreActBottleneck" else None
-    return conv_unit(name, stage, block, Residual(skip, out_of(block.drop_path), out_of(block)), removal)
+    bottleneck = type(block).__name__ == "PreActBottleneck"
+    removal = Bypass(block.conv2) if bottleneck else None
+    activation = out_of(block.act3 if bottleneck else block.act2)
+    residual = Residual(skip, out_of(block.drop_path), out_of(block))
+    return conv_unit(name, stage, block, residual, removal, activation=activation)
 
 
 def msa_unit(name: str, stage: int, block: Any, branch: Site, total: Site) -> Unit:

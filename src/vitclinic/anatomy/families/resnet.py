@@ -47,7 +47,8 @@ def units(network: Any, *, shared_activation: bool) -> list[Unit]:
             if type(block).__name__ not in _CONVS:
                 raise unknown_block(name, block)
             residual = Residual(_skip(block), _branch(block), _total(block, shared_activation))
-            walk.append(conv_unit(name, stage, block, residual, _removal(block)))
+            activation = _activation(block, shared_activation)
+            walk.append(conv_unit(name, stage, block, residual, _removal(block), activation=activation))
     return [*walk, head(network.fc, network, walk[-1])]
 
 
@@ -66,6 +67,14 @@ def _total(block: Any, shared_activation: bool) -> Site:
     if shared_activation:  # torchvision: the last call of the block's one ReLU follows the addition
         return into(block.relu, within=block, call=convs - 1, overwritten=True)
     return into(getattr(block, f"act{convs}"), overwritten=True)
+
+
+def _activation(block: Any, shared_activation: bool) -> Site:
+    """Behind the last activation inside the branch; the block's last one follows the addition."""
+    before = _CONVS[type(block).__name__] - 1
+    if shared_activation:
+        return out_of(block.relu, within=block, call=before - 1)
+    return out_of(getattr(block, f"act{before}"))
 
 
 def _removal(block: Any) -> Bypass | None:

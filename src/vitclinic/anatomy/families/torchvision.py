@@ -8,6 +8,7 @@ from typing import Any
 
 from vitclinic.anatomy.families.building import (
     Step,
+    activation_among,
     conv_unit,
     head,
     image_channels,
@@ -44,7 +45,7 @@ def vit(network: Any) -> list[Unit]:
                     out_of(block.dropout, tokens),
                     AttentionSpec(block.self_attention, tokens),
                 ),
-                Step("mlp", block.mlp, block.ln_2, out_of(block.mlp, tokens)),
+                Step("mlp", block.mlp, block.ln_2, out_of(block.mlp, tokens), activation=activation_among(block.mlp)),
             ],
         )
     return [*walk, head(network.heads, network, walk[-1], encoder.ln)]
@@ -76,7 +77,7 @@ def _swin_block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[U
         [into(block, layout), between, out_of(block, layout)],
         [
             Step("msa", block.attn, block.norm1, branches[0], attention),
-            Step("mlp", block.mlp, block.norm2, branches[1]),
+            Step("mlp", block.mlp, block.norm2, branches[1], activation=activation_among(block.mlp)),
         ],
     )
 
@@ -105,7 +106,8 @@ def convnext(network: Any) -> list[Unit]:
             # The block's input is added to the branch in place.
             branch = out_of(block.stochastic_depth, overwritten=True)
             residual = Residual(into(block), branch, out_of(block))
-            walk.append(conv_unit(f"{name}.{place}", stage, block, residual))
+            activation = activation_among(block.block)
+            walk.append(conv_unit(f"{name}.{place}", stage, block, residual, activation=activation))
     return [*walk, head(network.classifier, network, walk[-1])]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from vitclinic.anatomy.families.building import (
     Step,
     head,
+    hidden,
     image_channels,
     position,
     residual_block,
@@ -49,10 +50,11 @@ def units(network: Any) -> list[Unit]:
 
 def _one_step(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
     kind = _ONE_STEP[type(block).__name__]
-    attention = softmax_attention(block.attn, tokens) if kind == "msa" else None
-    step = Step(
-        kind, block.attn if kind == "msa" else block.mlp, block.norm, out_of(block.drop_path, tokens), attention
-    )
+    branch = out_of(block.drop_path, tokens)
+    if kind == "msa":
+        step = Step(kind, block.attn, block.norm, branch, softmax_attention(block.attn, tokens))
+    else:
+        step = Step(kind, block.mlp, block.norm, branch, activation=hidden(block.mlp))
     return residual_block(name, 0, [into(block, tokens), out_of(block, tokens)], [step])
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from vitclinic.anatomy.families.building import (
     Step,
     head,
+    hidden,
     image_channels,
     pool,
     position,
@@ -68,7 +69,7 @@ def _class_block(name: str, stage: int, block: Any, tokens: Layout) -> list[Unit
             out_of(block.drop_path1, OFF_GRID),
             AttentionSpec(block.attn, tokens),
         ),
-        Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, OFF_GRID)),
+        Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, OFF_GRID), activation=hidden(block.mlp)),
     ]
     msa, mlp = residual_block(name, stage, states, steps)
     return [replace(msa, input=into(block, tokens)), replace(mlp, output=out_of(block, tokens))]

@@ -20,10 +20,10 @@ from vitclinic.probes.attention.layers import (
     attention_units,
     by_layer,
     divided,
-    mean_scalar,
     pieces,
+    sums_by_layer,
 )
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -65,7 +65,6 @@ class AttentionDistance(StreamingProbe):
 
     name: ClassVar[str] = "attention_distance"
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
-    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(attention_units(subject.anatomy))
@@ -80,6 +79,9 @@ class _Layer:
         apart = grid_distances(seen.positions(), seen.grid).to(seen.weights.device, wide)
         self.apart = F.pad(apart, (seen.prefix, 0, seen.prefix, 0))
         self.distance, self.heads = RunningMean(), RunningMean()
+
+    def sums(self) -> dict[str, RunningMean]:
+        return {"distance": self.distance, "heads": self.heads}
 
     def add(self, seen: AttentionMap) -> Tensor:
         """Take in a batch; returns the distance per query of each image."""
@@ -116,6 +118,10 @@ class _Tally(Tally):
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
         self.distance.end_batch()
         self.relative.end_batch()
+
+    def sums(self) -> dict[str, RunningMean]:
+        means = {"distance": self.distance.running, "relative distance": self.relative.running}
+        return means | sums_by_layer(self.layers)
 
     def finish(self) -> Result:
         if not self.layers:

@@ -21,10 +21,10 @@ from vitclinic.probes.attention.layers import (
     attention_units,
     by_layer,
     divided,
-    mean_scalar,
     pieces,
+    sums_by_layer,
 )
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, unit_row
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -74,7 +74,6 @@ class AttentionEntropy(StreamingProbe):
 
     name: ClassVar[str] = "attention_entropy"
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
-    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(attention_units(subject.anatomy))
@@ -93,6 +92,10 @@ class _Layer:
         self.maximum = float(keys.flatten()[self.counted].double().log().mean())
         self.class_maximum = float(keys[0, 0].double().log()) if seen.has_class else 0.0
         self.mean, self.upper, self.heads, self.of_class, self.of_patches = (RunningMean() for _ in range(5))
+
+    def sums(self) -> dict[str, RunningMean]:
+        parts = ("mean", "upper", "heads", "of_class", "of_patches")
+        return {part: getattr(self, part) for part in parts}
 
     def add(self, seen: AttentionMap) -> tuple[Values, Values, Values | None]:
         """Take in a batch; returns the mean, the upper percentile and the class token's entropy of each image."""
@@ -147,6 +150,10 @@ class _Tally(Tally):
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
         for ratio in (self.ratio, self.upper_ratio, self.class_ratio):
             ratio.end_batch()
+
+    def sums(self) -> dict[str, RunningMean]:
+        ratios = {"ratio": self.ratio, "upper ratio": self.upper_ratio, "class ratio": self.class_ratio}
+        return {name: ratio.running for name, ratio in ratios.items()} | sums_by_layer(self.layers)
 
     def finish(self) -> Result:
         if not self.ratio.running.n:

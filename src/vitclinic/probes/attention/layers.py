@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,15 +30,6 @@ def pieces(x: Tensor) -> Iterator[Tensor]:
     yield from torch.split(x, max(1, numbers // max(1, x[0].numel())))
 
 
-def mean_scalar(running: RunningMean) -> Scalar:
-    """The mean over images, with its t interval where there are two of them."""
-    mean = float(running.mean)
-    if running.n < 2:
-        return Scalar(value=mean, n=running.n)
-    half = float(running.half_width())
-    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)
-
-
 def divided(scalar: Scalar, by: float) -> Scalar:
     """The scalar and its interval divided by a positive number."""
     low, high = (None if end is None else end / by for end in (scalar.low, scalar.high))
@@ -48,6 +40,17 @@ def by_layer(means: Sequence[RunningMean]) -> NDArray[np.float64]:
     """Means per head, [layers, heads]; NaN where a layer has fewer heads than another."""
     heads = max(mean.mean.size for mean in means)
     return np.stack([np.pad(mean.mean, (0, heads - mean.mean.size), constant_values=np.nan) for mean in means])
+
+
+class LayerSums(Protocol):
+    """What is summed over images of one layer."""
+
+    def sums(self) -> dict[str, RunningMean]: ...
+
+
+def sums_by_layer(layers: Mapping[str, LayerSums]) -> dict[str, RunningMean]:
+    """All sums of all layers, by the names of both."""
+    return {f"{layer} {name}": mean for layer, sums in layers.items() for name, mean in sums.sums().items()}
 
 
 class MeanOverLayers:

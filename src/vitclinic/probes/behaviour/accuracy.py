@@ -9,6 +9,7 @@ with p the softmax of the logits, and bins b of equal width of the confidence ma
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from vitclinic.data import Batch
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.behaviour import finite
 from vitclinic.probes.behaviour.estimates import mean, share
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean, share_interval
@@ -58,6 +59,13 @@ class Reliability:
         self.confidence += np.bincount(at, confidence, bins)
         self.squares += np.bincount(at, (correct - confidence) ** 2, bins)
 
+    def merge(self, other: Reliability) -> None:
+        """Take in other images."""
+        self.counts += other.counts
+        self.correct += other.correct
+        self.confidence += other.confidence
+        self.squares += other.squares
+
     def error(self) -> Scalar:
         """The ECE, which is the mean over images of s_b (correct - confidence), s_b the sign of its bin's gap.
 
@@ -88,30 +96,53 @@ class Reliability:
         }
 
 
+class Hits:
+    """How many images have their label first, and among the first five."""
+
+    def __init__(self) -> None:
+        self.first = self.fifth = 0
+
+    def add(self, rank: Tensor) -> None:
+        self.first += int((rank == 0).sum())
+        self.fifth += int((rank < 5).sum())
+
+    def merge(self, other: Hits) -> None:
+        """Take in other images."""
+        self.first += other.first
+        self.fifth += other.fifth
+
+
 class _Tally(Tally):
     def __init__(self, subject: Subject, bins: int) -> None:
         self.name = subject.name
         self.outputs = subject.outputs
-        self.first = self.fifth = 0
+        self.hits = Hits()
         self.nll, self.confidence = RunningMean(), RunningMean()
         self.reliability = Reliability(bins)
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
         logits_bk, y_b = finite(logits, self.name).cpu().double(), batch.targets.cpu()
         rank = ranks(logits_bk, y_b)
-        self.first += int((rank == 0).sum())
-        self.fifth += int((rank < 5).sum())
+        self.hits.add(rank)
         log_p = logits_bk.log_softmax(1)
         confidence = log_p.amax(1).exp().numpy()
         self.nll.add(-log_p.gather(1, y_b[:, None])[:, 0].numpy())
         self.confidence.add(confidence)
         self.reliability.add(confidence, (rank == 0).numpy())
 
+    def sums(self) -> Mapping[str, Sum]:
+        return {
+            "hits": self.hits,
+            "nll": self.nll,
+            "confidence": self.confidence,
+            "reliability": self.reliability,
+        }
+
     def finish(self) -> Result:
         n = self.nll.n
-        scalars = {"accuracy": share(self.first, n)}
+        scalars = {"accuracy": share(self.hits.first, n)}
         if self.outputs > 5:  # of five or fewer classes, the five best are all
-            scalars["top5_accuracy"] = share(self.fifth, n)
+            scalars["top5_accuracy"] = share(self.hits.fifth, n)
         scalars["nll"] = mean(self.nll, 0.0)
         scalars["ece"] = self.reliability.error()
         scalars["confidence"] = mean(self.confidence, 0.0, 1.0)

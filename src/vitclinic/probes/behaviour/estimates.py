@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic.measurement import Scalar
-from vitclinic.statistics import RunningMean, paired_interval, share_interval
+from vitclinic.probes.probe import mean_scalar
+from vitclinic.statistics import RunningMean, paired_share_interval, share_interval
 
 Correct = NDArray[np.bool_]
 """Of each image, whether it was recognised."""
@@ -28,7 +29,7 @@ def accuracy(correct: Correct) -> Scalar:
 def drop(clean: Correct, changed: Correct) -> Scalar:
     """What is lost of the accuracy on the same images, with a paired interval."""
     lost, gained = int((clean & ~changed).sum()), int((changed & ~clean).sum())
-    low, high = paired_interval(lost, gained, len(clean))
+    low, high = paired_share_interval(lost, gained, len(clean))
     return Scalar(value=(lost - gained) / len(clean), low=low, high=high, n=len(clean))
 
 
@@ -41,8 +42,7 @@ def mean_over(values: NDArray[np.float64], least: float, most: float) -> Scalar:
 
 def mean(running: RunningMean, least: float = -math.inf, most: float = math.inf) -> Scalar:
     """The mean of values that lie between `least` and `most`, with a t interval where there are two or more."""
-    value = float(running.mean)
-    if running.n < 2:
-        return Scalar(value=value, n=running.n)
-    half = float(running.half_width())
-    return Scalar(value=value, low=max(least, value - half), high=min(most, value + half), n=running.n)
+    found = mean_scalar(running)
+    if found.low is None or found.high is None:
+        return found
+    return Scalar(value=found.value, low=max(least, found.low), high=min(most, found.high), n=found.n)

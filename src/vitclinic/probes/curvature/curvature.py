@@ -12,6 +12,7 @@ from vitclinic.data import Batch
 from vitclinic.durations import Time, seconds
 from vitclinic.probes.curvature.surface import LossSurface, Mode
 from vitclinic.probes.probe import Need, OwningProbe
+from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.probes.subject import Subject
 
 
@@ -31,30 +32,46 @@ class CurvatureProbe(OwningProbe):
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """By the batch's statistics, a loss depends on which images share a batch."""
-        return {"batch_size": subject.batch_size} if self.batch_norm == "train" else {}
+        if self.batch_norm == "eval":
+            return {}
+        processes = subject.processes.size
+        return {"batch_size": subject.batch_size, **({"processes": processes} if processes > 1 else {})}
 
     def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
-        """The loss on the subject's images."""
-        return surface_of(subject, subject.batches(), self.batch_norm, regularised=regularised)
+        """The loss on the subject's images, of which each process holds its share."""
+        return surface_of(
+            subject, subject.share(), self.batch_norm, regularised=regularised, processes=subject.processes
+        )
 
 
 def surface_of(
-    subject: Subject, batches: Iterable[Batch], batch_norm: Mode = "eval", *, regularised: bool = False
+    subject: Subject,
+    batches: Iterable[Batch],
+    batch_norm: Mode = "eval",
+    *,
+    regularised: bool = False,
+    processes: Processes = ALONE,
 ) -> LossSurface:
     """The loss of a subject's network on some batches, with the weight decay of its training if asked for."""
     training = subject.training if regularised else None
     if training is None:
-        return LossSurface(subject.network, batches, mode=batch_norm)
+        return LossSurface(subject.network, batches, mode=batch_norm, processes=processes)
     decayed = [p for name, p in subject.network.named_parameters() if name in training.decayed]
-    return LossSurface(subject.network, batches, decay=training.decay, decayed=decayed, mode=batch_norm)
+    return LossSurface(
+        subject.network, batches, decay=training.decay, decayed=decayed, mode=batch_norm, processes=processes
+    )
 
 
 class Clock:
-    """How long a measurement, or a part of it that gets a share of its budget, may still take."""
+    """How long a measurement, or a part of it that gets a share of its budget, may still take.
 
-    def __init__(self, budget: str | int | float | None, share: float = 1.0) -> None:
+    Clocks differ: `processes` that measure together stop when the first of them says so, and each must ask as often as
+    the others.
+    """
+
+    def __init__(self, budget: str | int | float | None, *, share: float = 1.0, processes: Processes = ALONE) -> None:
         self.ends = None if budget is None else time.monotonic() + share * seconds(budget)
+        self.processes = processes
 
-    @property
     def expired(self) -> bool:
-        return self.ends is not None and time.monotonic() >= self.ends
+        return self.ends is not None and self.processes.any(time.monotonic() >= self.ends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.displacement import Displacement
 from vitclinic.probes.curvature.surface import LossSurface
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
@@ -31,19 +32,21 @@ def perturbed_losses(
     *,
     precision: float = 0.0,
     seed: int = 0,
-    go_on: Callable[[int], bool] = lambda done: True,
+    known: Sequence[float] = (),
+    go_on: Callable[[list[float]], bool] = lambda losses: True,
 ) -> NDArray[np.float64]:
     """L(w + e) for up to `draws` Gaussian e of standard deviation `sigma`; their mean estimates L^N.
 
-    Stops when the standard error is at most `precision` times the mean, when `go_on`, called after each draw, says no,
-    or at a loss that is not finite, after which the mean is not, either. Use inside `surface.evaluated()`.
+    Stops when the standard error is at most `precision` times the mean, when `go_on`, called after each draw with the
+    losses so far, says no, or at a loss that is not finite, after which the mean is not, either. `known` are the losses
+    of the first draws, where they have been made before. Use inside `surface.evaluated()`.
     """
-    losses: list[float] = []
+    losses = list(known)
     with Displacement(surface.weights) as displacement:
-        while len(losses) < draws:
+        while len(losses) < draws and not is_precise(losses, precision) and all(map(math.isfinite, losses[-1:])):
             displacement.by_noise(sigma, torch_seed("flatness", seed, len(losses)))
             losses.append(surface.value())
-            if not math.isfinite(losses[-1]) or is_precise(losses, precision) or not go_on(len(losses)):
+            if not go_on(losses):
                 break
     return np.array(losses)
 
@@ -81,18 +84,34 @@ class Flatness(CurvatureProbe):
         return (self.draws + 2.0) * len(subject)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget)
+        clock = Clock(self.budget, processes=subject.processes)
         surface = self.surface(subject)
 
-        def go_on(done: int) -> bool:
-            subject.progress("flatness", done * len(subject), self.draws * len(subject))
-            return not clock.expired
+        # On another kind of device the draws are others.
+        partial = Partial(subject.scratch.get(self.name), subject.device.type, subject.processes)
+        done = partial.read() or {"losses": np.zeros(0)}
 
-        with surface.evaluated():
-            loss = surface.check()
-            losses = perturbed_losses(
-                surface, self.sigma, self.draws, precision=self.precision, seed=subject.seed, go_on=go_on
-            )
+        def go_on(losses: list[float]) -> bool:
+            done["losses"] = np.array(losses)
+            partial.write(done, every=SAVED_EVERY)
+            subject.progress("flatness", len(losses) * len(subject), self.draws * len(subject))
+            return not clock.expired()
+
+        known = done["losses"].tolist()
+        try:
+            with surface.evaluated():
+                loss = surface.check()
+                losses = perturbed_losses(
+                    surface,
+                    self.sigma,
+                    self.draws,
+                    precision=self.precision,
+                    seed=subject.seed,
+                    known=known,
+                    go_on=go_on,
+                )
+        finally:
+            partial.write(done)
         scalars = {
             "flatness": _mean(losses),
             "loss": Scalar(value=loss, n=len(subject)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -22,15 +23,13 @@ from vitclinic.probes.curvature.directions import (
     top_eigenvectors,
 )
 from vitclinic.probes.curvature.displacement import Displacement
-from vitclinic.probes.curvature.lanczos import Eigenpairs
+from vitclinic.probes.curvature.hessian import free_memory
+from vitclinic.probes.curvature.path import coordinates, displacements, principal_directions
 from vitclinic.probes.curvature.surface import LossSurface
-from vitclinic.probes.partial import Partial
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import DoesNotApply, Result
 from vitclinic.probes.registry import register
-from vitclinic.probes.subject import Subject
-
-SAVED_EVERY = 1.0
-"""Seconds of work that a killed exam may lose."""
+from vitclinic.probes.subject import PastWeights, Subject
 
 _PRODUCTS, _PRODUCT = 40, 4
 """For the estimate of what eigenvectors cost: products with the Hessian, and forward passes that each is worth."""
@@ -81,6 +80,16 @@ class Grid:
             self.losses[...], self.evaluated[...] = arrays["losses"], arrays["evaluated"]
 
 
+@dataclass(frozen=True)
+class _Plane:
+    """The directions, and what is to be said of them."""
+
+    directions: list[Direction]
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    shortcoming: str | None = None
+
+
 def _odd(value: int) -> int:
     if value % 2 == 0:
         raise ValueError("the number must be odd, so that the network itself is a point")
@@ -89,7 +98,7 @@ def _odd(value: int) -> int:
 
 @register
 class Landscape(CurvatureProbe):
-    """Loss on a line or a plane through the weights, along filter-normalised random directions or eigenvectors.
+    """Loss on a line or a plane through the weights: along random directions, eigenvectors or the training's path.
 
     L(w + x d_1 + y d_2) on a grid; softmax cross-entropy [chen2022], with the run's weight decay if asked for
     [park2022]. `directions` says what the d are, `normalisation` how long.
@@ -100,13 +109,15 @@ class Landscape(CurvatureProbe):
     dimensions: Literal[1, 2] = Field(2, description="a line or a plane")
     points: Annotated[int, Field(ge=3), AfterValidator(_odd)] = Field(21, description="on each axis; odd")
     span: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(1.0, description="each axis is from -span to span")
-    directions: Literal["random", "eigenvectors"] = Field(
-        "random", description="Gaussian, or the Hessian's eigenvectors of largest eigenvalue magnitude"
+    directions: Literal["random", "eigenvectors", "trajectory"] = Field(
+        "random",
+        description="Gaussian; the Hessian's eigenvectors of largest eigenvalue magnitude; or those in which the run's"
+        " weights moved most (their principal components)",
     )
     normalisation: Normalisation | None = Field(
         None,
-        description="filter (per output, Li et al. 2018), dim0 (park2022's code) or none (unit length);"
-        " unless given, filter for random directions and none for eigenvectors",
+        description="filter (per output, Li et al. 2018), dim0 (park2022's code) or none (unit length); unless given,"
+        " filter for random directions, none for eigenvectors, and for a trajectory as far as it goes",
     )
     one_dimensional: OneDimensional = Field(
         "zero", description="under filter and dim0, biases and norms stay where they are, or count as one filter each"
@@ -115,69 +126,105 @@ class Landscape(CurvatureProbe):
 
     def forwards(self, subject: Subject) -> float:
         products = _PRODUCTS * _PRODUCT if self.directions == "eigenvectors" else 0
-        return float(self.points**self.dimensions + products + 2) * len(subject)
+        past = self._past(subject)
+        read = 0 if past is None else 3 * len(past.weights)  # a checkpoint takes about as long as an image
+        return float(self.points**self.dimensions + products + 2) * len(subject) + read
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         conditions = super().conditions(subject)
         if self.regulariser == "run" and subject.training is not None:
             conditions["decay"] = subject.training.decay
+        past = self._past(subject)
+        if past is not None:
+            conditions["weights"] = past.digest()
         return conditions
+
+    def _past(self, subject: Subject) -> PastWeights | None:
+        """The weights that the directions depend on."""
+        return subject.training.past if self.directions == "trajectory" and subject.training is not None else None
 
     def measure(self, subject: Subject) -> Result:
         if self.regulariser == "run" and subject.training is None:
             raise DoesNotApply(
                 "it is not known how the network was trained, so that there is no regulariser of its own."
             )
-        clock = Clock(self.budget)
+        clock = Clock(self.budget, processes=subject.processes)
         surface = self.surface(subject, regularised=self.regulariser == "run")
         with surface.evaluated():
             surface.check()
-        directions, found = self._directions(subject, surface)
+        plane = self._plane(subject, surface)
         grid = Grid(self.points, self.span, self.dimensions)
-        partial = Partial(subject.scratch.get(self.name), digest(directions))
+        partial = Partial(subject.scratch.get(self.name), digest(plane.directions), subject.processes)
         grid.take(partial.read())
 
         def go_on() -> bool:
             partial.write(grid.arrays(), every=SAVED_EVERY)
             subject.progress("landscape", int(grid.evaluated.sum()) * len(subject), grid.losses.size * len(subject))
-            return not clock.expired
+            return not clock.expired()
 
         try:
             with surface.evaluated():
-                grid.fill(surface, directions, go_on)
+                grid.fill(surface, plane.directions, go_on)
         finally:
             partial.write(grid.arrays())
-        return self._result(grid, found)
+        return self._result(grid, plane)
 
-    def _directions(self, subject: Subject, surface: LossSurface) -> tuple[list[Direction], Eigenpairs | None]:
+    def _plane(self, subject: Subject, surface: LossSurface) -> _Plane:
+        if self.directions == "trajectory":
+            return self._principal_plane(subject, surface)
         seeds = [torch_seed("landscape", subject.seed, number) for number in range(self.dimensions)]
         if self.directions == "random":
-            found = None
             raw = [random_direction(surface.weights, seed) for seed in seeds]
-        else:
-            clock = Clock(self.budget, share=0.5)  # the rest is the grid's
-            raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired)
-        how = self.normalisation or ("filter" if self.directions == "random" else "none")
-        return [normalised(direction, surface.weights, how, self.one_dimensional) for direction in raw], found
+            return _Plane(self._normalised(raw, surface, "filter"))
+        clock = Clock(self.budget, share=0.5, processes=subject.processes)  # the rest is the grid's
+        raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired())
+        scalars = {f"eigenvalue_{number}": Scalar(value=value) for number, value in enumerate(found.values.tolist(), 1)}
+        short = f"the eigenvectors had not converged after {found.products} products with the Hessian"
+        return _Plane(self._normalised(raw, surface, "none"), scalars, shortcoming=None if found.converged else short)
 
-    def _result(self, grid: Grid, found: Eigenpairs | None) -> Result:
+    def _principal_plane(self, subject: Subject, surface: LossSurface) -> _Plane:
+        """The directions in which the training moved most, and where in them its epochs are."""
+        moved = displacements(subject, surface)
+        reads = list(moved.values())
+        found = principal_directions(reads, self.dimensions, free_memory(surface.weights[0].device) // 2)
+        if len(found.directions) < self.dimensions:
+            raise DoesNotApply(
+                f"the weights of the run's kept epochs ({', '.join(f'{epoch:g}' for epoch in moved)}) differ from the"
+                f" network's in {len(found.directions)} directions; keep more (checkpoint.keep_epochs)."
+            )
+        directions = found.directions
+        path = coordinates(reads, directions)
+        if self.normalisation is None:
+            reach = np.abs(path).max(axis=0)
+            directions = [[far * d for d in direction] for far, direction in zip(reach, directions, strict=True)]
+            path = path / reach
+        elif self.normalisation != "none":
+            directions = self._normalised(directions, surface, self.normalisation)
+            path = coordinates(reads, directions)
+        lengths = [float(surface.flat(direction).double().norm()) for direction in directions]
+        scalars = {f"explained_{number}": Scalar(value=float(share)) for number, share in enumerate(found.shares, 1)}
+        scalars |= {f"length_{number}": Scalar(value=length) for number, length in enumerate(lengths, 1)}
+        return _Plane(directions, scalars, {"path": path, "path_epoch": np.array(list(moved))})
+
+    def _normalised(self, raw: Sequence[Direction], surface: LossSurface, usual: Normalisation) -> list[Direction]:
+        how = self.normalisation or usual
+        return [normalised(direction, surface.weights, how, self.one_dimensional) for direction in raw]
+
+    def _result(self, grid: Grid, plane: _Plane) -> Result:
         losses = grid.losses[grid.evaluated]
         scalars = {
             "loss": Scalar(value=float(grid.losses[grid.centre])),
             "largest_loss": Scalar(value=float(np.nanmax(losses))),
             "points_not_finite": Scalar(value=float((~np.isfinite(losses)).sum())),
+            **plane.scalars,
         }
-        values = [] if found is None else found.values.tolist()
-        scalars |= {f"eigenvalue_{number}": Scalar(value=value) for number, value in enumerate(values, start=1)}
         axes = dict.fromkeys(("x", "y")[: self.dimensions], grid.axis)
-        reasons = []
-        if found is not None and not found.converged:
-            reasons.append(f"the eigenvectors had not converged after {found.products} products with the Hessian")
+        reasons = [] if plane.shortcoming is None else [plane.shortcoming]
         if not grid.evaluated.all():
             reasons.append(f"{grid.evaluated.mean():.0%} of the points are evaluated, from the centre outwards")
         return Result(
             scalars,
-            arrays=axes | grid.arrays(),
+            arrays=axes | grid.arrays() | plane.arrays,
             status="not_converged" if reasons else "ok",
             reason=f"{'; '.join(reasons)}." if reasons else None,
             mode=self.batch_norm,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -20,10 +21,13 @@ from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock
 from vitclinic.probes.curvature.standins import batch_norms, measured_statistics, relu_for_gelu
 from vitclinic.probes.curvature.tangent_kernel import GIBIBYTE, Conditioning, TangentKernel, conditioning
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
+
+_KEPT = ("eigenvalues", "kappa", "resolved")
 
 
 @register
@@ -54,25 +58,37 @@ class NTK(OwningProbe):
     def forwards(self, subject: Subject) -> float:
         m = min(self.block, len(subject))
         groups = len(self._kernel(subject).groups(m))
-        # A forward and a backward pass of all images for each group, and the products of the gradients.
-        return len(subject) // m * m * (3.0 * groups + 2)
+        # A forward and a backward pass of all images for each group, each image by itself and with the plain attention
+        # kernel, which is slower; and the products of the gradients.
+        return len(subject) // m * m * (5.0 * groups + 2)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget)
+        clock = Clock(self.budget, processes=subject.processes)
         m = min(self.block, len(subject))
         count = len(subject) // m
         if m < 2:
             raise DoesNotApply("one image has no condition number; there must be at least two.")
-        found: list[Conditioning] = []
-        with self._prepared(subject, m):
-            kernel = self._kernel(subject)
-            _check(subject, next(_blocks(subject, m)))
-            for images in _blocks(subject, m):
-                found.append(conditioning(kernel(images), kernel.rounding))
-                subject.progress(self.name, len(found) * m, count * m)
-                if clock.expired:
-                    break
+        partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
+        found = _unpacked(partial.read())
+        remaining = range(len(found), count)
+        try:
+            with self._prepared(subject, m):
+                for some in subject.processes.rounds(len(remaining), self._own(subject, m, remaining)):
+                    found += some
+                    partial.write(_packed(found), every=SAVED_EVERY)
+                    subject.progress(self.name, len(found) * m, count * m)
+                    if clock.expired():
+                        break
+        finally:
+            partial.write(_packed(found))
         return _result(found, count)
+
+    def _own(self, subject: Subject, m: int, remaining: range) -> Iterator[Conditioning]:
+        """Of those of the remaining blocks that are this process's."""
+        kernel = self._kernel(subject)
+        _check(subject, next(_blocks(subject, m)))
+        for images in _blocks(subject, m, remaining[subject.processes.rank :: subject.processes.size]):
+            yield conditioning(kernel(images), kernel.rounding)
 
     def _kernel(self, subject: Subject) -> TangentKernel:
         return TangentKernel(
@@ -92,14 +108,30 @@ class NTK(OwningProbe):
             yield
 
 
-def _blocks(subject: Subject, m: int) -> Iterator[Tensor]:
-    """The images, m at a time, in a seeded order: data are often sorted by class, and a block should not be."""
+def _blocks(subject: Subject, m: int, which: Sequence[int] | None = None) -> Iterator[Tensor]:
+    """The images, m at a time, in a seeded order: data are often sorted by class, and a block should not be.
+
+    All blocks, or those numbers of them.
+    """
     split = subject.images
-    order = generator("ntk", subject.seed).permutation(len(split))[: len(split) // m * m]
+    blocks = generator("ntk", subject.seed).permutation(len(split))[: len(split) // m * m].reshape(-1, m)
+    order = (blocks if which is None else blocks[list(which)]).ravel()
     shuffled = Split(split.images, split.rows[order], split.labels[order])
     dataset = replace(subject.dataset, splits={**subject.dataset.splits, subject.split: shuffled})
     for batch in evaluation_batches(dataset, subject.split, m):
         yield batch.to(subject.device, subject.dtype).images
+
+
+def _packed(found: list[Conditioning]) -> dict[str, NDArray[Any]]:
+    """The first blocks' eigenvalues and condition numbers as arrays with a row for each."""
+    return {name: np.array([getattr(block, name) for block in found]) for name in _KEPT}
+
+
+def _unpacked(arrays: Mapping[str, NDArray[Any]] | None) -> list[Conditioning]:
+    if arrays is None:
+        return []
+    rows = zip(*(arrays[name] for name in _KEPT), strict=True)
+    return [Conditioning(eigenvalues, float(kappa), bool(resolved)) for eigenvalues, kappa, resolved in rows]
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ The Hessian is that of the mean softmax cross-entropy over all the images, witho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs, quadrature
 from vitclinic.probes.parameters import parameters_by_unit
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
@@ -38,10 +40,10 @@ _GROUPS: dict[str, tuple[Kind, ...]] = {
     "mlp": ("mlp", "token_mlp"),
     "conv": ("conv",),
 }
-_PRODUCTS = 15
+_PRODUCTS = 10
 """What an eigenvalue takes as a rule, for the estimate of the cost."""
 _PASSES = 6
-"""A product costs about as much as so many forward passes."""
+"""A product costs about as much as so many forward passes; that of a component half of it."""
 
 
 @register
@@ -59,9 +61,13 @@ class Sharpness(CurvatureProbe):
     density_steps: Annotated[int, Field(ge=2)] = Field(20, description="products for each of them")
 
     def forwards(self, subject: Subject) -> float:
-        eigenvalues = 1 + (len(list(components(subject))) if self.components else 0)
-        products = _PRODUCTS * eigenvalues + self.trace_draws + self.density_draws * self.density_steps
-        return float(_PASSES * products * len(subject))
+        whole, blocks = self.expected_products(subject)
+        return _PASSES * (whole + blocks / 2) * len(subject)
+
+    def expected_products(self, subject: Subject) -> tuple[int, int]:
+        """With the whole Hessian, and with the blocks of its components."""
+        whole = _PRODUCTS + self.trace_draws + self.density_draws * self.density_steps
+        return whole, _PRODUCTS * len(list(components(subject))) if self.components else 0
 
     def measure(self, subject: Subject) -> Result:
         surface = self.surface(subject)
@@ -71,18 +77,30 @@ class Sharpness(CurvatureProbe):
 
 
 class _Examination:
-    """The measurements in the order of their importance, as far as the budget goes."""
+    """The measurements in the order of their importance, as far as the budget goes.
+
+    `done` has what is finished (an eigenvalue, a draw) by its name, and the number of products that it all took.
+    """
 
     def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian) -> None:
         self.probe, self.subject, self.hessian = probe, subject, hessian
-        self.clock = Clock(probe.budget)
-        self.expected = max(1, round(probe.forwards(subject) / len(subject) / _PASSES))
+        self.partial = Partial(subject.scratch.get(probe.name), processes=subject.processes)
+        self.done: dict[str, NDArray[Any]] = self.partial.read() or {"products": np.array(0)}
+        hessian.products = int(self.done["products"])
+        self.clock = Clock(probe.budget, processes=subject.processes)
+        self.expected = sum(probe.expected_products(subject))
         self.missing: list[str] = []
         self.scalars: dict[str, Scalar] = {}
         self.units: list[UnitRow] = []
-        self.arrays: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, NDArray[Any]] = {}
 
     def result(self) -> Result:
+        try:
+            return self._result()
+        finally:
+            self.partial.write(self.done)
+
+    def _result(self) -> Result:
         surface = self.hessian.surface
         self.scalars["loss"] = Scalar(value=surface.value())
         self.scalars["lambda_max"] = self._largest("lambda_max", self.hessian.product, surface.size)
@@ -94,10 +112,34 @@ class _Examination:
         found = Result(self.scalars, self.units, self.arrays, mode=self.probe.batch_norm)
         return found.unless(f"not converged: {', '.join(self.missing)}." if self.missing else None)
 
+    def _keep(self, what: str, found: NDArray[Any]) -> None:
+        self.done[what] = found
+        self.done["products"] = np.array(self.hessian.products)
+        self.partial.write(self.done, every=SAVED_EVERY)
+
     def _largest(self, what: str, product: Callable[[Tensor], Tensor], size: int) -> Scalar:
+        if what not in self.done:
+            found, finished = self._eigenvalue(what, product, size)
+            if finished:
+                self._keep(what, found)
+        else:
+            found = self.done[what]
+        value, error, converged = found.tolist()
+        if not converged:
+            self.missing.append(what)
+        return Scalar(value=value, low=value - error, high=value + error)
+
+    def _eigenvalue(
+        self, what: str, product: Callable[[Tensor], Tensor], size: int
+    ) -> tuple[NDArray[np.float64], bool]:
+        """The eigenvalue, its error and whether it has converged; and whether more time would not have changed it."""
+        in_time = True
+
         def go_on(products: int, found: object) -> bool:
+            nonlocal in_time
             self._tell()
-            return not self.clock.expired
+            in_time = not self.clock.expired()
+            return in_time
 
         probe = self.probe
         found: Eigenpairs = largest_eigenpairs(
@@ -108,22 +150,21 @@ class _Examination:
             max_products=probe.max_products,
             go_on=go_on,
         )
-        if not found.converged:
-            self.missing.append(what)
-        value, error = float(found.values[0]), float(found.errors[0])
-        return Scalar(value=value, low=value - error, high=value + error)
+        return np.array([found.values[0], found.errors[0], found.converged]), in_time
 
     def _trace(self) -> None:
-        running = RunningMean()
-        surface = self.hessian.surface
-        for draw in range(self.probe.trace_draws):
-            if self.clock.expired:
+        draws = self.done.get("trace", np.zeros(0))
+        for draw in range(len(draws), self.probe.trace_draws):
+            if self.clock.expired():
                 self.missing.append(f"trace ({draw} of {self.probe.trace_draws} draws)")
                 break
-            signs = self._random(f"trace {draw}", surface.size).sign()
-            running.add([float(signs.double() @ self.hessian.product(signs).double())])
+            signs = self._random(f"trace {draw}", self.hessian.surface.size).sign()
+            draws = np.append(draws, float(signs.double() @ self.hessian.product(signs).double()))
+            self._keep("trace", draws)
             self._tell()
-        if running.n:
+        if len(draws):
+            running = RunningMean()
+            running.add(draws)
             mean, half = float(running.mean), float(running.half_width())
             certain = running.n > 1
             low, high = (mean - half, mean + half) if certain else (None, None)
@@ -131,11 +172,12 @@ class _Examination:
 
     def _components(self) -> None:
         for component, row, owned in components(self.subject):
-            if self.clock.expired:
-                self.missing.append(f"lambda_max of {component}")
+            what = f"lambda_max of {component}"
+            if what not in self.done and self.clock.expired():
+                self.missing.append(what)
                 continue
             product, size = self.hessian.block(owned)
-            found = self._largest(f"lambda_max of {component}", product, size)
+            found = self._largest(what, product, size)
             if row is None:
                 self.scalars[f"lambda_max_{component}"] = found
             else:
@@ -143,18 +185,21 @@ class _Examination:
 
     def _density(self) -> None:
         surface, probe = self.hessian.surface, self.probe
-        nodes, weights = [], []
+        rules = []
         for draw in range(probe.density_draws):
-            if self.clock.expired:
-                self.missing.append(f"density ({draw} of {probe.density_draws} draws)")
-                break
-            start = self._random(f"density {draw}", surface.size).sign()
-            found = quadrature(self._told(self.hessian.product), start, probe.density_steps)
-            nodes.append(found[0])
-            weights.append(found[1])
-        if nodes:
-            self.arrays["density_nodes"] = np.concatenate(nodes)
-            self.arrays["density_weights"] = np.concatenate(weights) / len(nodes)
+            what = f"density {draw}"
+            if what not in self.done:
+                if self.clock.expired():
+                    self.missing.append(f"density ({draw} of {probe.density_draws} draws)")
+                    break
+                start = self._random(what, surface.size).sign()
+                found = quadrature(self._told(self.hessian.product), start, probe.density_steps)
+                self._keep(what, np.stack(found))
+            rules.append(self.done[what])
+        if rules:
+            nodes, weights = np.concatenate(rules, axis=1)
+            self.arrays["density_nodes"] = nodes
+            self.arrays["density_weights"] = weights / len(rules)
 
     def _told(self, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def telling(vector: Tensor) -> Tensor:
@@ -164,8 +209,8 @@ class _Examination:
         return telling
 
     def _tell(self) -> None:
-        done = self.hessian.products
-        self.subject.progress("sharpness, products", done, max(done, self.expected))
+        done, images = self.hessian.products, len(self.subject)
+        self.subject.progress(self.probe.name, done * images, max(done, self.expected) * images)
 
     def _random(self, what: str, size: int) -> Tensor:
         like = self.hessian.surface.weights[0]

@@ -13,8 +13,9 @@ are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from vitclinic.probes.curvature.curvature import Clock, surface_of
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface, Mode
+from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
@@ -36,6 +38,7 @@ Count = Annotated[int, Field(ge=1)]
 Values = NDArray[np.float64]
 _PRODUCTS, _PASSES = 25, 6
 """What a mini-batch takes as a rule: products, and forward passes a product."""
+_KEPT = ("values", "residuals", "errors", "products", "converged")
 
 
 @register
@@ -63,26 +66,40 @@ class HessianSpectrum(OwningProbe):
         return float(_PASSES * _PRODUCTS * self.batches * self.batch)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget)
-        found: list[Eigenpairs] = []
-        drawn = subject.augmented_batches(self.batch, self.batches, self.augment)
-        for number, batch in enumerate(drawn):
-            if clock.expired:
-                break
+        clock = Clock(self.budget, processes=subject.processes)
+        partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
+        found = _unpacked(partial.read())
+        remaining = range(len(found), self.batches)
+        try:
+            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining)):
+                found += some
+                partial.write(_packed(found), every=SAVED_EVERY)
+                subject.progress(self.name, len(found) * self.batch, self.batches * self.batch)
+                if clock.expired():
+                    break
+        finally:
+            partial.write(_packed(found))
+        return self._result(found)
+
+    def _own(self, subject: Subject, remaining: range) -> Iterator[Eigenpairs]:
+        """The eigenvalues of those of the remaining mini-batches that are this process's."""
+        numbers = remaining[subject.processes.rank :: subject.processes.size]
+        drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
+        for number, batch in zip(numbers, drawn, strict=True):
             surface = surface_of(subject, [batch], self.batch_norm, regularised=self.regulariser)
             with surface.measured():
-                if number == 0:
+                if number == numbers[0]:
                     surface.check()
-                found.append(self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed)))
-            subject.progress("hessian_spectrum, mini-batches", number + 1, self.batches)
-        return self._result(found)
+                found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed))
+            yield found
 
     def _top(self, surface: LossSurface, seed: int) -> Eigenpairs:
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(surface.size, generator=generator, dtype=torch.float64).to(surface.weights[0])
-        return largest_eigenpairs(
+        found = largest_eigenpairs(
             Hessian(surface).product, start, self.top, tolerance=self.tolerance, max_products=self.max_products
         )
+        return replace(found, vectors=found.vectors[:0])  # as large as the network, and not asked for
 
     def _result(self, found: list[Eigenpairs]) -> Result:
         values = np.stack([pairs.values for pairs in found])
@@ -105,6 +122,21 @@ class HessianSpectrum(OwningProbe):
             missing.append(f"{loose} of {len(found)} mini-batches not converged in {self.max_products} products")
         result = Result(scalars, arrays=arrays, mode=self.batch_norm)
         return result.unless("; ".join(missing) + "." if missing else None)
+
+
+def _packed(found: list[Eigenpairs]) -> dict[str, NDArray[Any]]:
+    """The first mini-batches' eigenvalues as arrays with a row for each."""
+    return {name: np.array([getattr(pairs, name) for pairs in found]) for name in _KEPT}
+
+
+def _unpacked(arrays: Mapping[str, NDArray[Any]] | None) -> list[Eigenpairs]:
+    if arrays is None:
+        return []
+    rows = zip(*(arrays[name] for name in _KEPT), strict=True)
+    return [
+        Eigenpairs(values, residuals, errors, torch.empty(0), int(products), bool(converged))
+        for values, residuals, errors, products, converged in rows
+    ]
 
 
 def negative_share(values: Values) -> float:

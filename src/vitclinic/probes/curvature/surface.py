@@ -3,23 +3,29 @@
     L(w) = 1/N sum_i CE(f_w(x_i), y_i) + decay/2 sum of w^2 over the parameters that were decayed
 
 CE is softmax cross-entropy with class indices or shares of the classes. Batches may differ in size; every image counts
-the same. Under torchrun each process holds its own images, and sums are over all processes.
+the same.
+
+Several processes can measure one surface together (`processes`). Each holds the same weights and its own share of the
+images (it may be empty), and asks for the same things in the same order: losses, gradients and products with the
+Hessian are then those of all the images, the same numbers in all processes. Unless told so, a surface is that of one
+process, whatever others there are.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data import Batch
 from vitclinic.errors import ModelError
+from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.probes.subject import as_logits
 
 Mode = Literal["eval", "train"]
@@ -41,8 +47,10 @@ class LossSurface:
         decay: float = 0.0,
         decayed: Sequence[nn.Parameter] | None = None,
         mode: Mode = "eval",
+        processes: Processes = ALONE,
     ) -> None:
         self.network = network
+        self.processes = processes
         self.batches = list(batches)
         everything = {name: p for name, p in network.named_parameters() if p.is_floating_point()}
         self.parameters = dict(everything if parameters is None else parameters)
@@ -50,7 +58,7 @@ class LossSurface:
         chosen = {id(p) for p in (everything.values() if decayed is None else decayed)}
         self.decayed = [id(p) in chosen for p in self.parameters.values()]
         self.mode = mode
-        self.images = int(self.summed(torch.tensor(float(sum(len(batch) for batch in self.batches)))))
+        self.images = sum(processes.gather(lambda: sum(len(batch) for batch in self.batches)))
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -100,8 +108,12 @@ class LossSurface:
     @torch.no_grad()
     def value(self) -> float:
         """L at the present weights, summed in float64."""
-        total = sum((self.summed_loss(batch).double() for batch in self.batches), torch.zeros((), dtype=torch.float64))
-        return float(self.summed(total)) / self.images + self.regulariser()
+        return float(self.processes.sum(self._own_loss)) / self.images + self.regulariser()
+
+    def _own_loss(self) -> Tensor:
+        """The sum over this process's images, in float64."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.weights[0].device)
+        return sum((self.summed_loss(batch).double() for batch in self.batches), zero)
 
     @torch.no_grad()
     def regulariser(self) -> float:
@@ -112,11 +124,15 @@ class LossSurface:
 
     def gradient(self) -> Tensor:
         """The gradient of L, [n]."""
+        total = self.processes.sum(self._own_gradient).div_(self.images)
+        return total + self.decay * self.decay_mask() * self.flat([p.detach() for p in self.weights])
+
+    def _own_gradient(self) -> Tensor:
+        """Of the sum over this process's images, [n]."""
         total = torch.zeros(self.size, dtype=self.weights[0].dtype, device=self.weights[0].device)
         for batch in self.batches:
-            grads = torch.autograd.grad(self.summed_loss(batch), self.weights, allow_unused=True)
-            total += self.flat(grads) / self.images
-        return self.summed(total) + self.decay * self.decay_mask() * self.flat([p.detach() for p in self.weights])
+            total += self.flat(torch.autograd.grad(self.summed_loss(batch), self.weights, allow_unused=True))
+        return total
 
     def decay_mask(self) -> Tensor:
         """1 where a weight is decayed, 0 elsewhere, [n]."""
@@ -134,7 +150,12 @@ class LossSurface:
 
     @torch.no_grad()
     def check(self) -> float:
-        """The loss at the present weights; raises unless it is finite, and the same when it is computed again."""
+        """The loss at the present weights; raises unless it is finite, and the same when it is computed again.
+
+        Also unless all processes hold the same weights.
+        """
+        if len(set(self.processes.gather(self._checksum))) > 1:
+            raise ModelError("the processes hold different weights; load the same network in all of them.")
         first, second = self.value(), self.value()
         if not first < float("inf"):
             raise ModelError(f"the loss is {first}; there is no curvature to measure.")
@@ -145,12 +166,13 @@ class LossSurface:
             )
         return first
 
-    @staticmethod
-    def summed(tensor: Tensor) -> Tensor:
-        """The sum over all processes; the tensor itself where there is one."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(tensor)
-        return tensor
+    def _checksum(self) -> int:
+        """Of the weights, where other processes have to have the same."""
+        found = 0
+        if self.processes.size > 1:
+            for p in self.weights:
+                found = zlib.crc32(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+        return found
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Shapes: B images, K numbers of a state.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -18,9 +17,9 @@ from vitclinic.anatomy import Anatomy, Kind, Site, Unit
 from vitclinic.anatomy.taps import version_of
 from vitclinic.data import Batch
 from vitclinic.errors import ModelError
-from vitclinic.measurement import Scalar, UnitRow
+from vitclinic.measurement import UnitRow
 from vitclinic.probes.features.states import spatial_states
-from vitclinic.probes.probe import DoesNotApply, Result, Tally, unit_row
+from vitclinic.probes.probe import DoesNotApply, Result, Tally, mean_scalar, unit_row
 from vitclinic.statistics import RunningMean
 
 _COMPARED: tuple[Kind, ...] = ("msa", "mlp", "token_mlp", "conv")
@@ -87,6 +86,10 @@ class ChangesTally(Tally):
             if changes[kind]:
                 self.kinds[kind].add(np.mean(changes[kind], axis=0))
 
+    def sums(self) -> dict[str, RunningMean]:
+        groups = (("state", self.states), ("change", self.changes), ("kind", self.kinds))
+        return {f"{group} {name}": mean for group, means in groups for name, mean in means.items()}
+
     def measured(self) -> list[Unit]:
         """The units after which there is a number, in order."""
         units = [unit for unit in self.units if unit.name in self.states]
@@ -98,14 +101,14 @@ class ChangesTally(Tally):
 
     def finish(self) -> Result:
         units = self.measured()
-        scalars = {f"{self.number}_last": _scalar(self.states[units[-1].name])}
-        scalars |= {f"{self.number}_change_{kind}": _scalar(mean) for kind, mean in self.kinds.items()}
+        scalars = {f"{self.number}_last": mean_scalar(self.states[units[-1].name])}
+        scalars |= {f"{self.number}_change_{kind}": mean_scalar(mean) for kind, mean in self.kinds.items()}
         return Result(scalars, [self._row(unit) for unit in units])
 
     def _row(self, unit: Unit) -> UnitRow:
-        values = {self.number: _scalar(self.states[unit.name])}
+        values = {self.number: mean_scalar(self.states[unit.name])}
         if unit.name in self.changes:
-            values["change"] = _scalar(self.changes[unit.name])
+            values["change"] = mean_scalar(self.changes[unit.name])
         return unit_row(unit, **values)
 
 
@@ -125,11 +128,3 @@ def _to_host(numbers: Mapping[Site, Tensor]) -> dict[Site, NDArray[np.float64]]:
     together = torch.cat(list(numbers.values()), dim=1).cpu().double().numpy()
     ends = np.cumsum([each.shape[1] for each in numbers.values()])
     return dict(zip(numbers, np.split(together, ends[:-1], axis=1), strict=True))
-
-
-def _scalar(running: RunningMean) -> Scalar:
-    """The last number's mean over images, with its t interval."""
-    mean, half = (float(np.ravel(values)[-1]) for values in (running.mean, running.half_width()))
-    if math.isnan(half):
-        return Scalar(value=mean, n=running.n)
-    return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)

@@ -42,7 +42,6 @@ class Fourier(StreamingProbe):
 
     name: ClassVar[str] = "fourier"
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
-    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(subject.anatomy)

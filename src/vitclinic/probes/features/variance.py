@@ -22,7 +22,6 @@ class Variance(StreamingProbe):
 
     name: ClassVar[str] = "variance"
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
-    by_default: ClassVar[bool] = False
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(subject.anatomy)

@@ -1,0 +1,162 @@
+"""What a network loses without each of its units [park2022 Fig. 10b, D.4]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitclinic.anatomy import Anatomy, Unit
+from vitclinic.data import Batch
+from vitclinic.measurement import Scalar, UnitRow
+from vitclinic.probes.features.replay import Replay, stretches
+from vitclinic.probes.partial import Partial
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, mean_scalar, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean, paired_share_interval, share_interval
+
+KEPT_BYTES = 2**29
+"""The most memory for what the blocks returned; where it would be more, fewer images go through at a time."""
+SAVED_EVERY = 1.0
+"""Seconds of work that a killed exam may lose."""
+
+
+@register
+class Lesion(OwningProbe):
+    """Accuracy lost, and NLL gained, when each unit is removed once [park2022 Fig. 10b, D.4].
+
+    An MSA or MLP has its branch set to zero, a bottleneck's 3 x 3 conv becomes the identity, or subsampling, a position
+    embedding becomes zero. All is measured on the same images, so that a difference is a paired one.
+    """
+
+    name: ClassVar[str] = "lesion"
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "anatomy"})
+    by_default: ClassVar[bool] = False
+
+    split: Literal["train", "val", "test"] = Field("test", description="which images")
+    images: Annotated[int, Field(ge=1)] = Field(512, description="how many of them")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on(self.split, self.images)
+
+    def forwards(self, subject: Subject) -> float:
+        anatomy = subject.anatomy
+        behind = (_share_behind(unit, anatomy) for unit in _removable(anatomy))
+        return len(subject) * (1 + sum(behind)) + 1
+
+    @torch.no_grad()
+    def measure(self, subject: Subject) -> Result:
+        units = _removable(subject.anatomy)
+        answers = Answers(len(units), len(subject))
+        partial = Partial(subject.scratch.get(self.name), " ".join(unit.name for unit in units))
+        answers.take(partial.read())
+        try:
+            with Replay(subject.anatomy) as replay:
+                size = _images_at_a_time(subject, replay)
+                for part in (part for batch in subject.batches() for part in batch.split(size)):
+                    if int(part.indices[-1]) >= answers.done:
+                        self._examine(subject, units, part, replay, answers)
+                        partial.write(answers.arrays(), every=SAVED_EVERY)
+        finally:
+            partial.write(answers.arrays())
+        return _result(units, answers)
+
+    def _examine(self, subject: Subject, units: Sequence[Unit], batch: Batch, replay: Replay, answers: Answers) -> None:
+        """The network's answers for one batch, whole and without each unit."""
+        passes = (len(units) + 1) * len(subject)
+        before = answers.done * (len(units) + 1)
+        with replay.recording():
+            answers.note(0, batch, subject.logits(batch.images))
+        for number, unit in enumerate(units, start=1):
+            subject.progress(self.name, before + number * len(batch), passes)
+            with replay.up_to(unit.depth), subject.anatomy.removed(unit):
+                answers.note(number, batch, subject.logits(batch.images))
+        answers.done = int(batch.indices[-1]) + 1
+        subject.progress(self.name, answers.done * (len(units) + 1), passes)
+
+
+class Answers:
+    """Of each image, whether the network is right and its NLL; row 0 is the whole network, row k the k-th lesion."""
+
+    def __init__(self, lesions: int, images: int) -> None:
+        self.correct = np.zeros((lesions + 1, images), dtype=bool)
+        self.nll = np.full((lesions + 1, images), np.nan)
+        self.done = 0
+        """Images that have been through all lesions."""
+
+    def note(self, row: int, batch: Batch, logits: Tensor) -> None:
+        """Take in what came out for `batch`; an answer that is not a number is wrong."""
+        logits = logits.double()
+        right = (logits.argmax(dim=1) == batch.targets) & ~logits.isnan().any(dim=1)
+        self.correct[row, batch.indices.numpy()] = right.cpu().numpy()
+        self.nll[row, batch.indices.numpy()] = F.cross_entropy(logits, batch.targets, reduction="none").cpu().numpy()
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {"correct": self.correct, "nll": self.nll, "done": np.array(self.done)}
+
+    def take(self, arrays: dict[str, NDArray[Any]] | None) -> None:
+        """Go on from what `arrays()` was before."""
+        if arrays is not None:
+            self.correct[...], self.nll[...] = arrays["correct"], arrays["nll"]
+            self.done = int(arrays["done"])
+
+
+def _removable(anatomy: Anatomy) -> list[Unit]:
+    units = [unit for unit in anatomy.units if unit.removal is not None]
+    if not units:
+        raise DoesNotApply(f"no unit of this {anatomy.family} can be removed.")
+    return units
+
+
+def _share_behind(unit: Unit, anatomy: Anatomy) -> float:
+    """How much of the network is computed when `unit` is removed, all blocks counting the same."""
+    skippable = {stretch.last for stretch in stretches(anatomy) if stretch.last < unit.depth}
+    blocks = [block.units[-1].depth in skippable for block in anatomy.blocks]
+    return 1 - sum(blocks) / max(1, len(blocks))
+
+
+def _images_at_a_time(subject: Subject, replay: Replay) -> int:
+    with replay.recording():
+        subject.logits(subject.example)
+    return max(1, KEPT_BYTES // max(1, replay.kept_bytes))
+
+
+def _result(units: Sequence[Unit], answers: Answers) -> Result:
+    scalars = {"accuracy": _accuracy(answers.correct[0]), "nll": _mean(answers.nll[0])}
+    for kind in dict.fromkeys(unit.kind for unit in units):
+        rows = [number for number, unit in enumerate(units, start=1) if unit.kind == kind]
+        drops = answers.correct[0].astype(float) - answers.correct[rows].mean(axis=0)
+        scalars[f"accuracy_drop_{kind}"] = _mean(drops)
+    arrays = {"correct": answers.correct, "nll": answers.nll}
+    return Result(scalars, [_row(unit, answers, number) for number, unit in enumerate(units, start=1)], arrays)
+
+
+def _row(unit: Unit, answers: Answers, number: int) -> UnitRow:
+    whole, lesioned = answers.correct[0], answers.correct[number]
+    lost, gained, n = int((whole & ~lesioned).sum()), int((lesioned & ~whole).sum()), len(whole)
+    low, high = paired_share_interval(lost, gained, n)
+    return unit_row(
+        unit,
+        None if unit.removal is None else unit.removal.how,
+        accuracy=_accuracy(lesioned),
+        accuracy_drop=Scalar(value=(lost - gained) / n, low=low, high=high, n=n),
+        nll_rise=_mean(answers.nll[number] - answers.nll[0]),
+    )
+
+
+def _accuracy(correct: NDArray[np.bool_]) -> Scalar:
+    low, high = share_interval(int(correct.sum()), len(correct))
+    return Scalar(value=float(correct.mean()), low=low, high=high, n=len(correct))
+
+
+def _mean(values: NDArray[np.float64]) -> Scalar:
+    running = RunningMean()
+    running.add(values)
+    return mean_scalar(running)

@@ -1,0 +1,149 @@
+"""The front part of a network from memory: what its blocks returned for the same images before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from vitclinic.anatomy import Anatomy
+from vitclinic.anatomy.eager import eager
+
+
+class Stretch(NamedTuple):
+    """A module that is a part of the way through the network, and the depth of its last unit."""
+
+    module: nn.Module
+    last: int
+
+
+class Replay:
+    """Lets a network skip what lies before a unit. Inside the context, `record` one pass, then ask for parts of it.
+
+        with Replay(anatomy) as replay:
+            with replay.recording():
+                network(images)
+            with replay.up_to(unit.depth), anatomy.removed(unit):
+                network(images)  # computes only from the unit's block on
+
+    The outputs are those of the whole network, bit for bit. What is skipped are blocks, stems and pools; modules that
+    run several times, or return something else than tensors, are computed anew. All that was recorded is kept, and
+    handed out in copies: the network may write into them.
+    """
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.stretches = stretches(anatomy)
+        self._kept: dict[nn.Module, Any] = {}
+        self._unfit: set[nn.Module] = set()
+        self._recording = False
+        self._skipping_before = 0
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._undo.enter_context(eager())
+        for stretch in self.stretches:
+            self._replace_forward(stretch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+        self._kept.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what comes out of the modules in the one pass of the network inside."""
+        self._kept.clear()
+        self._unfit.clear()
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    @contextmanager
+    def up_to(self, depth: int) -> Iterator[None]:
+        """The modules all of whose units come before `depth` return what was recorded."""
+        self._skipping_before = depth
+        try:
+            yield
+        finally:
+            self._skipping_before = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of what was recorded."""
+        return sum(tensor.nbytes for value in self._kept.values() for tensor in _tensors(value))
+
+    def _replace_forward(self, stretch: Stretch) -> None:
+        # A hook sees what goes in and what comes out, but cannot keep a module from computing.
+        module: Any = stretch.module
+        own: Callable[..., Any] = module.forward
+        before = vars(module).get("forward")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if stretch.last < self._skipping_before and module in self._kept:
+                return _copied(self._kept[module])
+            output = own(*args, **kwargs)
+            if self._recording:
+                self._keep(module, output)
+            return output
+
+        def restore() -> None:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+        module.forward = forward
+        self._undo.callback(restore)
+
+    def _keep(self, module: nn.Module, output: Any) -> None:
+        if module in self._kept or not _is_plain(output):
+            self._unfit.add(module)
+        if module in self._unfit:
+            self._kept.pop(module, None)
+        else:
+            self._kept[module] = _copied(output)
+
+
+def stretches(anatomy: Anatomy) -> list[Stretch]:
+    """The blocks of the network, and the modules of its stems and pools, each with no part of any later unit."""
+    found = [Stretch(unit.module, unit.depth) for unit in anatomy.of_kind("stem", "pool")]
+    paths = dict(anatomy.network.named_modules())
+    found += [Stretch(paths[block.name], block.units[-1].depth) for block in anatomy.blocks if block.name in paths]
+    return [stretch for stretch in found if not _reaches_beyond(stretch, anatomy)]
+
+
+def _reaches_beyond(stretch: Stretch, anatomy: Anatomy) -> bool:
+    inside = set(stretch.module.modules())
+    return any(unit.module in inside for unit in anatomy.units[stretch.last + 1 :])
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is made of tensors, numbers and texts alone, so that a copy shares nothing with it."""
+    if type(value) in (tuple, list):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, Tensor | bool | int | float | str | torch.Size)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

@@ -1,0 +1,84 @@
+"""Active neurons: how many values behind an activation function are positive [chen2022 Fig. 2]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vitclinic.anatomy import Site, Unit
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+_VALUES = 2**18
+"""How many values are compared at once on a CPU: so few need no new memory from the system, which costs more than
+the comparison."""
+
+
+def active_share(activation: Tensor) -> Tensor:
+    """The share of values above zero of each image [B], in float32.
+
+    Example:
+        >>> active_share(torch.tensor([[1.0, -0.1, 0.0, 2.0], [-1.0, -1.0, -1.0, 3.0]])).tolist()
+        [0.5, 0.25]
+    """
+    values = activation.detach().flatten(1)
+    on_cpu = values.device.type == "cpu"
+    images = max(1, _VALUES // max(1, values.shape[1])) if on_cpu else len(values)
+    counts = [_positive(piece) for piece in torch.split(values, images)]
+    return torch.cat(counts) / values.shape[1]
+
+
+def _positive(values: Tensor) -> Tensor:
+    # Comparing into floats is twice as fast as summing truth values, and counts up to 2^24 are exact.
+    return torch.gt(values, 0, out=torch.empty(values.shape, device=values.device)).sum(dim=1)
+
+
+@register
+class Sparsity(StreamingProbe):
+    """Share of active neurons behind the activation function of each MLP or conv block [chen2022 Fig. 2].
+
+    A neuron is one value, of one token (or position) and one hidden channel; it is active for an image if it is greater
+    than zero. Reported is the share that is active, averaged over images.
+    """
+
+    name: ClassVar[str] = "sparsity"
+    needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+
+    def begin(self, subject: Subject) -> Tally:
+        sites = {unit: unit.activation for unit in subject.anatomy.units if unit.activation is not None}
+        if not sites:
+            raise DoesNotApply(f"no unit of this {subject.anatomy.family} is known to have an activation function.")
+        return _Tally(sites)
+
+
+class _Tally(Tally):
+    def __init__(self, sites: Mapping[Unit, Site]) -> None:
+        self.sites = sites
+        self.shares = {unit: RunningMean() for unit in sites}
+        self.network = RunningMean()
+        self._batch: dict[Unit, Tensor] = {}
+
+    def taps(self) -> Mapping[Unit, Site]:
+        return self.sites
+
+    def update(self, key: Unit, activation: Tensor) -> None:
+        self._batch[key] = active_share(activation)
+
+    def end_batch(self, *_: object) -> None:
+        shares_ub = torch.stack([self._batch[unit] for unit in self.sites]).double().cpu().numpy()
+        for unit, shares_b in zip(self.sites, shares_ub, strict=True):
+            self.shares[unit].add(shares_b)
+        self.network.add(shares_ub.mean(axis=0))
+
+    def sums(self) -> dict[str, RunningMean]:
+        return {"network": self.network, **{unit.name: share for unit, share in self.shares.items()}}
+
+    def finish(self) -> Result:
+        rows = [unit_row(unit, active=mean_scalar(mean)) for unit, mean in self.shares.items()]
+        first, last = rows[0].values["active"], rows[-1].values["active"]
+        return Result({"active": mean_scalar(self.network), "active_first": first, "active_last": last}, rows)

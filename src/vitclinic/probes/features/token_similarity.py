@@ -1,0 +1,210 @@
+"""How alike the tokens of an image are, layer by layer [gong2021 Sec. 3; wang2022 Eq. 5].
+
+Shapes: B images, N patches (positions of the grid), D channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.anatomy import Site
+from vitclinic.data import Batch
+from vitclinic.data.randomness import generator
+from vitclinic.errors import ModelError
+from vitclinic.probes.features.states import State, spatial_states
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+_BLOCK = 128
+"""The most tokens whose products with one another are computed at once."""
+
+
+class Directions(NamedTuple):
+    """Tokens seen as directions: u_i = h_i / |h_i|, and zero for those without a length."""
+
+    unit_bnd: Tensor
+    defined_bn: Tensor
+    """Whether a token has a length."""
+
+    @property
+    def count_b(self) -> Tensor:
+        """How many tokens of each image have a length."""
+        return self.defined_bn.sum(dim=1).double()
+
+
+def directions(h_bnd: Tensor) -> Directions:
+    """The directions of tokens, in float32 at least."""
+    h_bnd = h_bnd.float() if h_bnd.dtype.itemsize < 4 else h_bnd
+    if h_bnd.stride(-1) == 1:
+        lengths_bn: Tensor = torch.linalg.vector_norm(h_bnd, dim=-1)
+    else:  # positions of feature maps, over whose channels PyTorch takes norms slowly
+        lengths_bn = (h_bnd * h_bnd).sum(dim=-1).sqrt()
+    if not lengths_bn.isfinite().all():
+        raise ModelError("some tokens are not finite, or too large to be compared.")
+    defined_bn = lengths_bn > 0
+    return Directions(h_bnd * torch.where(defined_bn, 1 / lengths_bn, 0)[..., None], defined_bn)
+
+
+def cosine(tokens: Directions) -> Tensor:
+    """The mean cosine between two different tokens of each image [B] [wang2022 Eq. 5], in O(ND).
+
+        1 / (n (n - 1)) sum_{i != j} u_i . u_j = (|sum_i u_i|^2 - n) / (n (n - 1))
+
+    over the n tokens that have a length; NaN where they are fewer than two.
+
+    Example:
+        >>> cosine(directions(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 0.0]]]))).item()
+        -1.0
+    """
+    total_bd = tokens.unit_bnd.sum(dim=1).double()
+    return _per_pair(total_bd.square().sum(dim=1), tokens.count_b)
+
+
+def absolute_cosine(tokens: Directions) -> Tensor:
+    """The mean absolute cosine between two different tokens of each image [B] [gong2021 Sec. 3].
+
+        1 / (n (n - 1)) sum_{i != j} |u_i . u_j|
+
+    over the n tokens that have a length; NaN where they are fewer than two. From the Gram matrix, of which never more
+    than a block is kept.
+
+    Example:
+        >>> tokens = directions(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 3.0]]]))
+        >>> round(absolute_cosine(tokens).item(), 4)
+        0.3333
+    """
+    return _per_pair(_gram_sum(tokens.unit_bnd), tokens.count_b)
+
+
+def _per_pair(total_b: Tensor, count_b: Tensor) -> Tensor:
+    """From a sum over all pairs of tokens, in which each token with itself adds 1."""
+    return ((total_b - count_b) / (count_b * (count_b - 1))).masked_fill(count_b < 2, math.nan)
+
+
+def _gram_sum(unit_bnd: Tensor) -> Tensor:
+    """sum_ij |u_i . u_j| of each image [B]. The matrix is symmetric: of what is off its diagonal blocks, half does."""
+    tokens = unit_bnd.shape[1]
+    if tokens <= _BLOCK:
+        return _absolute_sum(unit_bnd, unit_bnd)
+    first_bnd, second_bnd = unit_bnd[:, : tokens // 2], unit_bnd[:, tokens // 2 :]
+    return _gram_sum(first_bnd) + _gram_sum(second_bnd) + 2 * _absolute_sum(first_bnd, second_bnd)
+
+
+def _absolute_sum(first_bnd: Tensor, second_bnd: Tensor) -> Tensor:
+    return (first_bnd @ second_bnd.mT).abs_().sum(dim=-1).sum(dim=-1, dtype=torch.float64)
+
+
+@register
+class TokenSimilarity(StreamingProbe):
+    """Cosine between the patches of an image, absolute [gong2021] and signed [wang2022 Eq. 5], after each unit.
+
+    The stem and the position embedding are layers of their own. Prefix tokens do not count, nor do patches that are
+    zero. In a convolutional network the positions are the patches.
+    """
+
+    name: ClassVar[str] = "token_similarity"
+    needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
+
+    tokens: Annotated[int, Field(ge=2)] = Field(
+        256,
+        description="the most patches of an image between which the absolute cosine is taken: others for each image",
+    )
+
+    def begin(self, subject: Subject) -> Tally:
+        return _Tally(subject, self.tokens)
+
+
+class _Tally(Tally):
+    def __init__(self, subject: Subject, most: int) -> None:
+        self.states = spatial_states(subject.anatomy)
+        self.signed = {state: RunningMean() for state in self.states}
+        self.absolute = {state: RunningMean() for state in self.states}
+        self.rise = RunningMean()
+        self.samples = _Samples(subject.seed, most)
+        self._batch: dict[State, NDArray[np.float64]] = {}
+
+    def taps(self) -> Mapping[State, Site]:
+        return {state: state.site for state in self.states}
+
+    def begin_batch(self, batch: Batch) -> None:
+        self.samples.first = int(batch.indices[0])
+
+    def update(self, key: State, activation: Tensor) -> None:
+        tokens = directions(key.tokens(activation))
+        self._batch[key] = absolute_cosine(self.samples.of(tokens)).cpu().numpy()
+        self.absolute[key].add(_defined(self._batch[key]))
+        self.signed[key].add(_defined(cosine(tokens).cpu().numpy()))
+
+    def end_batch(self, *_: object) -> None:
+        inside = [state for state in self._layers() if state.unit.block is not None]
+        if len(inside) > 1:
+            self.rise.add(_defined(self._batch[inside[-1]] - self._batch[inside[0]]))
+
+    def sums(self) -> dict[str, RunningMean]:
+        means = {"signed": self.signed, "absolute": self.absolute}
+        by_name = {f"{name} {state.unit.name}": mean for name, found in means.items() for state, mean in found.items()}
+        return {"rise": self.rise, **by_name}
+
+    def finish(self) -> Result:
+        layers = self._layers()
+        if not layers:
+            raise DoesNotApply("no image has two patches that are not zero, so that there is nothing to compare.")
+        rows = [
+            unit_row(
+                state.unit,
+                absolute_cosine=mean_scalar(self.absolute[state]),
+                cosine=mean_scalar(self.signed[state]),
+            )
+            for state in layers
+        ]
+        scalars = {f"{name}_last": value for name, value in rows[-1].values.items()}
+        if self.rise.n:
+            scalars["absolute_cosine_rise"] = mean_scalar(self.rise)
+        return Result(scalars, rows)
+
+    def _layers(self) -> list[State]:
+        """The states in which an image has two patches to compare."""
+        return [state for state in self.states if self.absolute[state].n and self.signed[state].n]
+
+
+def _defined(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Those of the images in which there are two tokens to compare."""
+    return values[~np.isnan(values)]
+
+
+class _Samples:
+    """For each image other positions, where there are more than `most`: all of them have had a turn after a while.
+
+    Which ones depends on the seed, the number of positions and the image's place, not on the batch.
+    """
+
+    def __init__(self, seed: int, most: int) -> None:
+        self.seed = seed
+        self.most = most
+        self.first = 0
+        """The place of the current batch's first image."""
+        self._orders: dict[int, Tensor] = {}
+
+    def of(self, tokens: Directions) -> Directions:
+        """`most` tokens of each image of the current batch, or all if there are no more."""
+        batch, count = tokens.defined_bn.shape
+        if count <= self.most:
+            return tokens
+        device = tokens.defined_bn.device
+        if count not in self._orders:
+            order = generator("token_similarity", self.seed, count).permutation(count)
+            self._orders[count] = torch.from_numpy(order).to(device)
+        rows_b1 = torch.arange(batch, device=device)[:, None]
+        turns_bn = (self.first + rows_b1) * self.most + torch.arange(self.most, device=device)
+        places_bn = self._orders[count][turns_bn % count]
+        return Directions(tokens.unit_bnd[rows_b1, places_bn], tokens.defined_bn[rows_b1, places_bn])

@@ -1,0 +1,66 @@
+"""What a curvature probe says that it will cost, against what it does cost; and that it tells of its progress."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.probes.subjects import subject, vit
+from vitclinic.probes import Subject, estimated_seconds, measure, parse_probes
+from vitclinic.probes.cost import flops
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flatness": {"draws": 12, "precision": 0.0},
+    "landscape": {"points": 5},
+    "landscape of eigenvectors": {"points": 3, "directions": "eigenvectors"},
+    "sharpness": {},
+    "sharpness of the whole": {"components": False},
+    "hessian_spectrum": {"batches": 2},
+    "ntk": {"block": 11},
+}
+
+
+def patient(network: str | nn.Module = "vit", **options: Any) -> Subject:
+    return subject(network, batch_size=64, **options)
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_the_estimate_is_about_what_the_arithmetic_comes_to(what: str) -> None:
+    (probe,) = parse_probes([{what.split()[0]: OPTIONS[what]}])
+    examined = patient()
+    examined.network.eval()
+    one = flops(examined, examined.example)
+    with FlopCounterMode(display=False) as counter:
+        (found,) = measure(examined, [probe])
+    assert found.status == "ok", found.reason
+    assert 1 / 3 < counter.get_total_flops() / one / probe.forwards(probe.view(examined)) < 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", OPTIONS)
+def test_the_estimate_is_about_what_the_clock_says(what: str) -> None:
+    """Of a network that computes: where overhead is most of the work, it depends on how many images come at a time."""
+    (probe,) = parse_probes([{what.split()[0]: OPTIONS[what]}])
+    examined = patient(vit(patch_size=2, embed_dim=64))
+    before = estimated_seconds(examined, [probe])
+    started = time.perf_counter()
+    measure(examined, [probe])
+    seconds = time.perf_counter() - started
+    expected = (before + estimated_seconds(examined, [probe])) / 2
+    assert 1 / 3 < seconds / expected < 3
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_progress_grows_to_its_end(what: str) -> None:
+    told: list[tuple[int, int]] = []
+    examined = patient(progress=lambda _, done, total: told.append((done, total)))
+    measure(examined, parse_probes([{what.split()[0]: OPTIONS[what]}]))
+    assert len(told) > 1
+    assert told == sorted(told)
+    assert all(0 < done <= total for done, total in told)
+    if not what.startswith("sharpness"):  # how many products it takes is not known before
+        assert told[-1][0] == told[-1][1]
