@@ -19,6 +19,13 @@ def test_covers_at_its_nominal_rate():
     assert 0.935 < np.mean(inside) < 0.965
 
 
+@given(st.integers(1, 3000), st.data())
+def test_a_share_lies_in_its_interval(trials, data):
+    successes = data.draw(st.sampled_from([0, trials]) | st.integers(0, trials))
+    low, high = share_interval(successes, trials)
+    assert 0 <= low <= successes / trials <= high <= 1
+
+
 def test_no_trials_say_nothing():
     assert share_interval(0, 0) == (0, 1)
 

@@ -132,9 +132,7 @@ def demo(
 def examine(
     targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="What to examine; see below.")],
     data: Annotated[str | None, typer.Option(metavar="D", help="Data to measure on; a run has its own.")] = None,
-    probes: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Which probes; quick ones unless given.")
-    ] = None,
+    probes: Annotated[str | None, typer.Option(metavar="A,B", help="Which probes; quick ones unless given.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="An option of a probe.")
     ] = None,

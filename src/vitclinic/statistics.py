@@ -26,7 +26,8 @@ def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Int
     share = successes / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # At the ends the interval holds the share exactly, whatever the rounding.
+    return 0.0 if successes == 0 else centre - half, 1.0 if successes == trials else centre + half
 
 
 def paired_share_interval(lost: int, gained: int, trials: int, confidence: float = 0.95) -> Interval:

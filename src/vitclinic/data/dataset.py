@@ -125,6 +125,19 @@ class Dataset:
     def test(self) -> Split:
         return self.splits["test"]
 
+    @property
+    def unseen(self) -> Split:
+        """What there is to measure a network on that was trained elsewhere: a split of the source's own.
+
+        The test split or, where there is none, the val split; of a source that is not divided all images, since those
+        that are held out of it as a test split are there for networks that were trained on the others.
+        """
+        first = next(split for split in (self.test, self.val, self.train) if len(split))
+        together = [split for split in self.splits.values() if split.images is first.images and len(split)]
+        rows = np.concatenate([split.rows for split in together])
+        order = np.argsort(rows, kind="stable")
+        return Split(first.images, rows[order], np.concatenate([split.labels for split in together])[order])
+
 
 def open_data(
     config: DataConfig | str,

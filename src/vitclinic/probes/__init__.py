@@ -5,7 +5,15 @@ from vitclinic.probes.attention.cb_scale import CBScale
 from vitclinic.probes.attention.distance import AttentionDistance
 from vitclinic.probes.attention.entropy import AttentionEntropy
 from vitclinic.probes.attention.maps import AttentionMaps
+from vitclinic.probes.behaviour.accuracy import Accuracy
+from vitclinic.probes.behaviour.attacks import FGSM, PGD
 from vitclinic.probes.behaviour.corruptions import Corruptions
+from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
+from vitclinic.probes.behaviour.missing_rate import MissingRate
+from vitclinic.probes.behaviour.occlusion import Occlusion
+from vitclinic.probes.behaviour.shape_bias import ShapeBias
+from vitclinic.probes.behaviour.shift import Shift
+from vitclinic.probes.behaviour.train_nll import TrainNLL
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
 from vitclinic.probes.curvature.landscape import Landscape
@@ -41,7 +49,10 @@ from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
     "CKA",
+    "FGSM",
     "NTK",
+    "PGD",
+    "Accuracy",
     "AttentionDistance",
     "AttentionEntropy",
     "AttentionMaps",
@@ -51,21 +62,27 @@ __all__ = [
     "DoesNotApply",
     "Flatness",
     "Fourier",
+    "FrequencyNoise",
     "HessianSpectrum",
     "Landscape",
     "Lesion",
+    "MissingRate",
     "Need",
     "Norms",
+    "Occlusion",
     "OwningProbe",
     "PastWeights",
     "Probe",
     "Result",
+    "ShapeBias",
     "Sharpness",
+    "Shift",
     "Sparsity",
     "StreamingProbe",
     "Subject",
     "Tally",
     "TokenSimilarity",
+    "TrainNLL",
     "Training",
     "Trajectory",
     "Variance",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from vitclinic.anatomy import Anatomy
-from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches
+from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
 from vitclinic.errors import AnatomyError, DataError, ModelError
@@ -93,6 +93,7 @@ class Subject:
         self.dataset = _limited(dataset, split, limit)
         self._whole = dataset
         self._views: dict[tuple[str, int | None], Subject] = {}
+        self._elsewhere: dict[tuple[str, int | None], Subject] = {}
         self.batch_size = batch_size
         self.seed = seed
         self.output_names = output_names
@@ -104,21 +105,38 @@ class Subject:
     def on(self, split: str, limit: int | None = None) -> Subject:
         """The same network with at most `limit` images of that split; the same object for the same question."""
         if (split, limit) not in self._views:
-            self._views[split, limit] = Subject(
-                self.network,
-                self._whole,
-                name=self.name,
-                split=split,
-                limit=limit,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                output_names=self.output_names,
-                training=self.training,
-                scratch=self.scratch,
-                progress=self.progress,
-                processes=self.processes,
-            )
+            self._views[split, limit] = self._with(self._whole, split, limit, self.output_names)
         return self._views[split, limit]
+
+    def elsewhere(self, source: str, limit: int | None = None) -> Subject:
+        """The same network with at most `limit` images of another data source, whose classes may be others.
+
+        They are brought to the size that the network is given here. The outputs are taken to mean the classes of the
+        data that it is examined on, where there is nothing else to say it and these are as many.
+        """
+        if (source, limit) not in self._elsewhere:
+            size, channels = self.dataset.size, self.dataset.channels
+            opened = open_data(source, size=size, channels=channels, progress=self.progress)
+            dataset = replace(opened, splits={"test": opened.unseen})
+            names = self.classes if self.outputs == len(self.classes) else None
+            self._elsewhere[source, limit] = self._with(dataset, "test", limit, self.output_names or names)
+        return self._elsewhere[source, limit]
+
+    def _with(self, dataset: Dataset, split: str, limit: int | None, output_names: tuple[str, ...] | None) -> Subject:
+        return Subject(
+            self.network,
+            dataset,
+            name=self.name,
+            split=split,
+            limit=limit,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            output_names=output_names,
+            training=self.training,
+            scratch=self.scratch,
+            progress=self.progress,
+            processes=self.processes,
+        )
 
     def __len__(self) -> int:
         return len(self.images)

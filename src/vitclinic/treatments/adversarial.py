@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic.ball import Ball
 from vitclinic.data import Batch
 from vitclinic.data.randomness import uniforms
 from vitclinic.treatments.treatment import InputAscent, Treatment, register
@@ -72,10 +73,11 @@ class FastGradientSign:
             gradient = started.images.grad
             if gradient is None:
                 raise ValueError("No backward pass has reached the started images.")
+            ball = Ball("linf", self.epsilon)
             # Where an overflow left no number, the pixel stays at its start.
-            direction = gradient.sign().nan_to_num(0.0)
-            delta = (started.images + self.step * direction - batch.images).clamp(-self.epsilon, self.epsilon)
-            return replace(batch, images=(batch.images + delta).clamp(0, 1))
+            return replace(
+                batch, images=ball.nearest(batch.images, started.images + self.step * ball.steepest(gradient))
+            )
 
 
 def _noise(batch: Batch) -> Tensor:

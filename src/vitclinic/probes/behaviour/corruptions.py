@@ -12,13 +12,12 @@ from pydantic import Field
 
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
-from vitclinic.errors import ModelError
-from vitclinic.measurement import Scalar
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.estimates import accuracy, mean_over
 from vitclinic.probes.partial import Partial
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.probe import DoesNotApply, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean, share_interval
 
 SAVED_EVERY = 1.0
 """Seconds of work that a killed exam may lose."""
@@ -49,7 +48,7 @@ class Outcomes:
 
 
 @register
-class Corruptions(OwningProbe):
+class Corruptions(BehaviourProbe):
     """Accuracy under 15 or 19 corruptions at 5 severities [park2022 Fig. 12b; chen2022 Table 2].
 
     The mean over corruptions and severities of the accuracy, not relative to another network (no mCE). Images are
@@ -57,8 +56,6 @@ class Corruptions(OwningProbe):
     """
 
     name: ClassVar[str] = "corruptions"
-    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
-    by_default: ClassVar[bool] = False
 
     kinds: Literal[15, 19] = Field(15, description="the 15 of the benchmark, or with the 4 kept for validation")
     images: Annotated[int, Field(ge=1)] = Field(1000, description="at most so many images, stratified")
@@ -66,9 +63,6 @@ class Corruptions(OwningProbe):
     @property
     def corruptions(self) -> tuple[str, ...]:
         return FIFTEEN if self.kinds == 15 else NINETEEN
-
-    def view(self, subject: Subject) -> Subject:
-        return subject if self.images >= len(subject) else subject.on(subject.split, self.images)
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) * (1 + self.kinds * len(SEVERITIES)))
@@ -96,39 +90,23 @@ class Corruptions(OwningProbe):
             if (row[places] != _UNKNOWN).all():
                 continue
             images = batch.images if cell is None else Corruption(*cell, seed=subject.seed)(batch.images, rows)
-            logits = subject.logits(images)
-            if not logits.isfinite().all():
-                raise ModelError(f"{subject.name} gives logits that are not finite.")
-            row[places] = (logits.argmax(1) == batch.targets).cpu().numpy()
+            row[places] = recognised(subject, images, batch.targets)
             partial.write({"correct": outcomes.correct}, every=SAVED_EVERY)
             subject.progress(self.name, outcomes.known, outcomes.correct.size)
 
     def _result(self, outcomes: Outcomes) -> Result:
         clean, corrupted = outcomes.correct[0], outcomes.corrupted
         share = corrupted.mean((0, 1), dtype=np.float64)
-        scalars = {"accuracy": _mean(share), "clean_accuracy": _share(clean), "drop": _mean(clean - share, -1.0)}
+        scalars = {
+            "accuracy": mean_over(share, 0.0, 1.0),
+            "clean_accuracy": accuracy(clean > 0),
+            "drop": mean_over(clean - share, -1.0, 1.0),
+        }
         for name, by_severity in zip(self.corruptions, corrupted, strict=True):
-            scalars[f"accuracy_{name}"] = _mean(by_severity.mean(0, dtype=np.float64))
-        cells = [[_share(row) for row in by_severity] for by_severity in corrupted]
+            scalars[f"accuracy_{name}"] = mean_over(by_severity.mean(0, dtype=np.float64), 0.0, 1.0)
+        cells = [[accuracy(row > 0) for row in by_severity] for by_severity in corrupted]
         table = {key: np.array([[getattr(cell, field) for cell in row] for row in cells]) for key, field in _FIELDS}
         return Result(scalars, arrays={"severity": np.array(SEVERITIES), **table})
 
 
 _FIELDS = (("accuracy", "value"), ("low", "low"), ("high", "high"))
-
-
-def _share(correct: NDArray[np.int8]) -> Scalar:
-    successes, trials = int(correct.sum()), len(correct)
-    low, high = share_interval(successes, trials)
-    return Scalar(value=successes / trials, low=low, high=high, n=trials)
-
-
-def _mean(values: NDArray[np.float64], smallest: float = 0.0) -> Scalar:
-    """The mean over images of a value in [smallest, 1], with a t interval where there are two or more."""
-    running = RunningMean()
-    running.add(values)
-    mean, n = float(running.mean), len(values)
-    if n < 2:
-        return Scalar(value=mean, n=n)
-    half = float(running.half_width())
-    return Scalar(value=mean, low=max(smallest, mean - half), high=min(1.0, mean + half), n=n)

@@ -1,0 +1,156 @@
+"""Accuracy, likelihood and calibration of the predictions [park2022 Fig. F.1; Guo et al., ICML 2017].
+
+    nll  = 1/n sum_i -log p_i(y_i)
+    ece  = sum_b n_b/n |accuracy_b - confidence_b|
+
+with p the softmax of the logits, and bins b of equal width of the confidence max_k p_i(k), open below, closed above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.data import Batch
+from vitclinic.measurement import Scalar
+from vitclinic.probes.behaviour.behaviour import finite
+from vitclinic.probes.behaviour.estimates import mean, share
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean, share_interval
+
+
+@register
+class Accuracy(StreamingProbe):
+    """Top-1 and top-5 accuracy, NLL, calibration error and reliability diagram [park2022 Fig. F.1]."""
+
+    name: ClassVar[str] = "accuracy"
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+
+    bins: Annotated[int, Field(ge=1)] = Field(15, description="bins of the confidence")
+
+    def begin(self, subject: Subject) -> Tally:
+        return _Tally(subject, self.bins)
+
+
+class Reliability:
+    """Confidence against accuracy, in bins of equal width of the confidence; sums over images, whatever the batches."""
+
+    def __init__(self, bins: int) -> None:
+        self.counts: NDArray[np.int64] = np.zeros(bins, np.int64)
+        self.correct: NDArray[np.int64] = np.zeros(bins, np.int64)
+        self.confidence: NDArray[np.float64] = np.zeros(bins)
+        self.squares: NDArray[np.float64] = np.zeros(bins)
+        """Of correct - confidence, for the interval."""
+
+    def add(self, confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> None:
+        bins = len(self.counts)
+        at = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+        self.counts += np.bincount(at, minlength=bins)
+        self.correct += np.bincount(at[correct], minlength=bins)
+        self.confidence += np.bincount(at, confidence, bins)
+        self.squares += np.bincount(at, (correct - confidence) ** 2, bins)
+
+    def merge(self, other: Reliability) -> None:
+        """Take in other images."""
+        self.counts += other.counts
+        self.correct += other.correct
+        self.confidence += other.confidence
+        self.squares += other.squares
+
+    def error(self) -> Scalar:
+        """The ECE, which is the mean over images of s_b (correct - confidence), s_b the sign of its bin's gap.
+
+        The t interval is that of this mean, the signs held fixed.
+        """
+        n = int(self.counts.sum())
+        value = float(np.abs(self.correct - self.confidence).sum() / n)
+        if n < 2:
+            return Scalar(value=value, n=n)
+        from scipy.special import stdtrit  # a tenth of a second that only this needs
+
+        variance = max(0.0, float(self.squares.sum()) - n * value**2) / (n - 1)
+        half = float(stdtrit(n - 1, 0.975)) * math.sqrt(variance / n)
+        return Scalar(value=value, low=max(0.0, value - half), high=min(1.0, value + half), n=n)
+
+    def diagram(self) -> dict[str, NDArray[np.generic]]:
+        """Arrays [bins]; NaN where a bin has no images."""
+        filled = np.where(self.counts > 0, self.counts, np.nan)
+        pairs = zip(self.correct.tolist(), self.counts.tolist(), strict=True)
+        low, high = np.array([share_interval(*pair) if pair[1] else (np.nan, np.nan) for pair in pairs]).T
+        return {
+            "bin_edges": np.linspace(0, 1, len(self.counts) + 1),
+            "bin_images": self.counts.copy(),
+            "bin_confidence": self.confidence / filled,
+            "bin_accuracy": self.correct / filled,
+            "bin_accuracy_low": low,
+            "bin_accuracy_high": high,
+        }
+
+
+class Hits:
+    """How many images have their label first, and among the first five."""
+
+    def __init__(self) -> None:
+        self.first = self.fifth = 0
+
+    def add(self, rank: Tensor) -> None:
+        self.first += int((rank == 0).sum())
+        self.fifth += int((rank < 5).sum())
+
+    def merge(self, other: Hits) -> None:
+        """Take in other images."""
+        self.first += other.first
+        self.fifth += other.fifth
+
+
+class _Tally(Tally):
+    def __init__(self, subject: Subject, bins: int) -> None:
+        self.name = subject.name
+        self.outputs = subject.outputs
+        self.hits = Hits()
+        self.nll, self.confidence = RunningMean(), RunningMean()
+        self.reliability = Reliability(bins)
+
+    def end_batch(self, batch: Batch, logits: Tensor) -> None:
+        logits_bk, y_b = finite(logits, self.name).cpu().double(), batch.targets.cpu()
+        rank = ranks(logits_bk, y_b)
+        self.hits.add(rank)
+        log_p = logits_bk.log_softmax(1)
+        confidence = log_p.amax(1).exp().numpy()
+        self.nll.add(-log_p.gather(1, y_b[:, None])[:, 0].numpy())
+        self.confidence.add(confidence)
+        self.reliability.add(confidence, (rank == 0).numpy())
+
+    def sums(self) -> Mapping[str, Sum]:
+        return {
+            "hits": self.hits,
+            "nll": self.nll,
+            "confidence": self.confidence,
+            "reliability": self.reliability,
+        }
+
+    def finish(self) -> Result:
+        n = self.nll.n
+        scalars = {"accuracy": share(self.hits.first, n)}
+        if self.outputs > 5:  # of five or fewer classes, the five best are all
+            scalars["top5_accuracy"] = share(self.hits.fifth, n)
+        scalars["nll"] = mean(self.nll, 0.0)
+        scalars["ece"] = self.reliability.error()
+        scalars["confidence"] = mean(self.confidence, 0.0, 1.0)
+        return Result(scalars, arrays=self.reliability.diagram())
+
+
+def ranks(logits_bk: Tensor, y_b: Tensor) -> Tensor:
+    """How many classes come before the label's [B]; of equal logits the first class does, as in argmax."""
+    own = logits_bk.gather(1, y_b[:, None])
+    earlier = torch.arange(logits_bk.shape[1]) < y_b[:, None]
+    return ((logits_bk > own) | ((logits_bk == own) & earlier)).sum(1)

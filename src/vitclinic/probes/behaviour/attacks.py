@@ -1,0 +1,153 @@
+"""Accuracy under attack: FGSM [hyeonwoo2023 Table 8] and PGD [chen2022 App. B], in [0, 1] pixels."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.ball import Ball, Norm
+from vitclinic.data import Batch
+from vitclinic.data.corruptions.drawing import Draws
+from vitclinic.measurement import Scalar
+from vitclinic.probes.behaviour.attack import Attack, inside, on_surface
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.estimates import Correct, accuracy, drop, share
+from vitclinic.probes.probe import Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+_EPSILON: dict[Norm, float] = {"linf": 2 / 255, "l2": 0.5}
+_STEP_COSTS = 2
+"""Forward passes: one, and the way back to the images."""
+
+
+class _Outcomes:
+    """Of each image, whether it was recognised, and as what it left the attack."""
+
+    def __init__(self, images: int) -> None:
+        self.clean, self.robust, self.in_noise, self.stuck = (np.zeros(images, np.bool_) for _ in range(4))
+
+
+class AttackProbe(BehaviourProbe):
+    """What FGSM and PGD have in common. Images that are not recognised as they are need no attack."""
+
+    epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None, description="largest change, in [0, 1] pixels; by default 2/255 in linf and 0.5 in l2"
+    )
+    norm: Norm = Field("linf", description="of the change: linf, the largest of all pixels, or l2")
+    random_start: bool = Field(False, description="begin at a random point of the ball, not at the image")
+    restarts: Annotated[int, Field(ge=0)] = Field(0, description="further attempts, from random points of the ball")
+
+    @property
+    def ball(self) -> Ball:
+        return Ball(self.norm, _EPSILON[self.norm] if self.epsilon is None else self.epsilon)
+
+    @property
+    def attack(self) -> Attack:
+        raise TypeError(f"{type(self).__name__} does not say how it attacks.")
+
+    def forwards(self, subject: Subject) -> float:
+        return float(len(subject) * (2 + (1 + self.restarts) * (_STEP_COSTS * self.attack.steps + 1)))
+
+    def measure(self, subject: Subject) -> Result:
+        outcomes = _Outcomes(len(subject))
+        for batch in subject.batches():
+            self._see(subject, batch, outcomes)
+            subject.progress(self.name, int(batch.indices[-1]) + 1, len(subject))
+        return self._result(outcomes)
+
+    def _see(self, subject: Subject, batch: Batch, outcomes: _Outcomes) -> None:
+        places = batch.indices.numpy()
+        # An attack's steps are finer than half precision.
+        images = batch.images.to(torch.promote_types(subject.dtype, torch.float32))
+        correct = recognised(subject, images, batch.targets)
+        outcomes.clean[places] = correct
+        if not correct.any():
+            return
+        standing, images, targets = places[correct], images[correct], batch.targets[correct]
+        noise = on_surface(self.ball, self._draws("noise", subject, standing), tuple(images.shape[1:])).to(images)
+        outcomes.in_noise[standing] = recognised(subject, self.ball.nearest(images, images + noise), targets)
+        for attempt in range(1 + self.restarts):
+            if not standing.size:
+                break
+            attacked, stuck = self._attacked(subject, standing, images, targets, attempt)
+            outcomes.stuck[standing] |= stuck.cpu().numpy()
+            left = recognised(subject, attacked, targets)
+            standing, images, targets = standing[left], images[left], targets[left]
+        outcomes.robust[standing] = True
+
+    def _attacked(
+        self, subject: Subject, places: np.ndarray, images: Tensor, targets: Tensor, attempt: int
+    ) -> tuple[Tensor, Tensor]:
+        start = None
+        if attempt or self.random_start:
+            draws = self._draws(f"start {attempt}", subject, places)
+            start = inside(self.ball, draws, tuple(images.shape[1:])).to(images)
+        return self.attack(lambda x: subject.logits(x.to(subject.dtype)), images, targets, start)
+
+    def _draws(self, purpose: str, subject: Subject, places: np.ndarray) -> Draws:
+        return Draws(f"{self.name} {purpose}", subject.seed, subject.images.rows[places], subject.device)
+
+    def _result(self, outcomes: _Outcomes) -> Result:
+        clean, robust = outcomes.clean, outcomes.robust
+        attacked, stuck = int(clean.sum()), int((outcomes.stuck & robust).sum())
+        scalars = {
+            "clean_accuracy": accuracy(clean),
+            "robust_accuracy": accuracy(robust),
+            "drop": drop(clean, robust),
+            "noise_accuracy": accuracy(outcomes.in_noise),
+            "epsilon": Scalar(value=self.ball.epsilon),
+        }
+        if attacked:
+            scalars["success"] = share(attacked - int(robust.sum()), attacked)
+            scalars["zero_gradient_share"] = share(stuck, attacked)
+        found = Result(scalars, arrays={"clean": clean, "robust": robust})
+        return found.unless(weakness(clean, robust, outcomes.in_noise, stuck))
+
+
+def weakness(clean: Correct, robust: Correct, in_noise: Correct, stuck: int) -> str | None:
+    """Why the robust accuracy may be too high: there was no gradient to follow, or it led nowhere."""
+    attacked = int(clean.sum())
+    if stuck:
+        return (
+            f"the gradient is zero for {stuck} of the {attacked} attacked images, which the attack could not move: "
+            "robust_accuracy is an upper bound."
+        )
+    by_attack, by_noise = int((clean & ~robust).sum()), int((clean & ~in_noise).sum())
+    if by_noise > by_attack:
+        return (
+            f"random noise of the same size fools the network on {by_noise} images and the attack on {by_attack}: "
+            "its gradient is masked, and robust_accuracy an upper bound."
+        )
+    return None
+
+
+@register
+class FGSM(AttackProbe):
+    """Accuracy under the fast gradient sign method [hyeonwoo2023 Table 8; Goodfellow et al. 2015]."""
+
+    name: ClassVar[str] = "fgsm"
+
+    @property
+    def attack(self) -> Attack:
+        return Attack(self.ball, steps=1, step=self.ball.epsilon)
+
+
+@register
+class PGD(AttackProbe):
+    """Accuracy under projected gradient descent, 10 steps by default [chen2022 App. B; Madry et al. 2018]."""
+
+    name: ClassVar[str] = "pgd"
+
+    steps: Annotated[int, Field(ge=1)] = Field(10, description="steps of each attempt")
+    step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        0.125, description="length of a step, in epsilons: 0.25/255 for an epsilon of 2/255"
+    )
+
+    @property
+    def attack(self) -> Attack:
+        return Attack(self.ball, steps=self.steps, step=self.step * self.ball.epsilon)

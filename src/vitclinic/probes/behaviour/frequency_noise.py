@@ -1,0 +1,114 @@
+"""Accuracy under noise of one band of frequencies [park2022 Fig. 2b].
+
+    x' = x + a F^-1( F(delta) * M_f )
+
+with delta Gaussian, M_f a ring in the plane of frequencies, and a such that |x' - x| is the same for every ring.
+
+Shapes: B images, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.ball import lengths
+from vitclinic.data import Batch
+from vitclinic.data.corruptions.drawing import Draws
+from vitclinic.measurement import Scalar
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.estimates import Correct, accuracy, drop, mean_over
+from vitclinic.probes.probe import Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+Rings = NDArray[np.int64]
+"""Of each frequency, [height, width], the number of its ring."""
+
+
+@register
+class FrequencyNoise(BehaviourProbe):
+    """Accuracy lost to Gaussian noise of one ring of frequencies after the other [park2022 Fig. 2b]."""
+
+    name: ClassVar[str] = "frequency_noise"
+
+    strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        0.1, description="root mean square of the noise, in [0, 1] pixels; the same for every ring"
+    )
+    width: Annotated[float, Field(gt=0, le=1.5)] = Field(0.1, description="of a ring, in pi")
+
+    def forwards(self, subject: Subject) -> float:
+        return float(len(subject) * (1 + len(np.unique(rings(*subject.dataset.size, self.width)))))
+
+    def measure(self, subject: Subject) -> Result:
+        ring_hw = rings(*subject.dataset.size, self.width)
+        clean = np.zeros(len(subject), np.bool_)
+        noisy = {int(ring): np.zeros(len(subject), np.bool_) for ring in np.unique(ring_hw)}
+        for batch in subject.batches():
+            self._see(subject, batch, ring_hw, clean, noisy)
+            subject.progress(self.name, int(batch.indices[-1]) + 1, len(subject))
+        return self._result(subject, ring_hw, clean, noisy)
+
+    def _see(self, subject: Subject, batch: Batch, ring_hw: Rings, clean: Correct, noisy: dict[int, Correct]) -> None:
+        places = batch.indices.numpy()
+        images = batch.images.to(torch.promote_types(subject.dtype, torch.float32))
+        clean[places] = recognised(subject, images, batch.targets)
+        draws = Draws(self.name, subject.seed, subject.images.rows[places], subject.device)
+        delta = draws.normal(*images.shape[1:]).to(images)
+        for ring, correct in noisy.items():
+            noise = self.strength * unit_noise(delta, torch.from_numpy(ring_hw == ring))
+            correct[places] = recognised(subject, images + noise, batch.targets)
+
+    def _result(self, subject: Subject, ring_hw: Rings, clean: Correct, noisy: dict[int, Correct]) -> Result:
+        edges = self.width * np.arange(int(ring_hw.max()) + 2)
+        centres = (edges[1:] + edges[:-1]) / 2
+        size = subject.dataset.channels * math.prod(subject.dataset.size)
+        scalars = {
+            "clean_accuracy": accuracy(clean),
+            "l2_norm": Scalar(value=self.strength * math.sqrt(size)),
+        }
+        for name, low, high in (("drop_low", 0.0, 0.5), ("drop_high", 0.5, 1.0)):
+            if chosen := [correct for ring, correct in noisy.items() if low <= centres[ring] < high]:
+                scalars[name] = mean_drop(clean, chosen)
+        nothing = Scalar(value=math.nan, low=math.nan, high=math.nan)
+        drops = [drop(clean, noisy[ring]) if ring in noisy else nothing for ring in range(len(centres))]
+        arrays = {
+            "frequency": centres,
+            "frequencies": np.bincount(ring_hw.ravel(), minlength=len(centres)),
+            "accuracy": np.array([noisy[r].mean() if r in noisy else math.nan for r in range(len(centres))]),
+            "drop": np.array([scalar.value for scalar in drops]),
+            "drop_interval": np.array([(scalar.low, scalar.high) for scalar in drops]),
+        }
+        return Result(scalars, arrays=arrays)
+
+
+def rings(height: int, width: int, thickness: float) -> Rings:
+    """The ring [height, width] that each frequency of an image's Fourier transform is in.
+
+    Ring r holds the frequencies whose distance from zero, in pi, is at least r and less than r + 1 thicknesses: every
+    frequency is in one ring, those in the corners of the plane, up to sqrt(2) pi, included.
+    """
+    vertical, horizontal = 2 * np.fft.fftfreq(height)[:, None], 2 * np.fft.fftfreq(width)[None]
+    distance = np.hypot(vertical, horizontal) / thickness
+    found: Rings = np.floor(distance + 1e-9).astype(np.int64)  # a frequency on an edge is in the outer ring
+    return found
+
+
+def unit_noise(delta_bchw: Tensor, mask_hw: Tensor) -> Tensor:
+    """The part of `delta` within the masked frequencies, scaled to a root mean square of 1 in each image."""
+    height, width = mask_hw.shape
+    spectrum = torch.fft.rfft2(delta_bchw) * mask_hw[:, : width // 2 + 1].to(delta_bchw.device)
+    part = torch.fft.irfft2(spectrum, (height, width))
+    unit: Tensor = part * (math.sqrt(part[0].numel()) / lengths(part).clamp_min(1e-30))
+    return unit
+
+
+def mean_drop(clean: Correct, noisy: list[Correct]) -> Scalar:
+    """What is lost of the accuracy on average over several kinds of noise; an image under all of them is one sample."""
+    return mean_over(clean - np.mean(noisy, axis=0), -1.0, 1.0)

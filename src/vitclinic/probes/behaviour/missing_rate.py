@@ -1,0 +1,75 @@
+"""How often the point halfway between two training images is taken for neither [chen2022 Table 6]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from vitclinic.data import Batch, Dataset, Split, evaluation_batches
+from vitclinic.data.randomness import generator
+from vitclinic.probes.behaviour.behaviour import predicted
+from vitclinic.probes.behaviour.estimates import share
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+
+@register
+class MissingRate(OwningProbe):
+    """Share of midpoints of two training images that are taken for neither's class [chen2022 Table 6].
+
+    A prediction at (x_i + x_j) / 2 is a miss unless it is y_i or y_j [Zhang et al. 2018]. No image is in two pairs.
+    """
+
+    name: ClassVar[str] = "missing_rate"
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+    by_default: ClassVar[bool] = False
+
+    pairs: Annotated[int, Field(ge=1)] = Field(1024, description="at most so many pairs of training images")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on("train", 2 * self.pairs)
+
+    def forwards(self, subject: Subject) -> float:
+        return float(len(subject) // 2)
+
+    def measure(self, subject: Subject) -> Result:
+        total = len(subject) // 2
+        if not total:
+            raise DoesNotApply("there is one training image, and so no pair.")
+        missed, different = np.zeros(total, np.bool_), np.zeros(total, np.bool_)
+        for one, other in paired_batches(subject):
+            places = one.indices.numpy()
+            found = predicted(subject, (one.images + other.images) / 2)
+            missed[places] = ((found != one.targets) & (found != other.targets)).cpu().numpy()
+            different[places] = (one.targets != other.targets).cpu().numpy()
+            subject.progress(self.name, int(places[-1]) + 1, total)
+        scalars = {"missing_rate": share(int(missed.sum()), total)}
+        for name, chosen in (("different_classes", different), ("same_class", ~different)):
+            if chosen.any():
+                scalars[f"missing_rate_{name}"] = share(int(missed[chosen].sum()), int(chosen.sum()))
+        return Result(scalars)
+
+
+def pairs(images: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The two halves of a random order of the images; of an odd number one is left out."""
+    order = generator("missing_rate", seed).permutation(images)
+    half = images // 2
+    return order[:half], order[half : 2 * half]
+
+
+def paired_batches(subject: Subject) -> Iterator[tuple[Batch, Batch]]:
+    """Batches of first and of second images, in pairs."""
+    halves = [_part(subject.dataset, subject.images, rows) for rows in pairs(len(subject), subject.seed)]
+    one, other = (evaluation_batches(half, "train", subject.batch_size) for half in halves)
+    for a, b in zip(one, other, strict=True):
+        yield a.to(subject.device, subject.dtype), b.to(subject.device, subject.dtype)
+
+
+def _part(dataset: Dataset, images: Split, rows: NDArray[np.int64]) -> Dataset:
+    return replace(dataset, splits={"train": Split(images.images, images.rows[rows], images.labels[rows])})

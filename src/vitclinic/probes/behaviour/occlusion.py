@@ -1,0 +1,61 @@
+"""Accuracy with the centre of the image hidden [hyeonwoo2023 Table 8]."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.models import Normalised
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.estimates import accuracy, drop
+from vitclinic.probes.probe import Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+
+@register
+class Occlusion(BehaviourProbe):
+    """Accuracy with the central square of half the width hidden [hyeonwoo2023 Table 8]."""
+
+    name: ClassVar[str] = "occlusion"
+
+    value: Literal["black", "mean"] = Field("black", description="what hides: black, or the mean colour")
+
+    def forwards(self, subject: Subject) -> float:
+        return 2.0 * len(subject)
+
+    def measure(self, subject: Subject) -> Result:
+        clean, hidden = np.zeros(len(subject), np.bool_), np.zeros(len(subject), np.bool_)
+        colour = mean_colour(subject) if self.value == "mean" else torch.zeros(subject.dataset.channels)
+        for batch in subject.batches():
+            places = batch.indices.numpy()
+            clean[places] = recognised(subject, batch.images, batch.targets)
+            hidden[places] = recognised(subject, occluded(batch.images, colour), batch.targets)
+            subject.progress(self.name, int(places[-1]) + 1, len(subject))
+        scalars = {"accuracy": accuracy(hidden), "clean_accuracy": accuracy(clean), "drop": drop(clean, hidden)}
+        return Result(scalars, arrays={"clean": clean, "occluded": hidden})
+
+
+def occluded(images_bchw: Tensor, colour_c: Tensor) -> Tensor:
+    """Images with the centre, half as high and half as wide, in one colour: 112 x 112 of 224 x 224."""
+    hidden = images_bchw.clone()
+    rows, columns = (_middle(side) for side in images_bchw.shape[2:])
+    hidden[:, :, rows, columns] = colour_c.to(hidden)[:, None, None]
+    return hidden
+
+
+def _middle(side: int) -> slice:
+    length = max(1, side // 2)
+    start = (side - length) // 2
+    return slice(start, start + length)
+
+
+def mean_colour(subject: Subject) -> Tensor:
+    """What is zero once the network has normalised it; where that is not known, the mean of the training images."""
+    if isinstance(subject.network, Normalised):
+        return subject.network.mean.flatten()
+    return torch.tensor(subject.dataset.statistics[0])

@@ -1,0 +1,82 @@
+"""Whether a network goes by shape or by texture [Geirhos et al., ICLR 2019], on the `shapes` set's cue conflicts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field
+
+from vitclinic.data import shapes
+from vitclinic.data.augment import to_unit_interval
+from vitclinic.data.decoding import fitted
+from vitclinic.probes.behaviour.behaviour import predicted
+from vitclinic.probes.behaviour.estimates import share
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+
+
+@register
+class ShapeBias(OwningProbe):
+    """Share of decisions by shape where shape and texture disagree, of networks trained on `shapes` [Geirhos 2019].
+
+    Each image has the shape of one class and the texture that goes with another. Of the decisions for either, the share
+    that is for the shape; decisions for a third class are left out.
+    """
+
+    name: ClassVar[str] = "shape_bias"
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+    by_default: ClassVar[bool] = False
+
+    images: Annotated[int, Field(ge=1)] = Field(900, description="how many; every 90 hold each pair of classes once")
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        return {"shapes": shapes.VERSION}
+
+    def forwards(self, subject: Subject) -> float:
+        return float(self.images)
+
+    def measure(self, subject: Subject) -> Result:
+        if subject.classes != shapes.CLASSES:
+            raise DoesNotApply("the network's classes are not those of the `shapes` set.")
+        chosen, shape, texture = (np.zeros(self.images, np.int64) for _ in range(3))
+        for start in range(0, self.images, subject.batch_size):
+            rows = np.arange(start, min(start + subject.batch_size, self.images))
+            images, shape[rows], texture[rows] = conflicts(subject, rows)
+            found = predicted(subject, images.to(subject.device, subject.dtype))
+            chosen[rows] = found.cpu().numpy()
+            subject.progress(self.name, int(rows[-1]) + 1, self.images)
+        return _result(chosen == shape, chosen == texture, shape)
+
+
+def conflicts(subject: Subject, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
+    """Images as the network takes them, the classes of their shapes, and those of their textures."""
+    drawn = [shapes.cue_conflict(subject.seed, int(row)) for row in rows]
+    size, channels = subject.dataset.size, subject.dataset.channels
+    pixels = np.stack([fitted(Image.fromarray(image), channels, size) for image, _, _ in drawn])
+    return to_unit_interval(pixels), np.array([s for _, s, _ in drawn]), np.array([t for _, _, t in drawn])
+
+
+def _result(by_shape: NDArray[np.bool_], by_texture: NDArray[np.bool_], shape: NDArray[np.int64]) -> Result:
+    n, classes = len(shape), len(shapes.CLASSES)
+    shape_decisions, texture_decisions = (
+        np.bincount(shape[decided], minlength=classes) for decided in (by_shape, by_texture)
+    )
+    scalars = {
+        "shape_decisions": share(int(by_shape.sum()), n),
+        "texture_decisions": share(int(by_texture.sum()), n),
+    }
+    decided = shape_decisions + texture_decisions
+    if decided.any():
+        scalars["shape_bias"] = share(int(by_shape.sum()), int(decided.sum()))
+    for name, ours, both in zip(shapes.CLASSES, shape_decisions.tolist(), decided.tolist(), strict=True):
+        if both:
+            scalars[f"shape_bias_{name}"] = share(ours, both)
+    images = np.bincount(shape, minlength=classes)
+    arrays = {"images": images, "shape_decisions": shape_decisions, "texture_decisions": texture_decisions}
+    reason = None if decided.any() else "no decision is for the shape or for the texture, so that there is no share."
+    return Result(scalars, arrays=arrays).unless(reason)

@@ -1,0 +1,68 @@
+"""The likelihood of training images as training showed them [park2022 Fig. 5]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from vitclinic.probes.behaviour.behaviour import finite
+from vitclinic.probes.behaviour.estimates import mean
+from vitclinic.probes.probe import Need, OwningProbe, Result
+from vitclinic.probes.registry import register
+from vitclinic.probes.subject import Subject
+from vitclinic.statistics import RunningMean
+
+
+@register
+class TrainNLL(OwningProbe):
+    """NLL of training images, augmented as in the network's own training [park2022 Fig. 5].
+
+    nll = 1/n sum_i sum_k -y_i(k) log p_i(k), the targets y soft where training mixes images or smooths labels. Its
+    least value is then not 0 but the entropy of the targets, which is reported beside it.
+    """
+
+    name: ClassVar[str] = "train_nll"
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+    by_default: ClassVar[bool] = False
+
+    images: Annotated[int, Field(ge=1)] = Field(2048, description="the first so many of the augmented stream")
+    augment: bool = Field(True, description="the images as the run's training showed them, where that is known")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on("train")
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        if subject.training is None or not self.augment:
+            return {}
+        return {"augment": subject.training.augment.resolved().model_dump(mode="json")}
+
+    def count(self, subject: Subject) -> int:
+        """How many images are shown: without augmentation, a second showing would say nothing new."""
+        repeated = self.augment and subject.training is not None
+        return self.images if repeated else min(self.images, len(subject))
+
+    def forwards(self, subject: Subject) -> float:
+        return float(self.count(subject))
+
+    def measure(self, subject: Subject) -> Result:
+        count, size = self.count(subject), subject.batch_size
+        nll, entropy = RunningMean(), RunningMean()
+        for batch in subject.augmented_batches(size, -(-count // size), self.augment):
+            part = batch.split(min(size, count - nll.n))[0]
+            with torch.no_grad():
+                logits = finite(subject.logits(part.images), subject.name)
+            log_p = logits.cpu().double().log_softmax(1)
+            y_bk = shares(part.targets.cpu(), log_p.shape[1])
+            nll.add(-(y_bk * log_p).sum(1).numpy())
+            entropy.add(torch.special.entr(y_bk).sum(1).numpy())
+            subject.progress(self.name, nll.n, count)
+        return Result({"nll": mean(nll, 0.0), "target_entropy": mean(entropy, 0.0)})
+
+
+def shares(targets: Tensor, classes: int) -> Tensor:
+    """Targets as shares of the classes, [B, K] in float64."""
+    hard = targets.ndim == 1
+    return torch.nn.functional.one_hot(targets, classes).double() if hard else targets.double()
