@@ -102,7 +102,7 @@ def subjects(group: str, options: argparse.Namespace, seed: int) -> Iterator[tup
 
 PROBES: dict[str, list[Any]] = {
     "initial": ["ntk"],
-    "minima": [{"sharpness": {"images": 256, "density_draws": 0}}, {"flatness": {"images": 256}}],
+    "minima": [{"sharpness": {"images": 128, "density_draws": 0}}, {"flatness": {"images": 256}}],
     "early": [{"hessian_spectrum": {"batches": 16}}, {"hessian_spectrum": {"batches": 16, "batch_norm": "train"}}],
     "layers": [],
     "depth": [],

@@ -19,6 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_BASIS = 40
+"""Vectors kept, as a rule: restarts are then rare, and memory is that of so many copies of the weights."""
+
 Product = Callable[[Tensor], Tensor]
 """A symmetric matrix times a vector [n]."""
 
@@ -136,7 +139,7 @@ def largest_eigenpairs(
     """
     n = len(start)
     k = min(k, n)
-    size = min(n, max(basis or max_products, 2 * k + 2))
+    size = min(n, max_products, max(_BASIS if basis is None else basis, 2 * k + 2))
     space = Basis(product, start, size)
     while True:
         space.grow()
