@@ -42,6 +42,8 @@ MODELS: dict[str, Numbers] = {
     "Mixer": {"name": "mixer_s16_224", "patch_size": 4, "embed_dim": 96, "num_blocks": 6},
 }
 WARMUP = 3
+IMAGES = 1000
+"""How many test images the probes of the shared pass see."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,14 @@ def subjects(group: str, options: argparse.Namespace, seed: int) -> Iterator[tup
         yield arm.name, {"digest": run.path.name, "test": run.results["test"]}, f"{run.path}@{arm.checkpoint}", {}
 
 
-PROBES: dict[str, list[Any]] = {
-    "initial": ["ntk"],
-    "minima": [{"sharpness": {"images": 128, "density_draws": 0}}, {"flatness": {"images": 256}}],
-    "early": [{"hessian_spectrum": {"batches": 16}}, {"hessian_spectrum": {"batches": 16, "batch_norm": "train"}}],
-    "layers": [],
-    "depth": [],
+STATES = ["fourier", "variance", "cka", "token_similarity", "sparsity"]
+ATTENTION = ["attention_entropy", "attention_distance"]
+EXAMS: dict[str, list[list[Any]]] = {
+    "initial": [["ntk"]],
+    "minima": [[{"sharpness": {"images": 128, "density_draws": 0}}, {"flatness": {"images": 256}}]],
+    "early": [[{"hessian_spectrum": {"batches": 16, "batch_norm": mode}}] for mode in ("eval", "train")],
+    "layers": [[*STATES, *ATTENTION, {"lesion": {"images": 500}}]],
+    "depth": [[*STATES, *ATTENTION]],
 }
 
 
@@ -126,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("pool", type=Path)
-    parser.add_argument("groups", nargs="+", choices=list(PROBES))
+    parser.add_argument("groups", nargs="+", choices=list(EXAMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--train-only", action="store_true")
@@ -140,9 +144,10 @@ def main() -> None:
                     continue
                 started = time.perf_counter()
                 found: Numbers = {"seed": seed, **facts}
-                for probe in PROBES[group]:
-                    for name, measurement in vitclinic.examine(target, probes=[probe], **keywords).items():
-                        found.setdefault(name, []).append({"config": probe, **plain(measurement)})
+                for probes in EXAMS[group]:
+                    exam = vitclinic.examine(target, probes=probes, limit=IMAGES, **keywords)
+                    for name, measurement in exam.items():
+                        found.setdefault(name, []).append({"config": measurement.config, **plain(measurement)})
                 results.setdefault(arm, []).append(found)
                 print(group, arm, seed, f"{time.perf_counter() - started:.0f} s", flush=True)
         if results:

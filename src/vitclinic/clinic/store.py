@@ -56,4 +56,6 @@ class Store:
         except RunError as error:
             log.warning("%s It is measured anew.", error)
             return None
-        return stored if stored.status in REUSED else None
+        # The batch may have been halved since the path was named, and the result be another's.
+        same = stored.conditions == conditions_of(probe, subject)
+        return stored if same and stored.status in REUSED else None

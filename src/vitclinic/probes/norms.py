@@ -12,7 +12,7 @@ from torch import Tensor
 from vitclinic.anatomy import Site
 from vitclinic.measurement import Scalar
 from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, check_finite, mean_scalar, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -37,13 +37,16 @@ class _Tally(Tally):
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.units = subject.anatomy.units
+        self.by_name = {unit.name: unit for unit in self.units}
         self.norms = {unit.name: RunningMean() for unit in self.units}
 
     def taps(self) -> Mapping[str, Site]:
         return {unit.name: unit.output for unit in self.units}
 
     def update(self, key: str, activation: Tensor) -> None:
-        self.norms[key].add(activation.flatten(1).double().norm(dim=1).cpu().numpy())
+        norms = activation.flatten(1).double().norm(dim=1).cpu().numpy()
+        check_finite(norms, self.by_name[key])
+        self.norms[key].add(norms)
 
     def sums(self) -> Mapping[str, RunningMean]:
         return self.norms

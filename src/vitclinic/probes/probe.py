@@ -19,7 +19,7 @@ from torch import Tensor
 from vitclinic.anatomy import AttentionMap, Site, Unit
 from vitclinic.config import Config
 from vitclinic.data import Batch
-from vitclinic.errors import VitclinicError
+from vitclinic.errors import ModelError, VitclinicError
 from vitclinic.measurement import Measurement, Scalar, UnitRow
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -145,6 +145,12 @@ class StreamingProbe(Probe):
 def unit_row(unit: Unit, note: str | None = None, /, **values: Scalar) -> UnitRow:
     """What was measured of `unit`, and what is to be said about it, as a row of a measurement."""
     return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
+
+
+def check_finite(values: Tensor | NDArray[Any], unit: Unit) -> None:
+    """Raise where something that was computed from what `unit` does is not a number: a mean over it would be none."""
+    if not np.isfinite(np.asarray(values)).all():
+        raise ModelError(f"what {unit.name} computes is not finite for some image.")
 
 
 def mean_scalar(running: RunningMean) -> Scalar:

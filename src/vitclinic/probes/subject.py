@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -67,7 +67,7 @@ class Subject:
     `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
     `output_names` are the classes that the network's outputs mean, and `training` how it was trained, where that is
     known. `scratch` has, by the names of probes, the files where they may keep unfinished work (see `Partial`).
-    With several `processes`, each of which has this subject, probes of curvature divide their work among them.
+    With several `processes`, each of which has this subject, probes divide their work among them.
     """
 
     def __init__(
@@ -121,6 +121,13 @@ class Subject:
             names = self.classes if self.outputs == len(self.classes) else None
             self._elsewhere[source, limit] = self._with(dataset, "test", limit, self.output_names or names)
         return self._elsewhere[source, limit]
+
+    def only(self, numbers: Sequence[int]) -> Subject:
+        """The same network with those of its images, in that order."""
+        rows, images = np.array(numbers), self.images
+        chosen = Split(images.images, images.rows[rows], images.labels[rows])
+        dataset = replace(self.dataset, splits={**self.dataset.splits, self.split: chosen})
+        return self._with(dataset, self.split, None, self.output_names)
 
     def _with(self, dataset: Dataset, split: str, limit: int | None, output_names: tuple[str, ...] | None) -> Subject:
         return Subject(

@@ -55,7 +55,8 @@ def test_windows_are_put_back_onto_the_grid(name):
                 if r >= 0 and regions[window, q] == regions[window, k]
             ]
             if row >= 0:
-                expected[:, row, column] = full[:, queries, row * seen.grid[1] + column].mean(1)
+                received = full[:, queries, row * seen.grid[1] + column].sum(1)
+                expected[:, row, column] = received / (seen.grid[0] * seen.grid[1])
     np.testing.assert_allclose(found.arrays["grid_maps"], expected, rtol=1e-5, atol=1e-9)
 
 
@@ -145,3 +146,15 @@ def test_other_precisions():
     torch.manual_seed(0)
     found = [maps(subject(built("vit").to(d), count=3)).arrays["maps"] for d in (torch.float32, torch.bfloat16)]
     np.testing.assert_allclose(*found, rtol=0.1)
+
+
+@pytest.mark.parametrize("name", ["swin", "torchvision swin"])
+def test_uniform_attention_is_flat_also_in_shifted_windows(name):
+    patient = subject(built(name), count=2, batch_size=2)
+    for unit in patient.anatomy.units:
+        if unit.attention is not None:
+            for parameter in unit.module.parameters():
+                torch.nn.init.zeros_(parameter)
+    for layer in (0, 1):
+        grid = maps(patient, images=2, layer=layer).arrays["grid_maps"]
+        np.testing.assert_allclose(grid, 1 / grid[0].size, rtol=1e-5)

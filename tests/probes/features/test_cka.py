@@ -15,7 +15,7 @@ from tests.probes.subjects import NETWORKS, SIZE, noise, subject
 from tests.probes.test_contract import photograph, unusual
 from vitclinic.anatomy import Anatomy, taps
 from vitclinic.errors import DataError
-from vitclinic.probes import CKA, Subject, block_structure, cka_between, measure
+from vitclinic.probes import CKA, DoesNotApply, Subject, block_structure, cka_between, measure
 from vitclinic.probes.features.cka import features_of
 
 
@@ -230,3 +230,16 @@ def test_against_torch_cka(name):
         theirs = peer.CKA(network, network, model1_layers=layers, model2_layers=layers)
         theirs.compare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images), batch_size=8))
     np.testing.assert_allclose(found, theirs.export()["CKA"].numpy(), atol=1e-9)
+
+
+def test_shares_too_small_for_a_mini_batch_do_not_apply():
+    patient = subject("vit", count=8)
+    tally = CKA().begin(patient)
+    with pytest.raises(DoesNotApply, match="no mini-batch has the 4 images"):
+        tally.finish()
+
+
+def test_a_loader_with_labels_is_told_apart_from_batches_of_images():
+    network = subject("vit").network
+    with pytest.raises(DataError, match="images for images, _ in loader"):
+        cka_between(network, network, [(torch.rand(4, 3, 16, 16), torch.zeros(4))])

@@ -144,9 +144,10 @@ def test_sums_of_two_processes_add_up():
         grams = torch.stack([gram(x) for x in batch])
         whole.add(grams)
         parts[at >= 20].add(grams)
-    merged = HSICSums(2)
-    merged.hsic, merged.images = parts[0].hsic + parts[1].hsic, parts[0].images + parts[1].images
-    np.testing.assert_allclose(merged.cka(), whole.cka(), rtol=1e-12)
+    parts[0].merge(parts[1])
+    np.testing.assert_allclose(parts[0].cka(), whole.cka(), rtol=1e-12)
+    np.testing.assert_allclose(parts[0].without_each(), whole.without_each(), rtol=1e-12)
+    assert (parts[0].batches, parts[0].images.tolist()) == (whole.batches, whole.images.tolist())
     assert whole.hsic.shape == (GROUPS, 2, 2)
     assert whole.without_each().shape == (GROUPS, 2, 2)
 

@@ -23,7 +23,16 @@ from vitclinic.probes.attention.layers import (
     pieces,
     sums_by_layer,
 )
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.probe import (
+    DoesNotApply,
+    Need,
+    Result,
+    StreamingProbe,
+    Tally,
+    check_finite,
+    mean_scalar,
+    unit_row,
+)
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -86,6 +95,7 @@ class _Layer:
     def add(self, seen: AttentionMap) -> Tensor:
         """Take in a batch; returns the distance per query of each image."""
         by_head = total_distance(seen.by_image(), self.apart).cpu() / self.tokens
+        check_finite(by_head, seen.unit)
         self.heads.add(by_head.numpy())
         self.distance.add(by_head.mean(1).numpy())
         return by_head.mean(1)

@@ -24,7 +24,16 @@ from vitclinic.probes.attention.layers import (
     pieces,
     sums_by_layer,
 )
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.probe import (
+    DoesNotApply,
+    Need,
+    Result,
+    StreamingProbe,
+    Tally,
+    check_finite,
+    mean_scalar,
+    unit_row,
+)
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -104,6 +113,7 @@ class _Layer:
         if self.visible is not None:
             values_bhn = values_bhn[:, :, self.counted]
         values = values_bhn.double().cpu().numpy()
+        check_finite(values, seen.unit)
         means, upper = values.mean((1, 2)), np.percentile(values.reshape(len(values), -1), UPPER, axis=1)
         self.mean.add(means)
         self.upper.add(upper)

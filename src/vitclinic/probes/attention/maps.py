@@ -5,8 +5,7 @@ Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -17,12 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitclinic.anatomy import AttentionMap, Unit, record_attention
-from vitclinic.data import Batch, Split, evaluation_batches
 from vitclinic.errors import RecipeError
 from vitclinic.measurement import Measurement, Scalar
 from vitclinic.probes.attention.blending import Picture, beside
 from vitclinic.probes.attention.layers import attention_units
-from vitclinic.probes.probe import Need, OwningProbe, Result, unit_row
+from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -30,15 +28,17 @@ from vitclinic.probes.subject import Subject
 def on_grid(seen: AttentionMap) -> Tensor:
     """What each place of the grid gets of the attention, mean over heads, [B, h, w].
 
-    The attention of the class token or, without one, the mean over the queries on the grid that may see the place.
+    The attention of the class token or, without one, the mean over all queries on the grid, of which those that may not
+    see the place give it nothing: uniform attention is flat, also in windows.
     """
-    mean_bwqk = seen.by_image().double().mean(2)
+    weights_bwhqk = seen.by_image()
     if seen.has_class:
-        received_bwk = mean_bwqk[:, :, 0]
+        received_bwk = weights_bwhqk[:, :, :, 0].double().mean(2)
     else:
         first = seen.prefix_queries
-        sees_wqk = seen.visible()[:, first:].double()
-        received_bwk = (mean_bwqk[:, :, first:] * sees_wqk).sum(2) / sees_wqk.sum(1).clamp_min(1)
+        sees_wqk = seen.visible()[:, first:]
+        queries = int(sees_wqk.any(-1).sum())  # padding sees nothing
+        received_bwk = (weights_bwhqk.mean(2)[:, :, first:].double() * sees_wqk).sum(2) / queries
     return _put_back(received_bwk[..., seen.prefix :], seen)
 
 
@@ -78,20 +78,29 @@ class AttentionMaps(OwningProbe):
     layer: int = Field(-1, description="which attention layer, from 0; negative numbers count from the last")
 
     def view(self, subject: Subject) -> Subject:
-        return subject.on(subject.split, self.images if isinstance(self.images, int) else None)
+        if isinstance(self.images, int):
+            return subject.on(subject.split, self.images)
+        everything = subject.on(subject.split)
+        if max(self.images) >= len(everything):
+            raise RecipeError(
+                f"'probes.attention_maps.images' lists image {max(self.images)}, and the {subject.split} split has"
+                f" {len(everything)}."
+            )
+        return everything.only(self.images)
 
     def forwards(self, subject: Subject) -> float:
-        return float(len(subject) if isinstance(self.images, int) else len(self.images))
+        return float(len(subject))
 
     def measure(self, subject: Subject) -> Result:
         unit = self._unit(subject)
         maps: list[Tensor] = []
         pixels: list[Tensor] = []
         with record_attention([unit], lambda seen: maps.append(on_grid(seen).cpu())), torch.no_grad():
-            for batch in self._batches(subject):
+            for batch in subject.batches():
                 subject.logits(batch.images)
                 pixels.append(batch.images.cpu())
         grids_nhw, images_nchw = torch.cat(maps), torch.cat(pixels)
+        check_finite(grids_nhw, unit)
         size = images_nchw.shape[-2:]
         resized = F.interpolate(grids_nhw[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
         # Without intervals: a handful of images stands for itself.
@@ -125,22 +134,6 @@ class AttentionMaps(OwningProbe):
             return np.array(self.images)
         everything = subject.on(subject.split).images.rows
         return np.flatnonzero(np.isin(everything, subject.images.rows))
-
-    def _batches(self, subject: Subject) -> Iterator[Batch]:
-        if isinstance(self.images, int):
-            return subject.batches()
-        split = subject.images
-        if max(self.images) >= len(split):
-            raise RecipeError(
-                f"'probes.attention_maps.images' lists image {max(self.images)}, and the {subject.split} split has"
-                f" {len(split)}."
-            )
-        rows = np.array(self.images)
-        chosen = replace(
-            subject.dataset, splits={subject.split: Split(split.images, split.rows[rows], split.labels[rows])}
-        )
-        batches = evaluation_batches(chosen, subject.split, subject.batch_size)
-        return (batch.to(subject.device, subject.dtype) for batch in batches)
 
 
 def _as_bytes(images_nchw: Tensor) -> Picture:

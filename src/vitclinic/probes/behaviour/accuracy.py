@@ -21,7 +21,7 @@ from torch import Tensor
 from vitclinic.data import Batch
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.behaviour import finite
-from vitclinic.probes.behaviour.estimates import mean, share
+from vitclinic.probes.estimates import mean, share
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

@@ -15,7 +15,7 @@ from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.attack import Attack, inside, on_surface
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
-from vitclinic.probes.behaviour.estimates import Correct, accuracy, drop, share
+from vitclinic.probes.estimates import Correct, accuracy, drop, share
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

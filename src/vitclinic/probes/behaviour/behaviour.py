@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic.errors import ModelError
-from vitclinic.probes.behaviour.estimates import Correct
+from vitclinic.probes.estimates import Correct
 from vitclinic.probes.probe import Need, OwningProbe
 from vitclinic.probes.subject import Subject
 

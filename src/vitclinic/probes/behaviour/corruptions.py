@@ -13,7 +13,7 @@ from pydantic import Field
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
-from vitclinic.probes.behaviour.estimates import accuracy, mean_over
+from vitclinic.probes.estimates import accuracy, mean_over
 from vitclinic.probes.partial import Partial
 from vitclinic.probes.probe import DoesNotApply, Result
 from vitclinic.probes.registry import register

@@ -23,7 +23,7 @@ from vitclinic.data import Batch
 from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
-from vitclinic.probes.behaviour.estimates import Correct, accuracy, drop, mean_over
+from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

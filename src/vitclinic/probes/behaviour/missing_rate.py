@@ -13,7 +13,7 @@ from pydantic import Field
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
 from vitclinic.probes.behaviour.behaviour import predicted
-from vitclinic.probes.behaviour.estimates import share
+from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

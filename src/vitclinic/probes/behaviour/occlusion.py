@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitclinic.models import Normalised
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
-from vitclinic.probes.behaviour.estimates import accuracy, drop
+from vitclinic.probes.estimates import accuracy, drop
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

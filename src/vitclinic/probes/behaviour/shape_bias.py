@@ -14,7 +14,7 @@ from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import fitted
 from vitclinic.probes.behaviour.behaviour import predicted
-from vitclinic.probes.behaviour.estimates import share
+from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

@@ -16,7 +16,7 @@ from vitclinic.errors import DataError
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.behaviour import finite
 from vitclinic.probes.behaviour.class_map import Outputs, Valid, class_map, image_map, read_map
-from vitclinic.probes.behaviour.estimates import share
+from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

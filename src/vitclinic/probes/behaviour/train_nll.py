@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic.probes.behaviour.behaviour import finite
-from vitclinic.probes.behaviour.estimates import mean
+from vitclinic.probes.estimates import mean
 from vitclinic.probes.probe import Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject

@@ -16,10 +16,9 @@ from torch import Tensor
 from vitclinic.anatomy import Anatomy, Kind, Site, Unit
 from vitclinic.anatomy.taps import version_of
 from vitclinic.data import Batch
-from vitclinic.errors import ModelError
 from vitclinic.measurement import UnitRow
 from vitclinic.probes.features.states import spatial_states
-from vitclinic.probes.probe import DoesNotApply, Result, Tally, mean_scalar, unit_row
+from vitclinic.probes.probe import DoesNotApply, Result, Tally, check_finite, mean_scalar, unit_row
 from vitclinic.statistics import RunningMean
 
 _COMPARED: tuple[Kind, ...] = ("msa", "mlp", "token_mlp", "conv")
@@ -74,8 +73,7 @@ class ChangesTally(Tally):
         for unit in self.units:
             if unit.output not in seen:
                 continue
-            if not np.isfinite(seen[unit.output]).all():
-                raise ModelError(f"the state after {unit.name} is not finite for some image.")
+            check_finite(seen[unit.output], unit)
             self.states[unit.name].add(seen[unit.output])
             if unit.input in seen:
                 change = seen[unit.output][:, -1] - seen[unit.input][:, -1]

@@ -72,6 +72,8 @@ class _Tally(Tally):
 
     def finish(self) -> Result:
         units = self.anatomy.units
+        if not self.hsic.images.sum():
+            raise DoesNotApply(f"no mini-batch has the {LEAST} images that CKA needs at least.")
         _check_finite(self.hsic, units)
         estimate = _Estimate(self.hsic)
         ours = np.eye(len(units))
@@ -203,6 +205,11 @@ def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) 
         for network in networks:
             stack.enter_context(left_as_it_was(network))
         for images in batches:
+            if not isinstance(images, Tensor) or images.ndim != 4:
+                raise DataError(
+                    f"CKA needs batches of images [n, C, H, W], not {type(images).__name__}; of a loader with labels:"
+                    " (images for images, _ in loader)."
+                )
             if len(images) < LEAST:
                 continue
             readers = readers or [_reader(network, images, stack) for network in networks]

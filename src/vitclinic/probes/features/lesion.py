@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import Batch
+from vitclinic.errors import ModelError
 from vitclinic.measurement import Scalar, UnitRow
+from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.features.replay import Replay, stretches
 from vitclinic.probes.partial import Partial
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, mean_scalar, unit_row
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean, paired_share_interval, share_interval
 
 KEPT_BYTES = 2**29
 """The most memory for what the blocks returned; where it would be more, fewer images go through at a time."""
@@ -55,7 +56,7 @@ class Lesion(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         units = _removable(subject.anatomy)
         answers = Answers(len(units), len(subject))
-        partial = Partial(subject.scratch.get(self.name), " ".join(unit.name for unit in units))
+        partial = Partial(subject.scratch.get(self.name), " ".join(unit.name for unit in units), subject.processes)
         answers.take(partial.read())
         try:
             with Replay(subject.anatomy) as replay:
@@ -129,34 +130,35 @@ def _images_at_a_time(subject: Subject, replay: Replay) -> int:
 
 
 def _result(units: Sequence[Unit], answers: Answers) -> Result:
-    scalars = {"accuracy": _accuracy(answers.correct[0]), "nll": _mean(answers.nll[0])}
+    if not np.isfinite(answers.nll[0]).all():
+        raise ModelError("the network's answers are not finite for some image.")
+    scalars = {"accuracy": accuracy(answers.correct[0]), "nll": mean_over(answers.nll[0], least=0.0)}
     for kind in dict.fromkeys(unit.kind for unit in units):
         rows = [number for number, unit in enumerate(units, start=1) if unit.kind == kind]
-        drops = answers.correct[0].astype(float) - answers.correct[rows].mean(axis=0)
-        scalars[f"accuracy_drop_{kind}"] = _mean(drops)
+        scalars[f"accuracy_drop_{kind}"] = _mean_drop(answers.correct[0], answers.correct[rows])
     arrays = {"correct": answers.correct, "nll": answers.nll}
     return Result(scalars, [_row(unit, answers, number) for number, unit in enumerate(units, start=1)], arrays)
 
 
+def _mean_drop(whole: Correct, lesioned: NDArray[np.bool_]) -> Scalar:
+    """The mean over lesions [R, n] of what is lost of the accuracy."""
+    if len(lesioned) == 1:
+        return drop(whole, lesioned[0])
+    drops = whole.astype(float) - lesioned.mean(axis=0)
+    if not drops.any():  # no variance to take an interval from, which does not mean that there is none
+        return Scalar(value=0.0, n=len(drops))
+    return mean_over(drops, least=-1.0, most=1.0)
+
+
 def _row(unit: Unit, answers: Answers, number: int) -> UnitRow:
-    whole, lesioned = answers.correct[0], answers.correct[number]
-    lost, gained, n = int((whole & ~lesioned).sum()), int((lesioned & ~whole).sum()), len(whole)
-    low, high = paired_share_interval(lost, gained, n)
-    return unit_row(
-        unit,
-        None if unit.removal is None else unit.removal.how,
-        accuracy=_accuracy(lesioned),
-        accuracy_drop=Scalar(value=(lost - gained) / n, low=low, high=high, n=n),
-        nll_rise=_mean(answers.nll[number] - answers.nll[0]),
-    )
-
-
-def _accuracy(correct: NDArray[np.bool_]) -> Scalar:
-    low, high = share_interval(int(correct.sum()), len(correct))
-    return Scalar(value=float(correct.mean()), low=low, high=high, n=len(correct))
-
-
-def _mean(values: NDArray[np.float64]) -> Scalar:
-    running = RunningMean()
-    running.add(values)
-    return mean_scalar(running)
+    notes = [] if unit.removal is None else [unit.removal.how]
+    values = {
+        "accuracy": accuracy(answers.correct[number]),
+        "accuracy_drop": drop(answers.correct[0], answers.correct[number]),
+    }
+    rises = answers.nll[number] - answers.nll[0]
+    if np.isfinite(rises).all():
+        values["nll_rise"] = mean_over(rises)
+    else:
+        notes.append("answers not finite for some image")
+    return unit_row(unit, "; ".join(notes) or None, **values)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from vitclinic.anatomy import Site, Unit
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
+from vitclinic.probes.probe import (
+    DoesNotApply,
+    Need,
+    Result,
+    StreamingProbe,
+    Tally,
+    check_finite,
+    mean_scalar,
+    unit_row,
+)
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -20,13 +29,19 @@ the comparison."""
 
 
 def active_share(activation: Tensor) -> Tensor:
-    """The share of values above zero of each image [B], in float32.
+    """The share of values above zero of each image [B], in float32; NaN where a value is not finite.
 
     Example:
         >>> active_share(torch.tensor([[1.0, -0.1, 0.0, 2.0], [-1.0, -1.0, -1.0, 3.0]])).tolist()
         [0.5, 0.25]
     """
     values = activation.detach().flatten(1)
+    if not values.sum(dtype=torch.float32).isfinite():
+        return torch.where(values.isfinite().all(dim=1), _shares(values), torch.nan)
+    return _shares(values)
+
+
+def _shares(values: Tensor) -> Tensor:
     on_cpu = values.device.type == "cpu"
     images = max(1, _VALUES // max(1, values.shape[1])) if on_cpu else len(values)
     counts = [_positive(piece) for piece in torch.split(values, images)]
@@ -72,6 +87,7 @@ class _Tally(Tally):
     def end_batch(self, *_: object) -> None:
         shares_ub = torch.stack([self._batch[unit] for unit in self.sites]).double().cpu().numpy()
         for unit, shares_b in zip(self.sites, shares_ub, strict=True):
+            check_finite(shares_b, unit)
             self.shares[unit].add(shares_b)
         self.network.add(shares_ub.mean(axis=0))
 

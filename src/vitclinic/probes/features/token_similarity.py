@@ -50,7 +50,7 @@ def directions(h_bnd: Tensor) -> Directions:
     else:  # positions of feature maps, over whose channels PyTorch takes norms slowly
         lengths_bn = (h_bnd * h_bnd).sum(dim=-1).sqrt()
     if not lengths_bn.isfinite().all():
-        raise ModelError("some tokens are not finite, or too large to be compared.")
+        raise ModelError("tokens of some image are not finite, or too large to be compared.")
     defined_bn = lengths_bn > 0
     return Directions(h_bnd * torch.where(defined_bn, 1 / lengths_bn, 0)[..., None], defined_bn)
 
@@ -137,16 +137,19 @@ class _Tally(Tally):
         return {state: state.site for state in self.states}
 
     def begin_batch(self, batch: Batch) -> None:
-        self.samples.first = int(batch.indices[0])
+        self.samples.start(int(batch.indices[0]))
 
     def update(self, key: State, activation: Tensor) -> None:
-        tokens = directions(key.tokens(activation))
+        try:
+            tokens = directions(key.tokens(activation))
+        except ModelError as error:
+            raise ModelError(f"after {key.unit.name}, {error}") from error
         self._batch[key] = absolute_cosine(self.samples.of(tokens)).cpu().numpy()
         self.absolute[key].add(_defined(self._batch[key]))
         self.signed[key].add(_defined(cosine(tokens).cpu().numpy()))
 
     def end_batch(self, *_: object) -> None:
-        inside = [state for state in self._layers() if state.unit.block is not None]
+        inside = [state for state in self.states if state.unit.block is not None]
         if len(inside) > 1:
             self.rise.add(_defined(self._batch[inside[-1]] - self._batch[inside[0]]))
 
@@ -183,7 +186,7 @@ def _defined(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class _Samples:
-    """For each image other positions, where there are more than `most`: all of them have had a turn after a while.
+    """For each image a random sample of its positions, where there are more than `most`.
 
     Which ones depends on the seed, the number of positions and the image's place, not on the batch.
     """
@@ -193,18 +196,26 @@ class _Samples:
         self.most = most
         self.first = 0
         """The place of the current batch's first image."""
-        self._orders: dict[int, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def of(self, tokens: Directions) -> Directions:
         """`most` tokens of each image of the current batch, or all if there are no more."""
         batch, count = tokens.defined_bn.shape
         if count <= self.most:
             return tokens
-        device = tokens.defined_bn.device
-        if count not in self._orders:
-            order = generator("token_similarity", self.seed, count).permutation(count)
-            self._orders[count] = torch.from_numpy(order).to(device)
-        rows_b1 = torch.arange(batch, device=device)[:, None]
-        turns_bn = (self.first + rows_b1) * self.most + torch.arange(self.most, device=device)
-        places_bn = self._orders[count][turns_bn % count]
+        rows_b1 = torch.arange(batch, device=tokens.defined_bn.device)[:, None]
+        places_bn = self._of_batch(batch, count).to(rows_b1.device)
         return Directions(tokens.unit_bnd[rows_b1, places_bn], tokens.defined_bn[rows_b1, places_bn])
+
+    def start(self, first: int) -> None:
+        """A batch begins whose first image has that place."""
+        self.first = first
+        self._places = {}
+
+    def _of_batch(self, batch: int, count: int) -> Tensor:
+        """The sampled positions of each image, [B, most]; the same for all states of as many positions."""
+        if count not in self._places:
+            images = range(self.first, self.first + batch)
+            orders = [generator("token_similarity", self.seed, count, image).permutation(count) for image in images]
+            self._places[count] = torch.from_numpy(np.stack(orders)[:, : self.most])
+        return self._places[count]

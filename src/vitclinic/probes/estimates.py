@@ -33,7 +33,7 @@ def drop(clean: Correct, changed: Correct) -> Scalar:
     return Scalar(value=(lost - gained) / len(clean), low=low, high=high, n=len(clean))
 
 
-def mean_over(values: NDArray[np.float64], least: float, most: float) -> Scalar:
+def mean_over(values: NDArray[np.float64], least: float = -math.inf, most: float = math.inf) -> Scalar:
     """The mean over images of a value of each."""
     running = RunningMean()
     running.add(values)
