@@ -7,7 +7,7 @@ A group is a set of arms (recipes, some at an early epoch), each trained once pe
 stored in the pool is not measured again. Three seeds are exploratory: no verdicts.
 
   minima  AdamW and SAM twins on 2,000 images, trained until AdamW fits them [chen2022 Tables 1, 4]
-  early   ViT and ResNet at the end of warm-up [park2022 Fig. 1, 4]
+  early   ViT and ResNet at the end of warm-up [park2022 Fig. 1, 4]; early_batch with BatchNorm by the batch
   initial ResNet, ViT and Mixer before training, in float64, heads of standard deviation 0.02 [chen2022 Table 1]
   layers  ViT, with a conv stem, ResNet, AlterNet, Mixer [park2022 Fig. 8-10; wang2022 Fig. 1; chen2022 Fig. 2]
   depth   12 layers: plain, context_broadcasting, patch_diversity [hyeonwoo2023 Fig. 4, 7; gong2021 Fig. 1, 3]
@@ -71,6 +71,8 @@ def small(source: str, model: str, **more: Any) -> Numbers:
 def arms(group: str, source: str) -> Iterator[Arm]:
     if group == "early":
         yield from (Arm(name, small(source, name), f"epoch-{WARMUP}") for name in ("ViT", "ResNet"))
+    elif group == "early_batch":
+        yield Arm("ResNet", small(source, "ResNet"), f"epoch-{WARMUP}")
     elif group == "layers":
         yield Arm("ViT", small(source, "ViT"))
         yield Arm("ViT + conv_stem", small(source, "ViT", treatments=["conv_stem"]))
@@ -107,7 +109,8 @@ ATTENTION = ["attention_entropy", "attention_distance"]
 EXAMS: dict[str, list[list[Any]]] = {
     "initial": [["ntk"]],
     "minima": [[{"sharpness": {"images": 128, "density_draws": 0}}, {"flatness": {"images": 256}}]],
-    "early": [[{"hessian_spectrum": {"batches": 16, "batch_norm": mode}}] for mode in ("eval", "train")],
+    "early": [[{"hessian_spectrum": {"batches": 16}}]],
+    "early_batch": [[{"hessian_spectrum": {"batches": 16, "batch_norm": "train"}}]],
     "layers": [[*STATES, *ATTENTION, {"lesion": {"images": 500}}]],
     "depth": [[*STATES, *ATTENTION]],
 }
