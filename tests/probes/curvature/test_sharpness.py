@@ -101,6 +101,21 @@ def test_a_spent_budget_gives_what_there_is_and_says_so() -> None:
     assert np.isfinite(found.scalars["lambda_max"].value)
 
 
+def test_an_eigenvalue_that_has_not_converged_has_no_interval() -> None:
+    found = measured(patient("vit"), sharpness={"max_products": 1, "components": False})
+    assert found.status == "not_converged"
+    assert (found.scalars["lambda_max"].low, found.scalars["lambda_max"].high) == (None, None)
+    spent = measured(patient("vit"), sharpness={"budget": 0.001, "components": False})
+    assert spent.status == "not_converged"
+    assert (spent.scalars["lambda_max"].low, spent.scalars["lambda_max"].high) == (None, None)
+
+
+def test_the_interval_of_a_converged_eigenvalue_holds() -> None:
+    found = measured(patient("vit"), sharpness={"tolerance": 1e-2, "components": False}).scalars["lambda_max"]
+    assert found.low < found.high
+    assert found.low - 1e-12 <= largest(dense("vit")) <= found.high + 1e-12
+
+
 def test_the_batch_size_does_not_matter() -> None:
     one, other = patient("vit"), patient("vit")
     other.batch_size = 4

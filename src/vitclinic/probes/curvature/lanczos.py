@@ -169,7 +169,9 @@ def _ritz(space: Basis, k: int, tolerance: float) -> Ritz:
 
 
 def _gaps(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How far each value is from the next, less that one's own uncertainty."""
+    """How far each value is from the next, less that one's own uncertainty; 0 where there is no other to tell."""
+    if len(values) == 1:
+        return np.zeros(1)
     distance = np.abs(values[:, None] - values[None, :]) - residuals[None, :]
     np.fill_diagonal(distance, np.finfo(float).max)
     return distance.min(axis=1)  # type: ignore[no-any-return]

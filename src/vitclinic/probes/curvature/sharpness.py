@@ -127,6 +127,7 @@ class _Examination:
         value, error, converged = found.tolist()
         if not converged:
             self.missing.append(what)
+            return Scalar(value=value)  # its error is one to some eigenvalue, which need not be the largest
         return Scalar(value=value, low=value - error, high=value + error)
 
     def _eigenvalue(
