@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from tests.probes.curvature.networks import NETWORKS, batches, dense_hessian, network
 from vitclinic.errors import ModelError
-from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature import hessian as hessian_module
+from vitclinic.probes.curvature.hessian import Hessian, free_memory
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface
 
@@ -142,12 +144,33 @@ def test_released_graphs_are_freed() -> None:
         hessian = Hessian(surface)
         hessian.product(torch.ones(surface.size, dtype=torch.float64))
         graph = weakref.ref(hessian._kept[0].parts[0])  # type: ignore[union-attr]
+        assert hessian.graph_bytes > 0
         hessian.release()
+        assert hessian.graph_bytes == 0
         gc.disable()
         try:
             assert graph() is None
         finally:
             gc.enable()
+
+
+def test_free_memory_counts_what_linux_can_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:   100 kB\nMemAvailable:   700 kB\n")
+    monkeypatch.setattr(hessian_module, "_MEMINFO", tmp_path / "meminfo")
+    assert free_memory(torch.device("cpu")) == 700 * 1024
+
+
+def test_free_memory_where_only_the_whole_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, whose sysconf does not know SC_AVPHYS_PAGES."""
+    monkeypatch.setattr(hessian_module, "_MEMINFO", tmp_path / "none")
+    known = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(hessian_module.os, "sysconf", known.__getitem__)
+    assert free_memory(torch.device("cpu")) == 500 * 4096
+
+
+def test_memory_is_looked_at_only_where_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hessian_module, "free_memory", lambda device: pytest.fail("looked at"))
+    assert Hessian(LossSurface(network("mlp"), batches()), memory=5).memory == 5
 
 
 def test_a_random_network_is_refused() -> None:
