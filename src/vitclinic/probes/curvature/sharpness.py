@@ -70,10 +70,11 @@ class Sharpness(CurvatureProbe):
         return whole, _PRODUCTS * len(list(components(subject))) if self.components else 0
 
     def measure(self, subject: Subject) -> Result:
+        clock = Clock(self.budget, processes=subject.processes)
         surface = self.surface(subject)
         with surface.measured():
             surface.check()
-            return _Examination(self, subject, Hessian(surface)).result()
+            return _Examination(self, subject, Hessian(surface), clock).result()
 
 
 class _Examination:
@@ -82,12 +83,11 @@ class _Examination:
     `done` has what is finished (an eigenvalue, a draw) by its name, and the number of products that it all took.
     """
 
-    def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian) -> None:
-        self.probe, self.subject, self.hessian = probe, subject, hessian
+    def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian, clock: Clock) -> None:
+        self.probe, self.subject, self.hessian, self.clock = probe, subject, hessian, clock
         self.partial = Partial(subject.scratch.get(probe.name), processes=subject.processes)
         self.done: dict[str, NDArray[Any]] = self.partial.read() or {"products": np.array(0)}
         hessian.products = int(self.done["products"])
-        self.clock = Clock(probe.budget, processes=subject.processes)
         self.expected = sum(probe.expected_products(subject))
         self.missing: list[str] = []
         self.scalars: dict[str, Scalar] = {}
@@ -185,22 +185,34 @@ class _Examination:
                 self.units.append(row.model_copy(update={"values": {"lambda_max": found}}))
 
     def _density(self) -> None:
-        surface, probe = self.hessian.surface, self.probe
+        probe = self.probe
         rules = []
         for draw in range(probe.density_draws):
             what = f"density {draw}"
             if what not in self.done:
-                if self.clock.expired():
+                found = None if self.clock.expired() else self._rule(what)
+                if found is None:
                     self.missing.append(f"density ({draw} of {probe.density_draws} draws)")
                     break
-                start = self._random(what, surface.size).sign()
-                found = quadrature(self._told(self.hessian.product), start, probe.density_steps)
-                self._keep(what, np.stack(found))
+                self._keep(what, found)
             rules.append(self.done[what])
         if rules:
             nodes, weights = np.concatenate(rules, axis=1)
             self.arrays["density_nodes"] = nodes
             self.arrays["density_weights"] = weights / len(rules)
+
+    def _rule(self, what: str) -> NDArray[np.float64] | None:
+        """Nodes and weights of one draw; None if the budget ended in it."""
+        in_time = True
+
+        def go_on() -> bool:
+            nonlocal in_time
+            in_time = not self.clock.expired()
+            return in_time
+
+        start = self._random(what, self.hessian.surface.size).sign()
+        found = quadrature(self._told(self.hessian.product), start, self.probe.density_steps, go_on)
+        return np.stack(found) if in_time else None
 
     def _told(self, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def telling(vector: Tensor) -> Tensor:

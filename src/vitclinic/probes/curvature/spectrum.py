@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -70,19 +71,21 @@ class HessianSpectrum(OwningProbe):
         partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
         found = _unpacked(partial.read())
         remaining = range(len(found), self.batches)
+        cut_off: list[Eigenpairs] = []
         try:
-            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining)):
-                found += some
+            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining, clock)):
+                found += [pairs for pairs, _ in takewhile(lambda each: each[1], some)]
+                cut_off = [pairs for pairs, finished in some if not finished]
                 partial.write(_packed(found), every=SAVED_EVERY)
-                subject.progress(self.name, len(found) * self.batch, self.batches * self.batch)
-                if clock.expired():
+                subject.progress(self.name, max(1, len(found)) * self.batch, self.batches * self.batch)
+                if cut_off or clock.expired():
                     break
         finally:
             partial.write(_packed(found))
-        return self._result(found)
+        return self._result(found or cut_off[:1])
 
-    def _own(self, subject: Subject, remaining: range) -> Iterator[Eigenpairs]:
-        """The eigenvalues of those of the remaining mini-batches that are this process's."""
+    def _own(self, subject: Subject, remaining: range, clock: Clock) -> Iterator[tuple[Eigenpairs, bool]]:
+        """Of those of the remaining mini-batches that are this process's, and whether the budget let them finish."""
         numbers = remaining[subject.processes.rank :: subject.processes.size]
         drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
         for number, batch in zip(numbers, drawn, strict=True):
@@ -90,16 +93,29 @@ class HessianSpectrum(OwningProbe):
             with surface.measured():
                 if number == numbers[0]:
                     surface.check()
-                found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed))
+                found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed), clock)
             yield found
 
-    def _top(self, surface: LossSurface, seed: int) -> Eigenpairs:
+    def _top(self, surface: LossSurface, seed: int, clock: Clock) -> tuple[Eigenpairs, bool]:
+        """The eigenvalues, and whether more time would not have changed them. No other process waits for a product."""
+        in_time = True
+
+        def go_on(products: int, found: object) -> bool:
+            nonlocal in_time
+            in_time = not clock.late()
+            return in_time
+
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(surface.size, generator=generator, dtype=torch.float64).to(surface.weights[0])
         found = largest_eigenpairs(
-            Hessian(surface).product, start, self.top, tolerance=self.tolerance, max_products=self.max_products
+            Hessian(surface).product,
+            start,
+            self.top,
+            tolerance=self.tolerance,
+            max_products=self.max_products,
+            go_on=go_on,
         )
-        return replace(found, vectors=found.vectors[:0])  # as large as the network, and not asked for
+        return replace(found, vectors=found.vectors[:0]), in_time  # they are as large as the network, and not asked for
 
     def _result(self, found: list[Eigenpairs]) -> Result:
         values = np.stack([pairs.values for pairs in found])
@@ -118,8 +134,8 @@ class HessianSpectrum(OwningProbe):
         missing = []
         if len(found) < self.batches:
             missing.append(f"{len(found)} of {self.batches} mini-batches within the budget")
-        if loose := sum(not pairs.converged for pairs in found):
-            missing.append(f"{loose} of {len(found)} mini-batches not converged in {self.max_products} products")
+        if loose := [pairs.products for pairs in found if not pairs.converged]:
+            missing.append(f"{len(loose)} of {len(found)} mini-batches not converged in {max(loose)} products")
         result = Result(scalars, arrays=arrays, mode=self.batch_norm)
         return result.unless("; ".join(missing) + "." if missing else None)
 
