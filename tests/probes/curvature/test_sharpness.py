@@ -17,8 +17,10 @@ from vitclinic.data import Augment, Dataset
 from vitclinic.measurement import Measurement
 from vitclinic.probes import Subject, Training, measure, parse_probes
 from vitclinic.probes.curvature import curvature, sharpness
+from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.sharpness import components
 from vitclinic.probes.curvature.spectrum import jackknifed, negative_share, positive_mean
+from vitclinic.probes.curvature.surface import LossSurface
 
 
 def data(count: int = 13) -> Dataset:
@@ -184,6 +186,40 @@ def test_the_clock_of_sharpness_starts_before_images_are_read() -> None:
         made: list[object] = []
         with mock.patch.object(sharpness, "Clock", lambda *a, **k: made.append(a) or curvature.Clock(*a, **k)):
             assert measured(subject, sharpness={"components": False}).status == "ok"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "entry", [{"sharpness": {"max_products": 30}}, {"hessian_spectrum": {"batches": 2, "batch": 4, "max_products": 30}}]
+)
+def test_half_precision_has_not_converged_and_says_why(dtype: torch.dtype, entry: dict[str, object]) -> None:
+    subject = Subject(network("mlp").to(dtype), data(), batch_size=5)
+    found = measured(subject, **entry)
+    assert found.status == "not_converged", found.reason
+    assert f"computes in {str(dtype)[6:]}, whose rounding" in found.reason
+    exact = measured(patient("mlp"), **entry)
+    key = "lambda_max" if "sharpness" in entry else "largest"
+    assert found.scalars[key].value == pytest.approx(exact.scalars[key].value, rel=0.05)
+
+
+def test_vectors_of_half_precision_networks_are_float32() -> None:
+    surface = LossSurface(network("mlp").bfloat16(), [])
+    assert surface.vector_dtype == torch.float32
+    assert LossSurface(network("mlp"), []).vector_dtype == torch.float64
+    seen: list[torch.dtype] = []
+    product = Hessian.product
+
+    def noted(self: Hessian, vector: Tensor) -> Tensor:
+        image = product(self, vector)
+        seen.extend([vector.dtype, image.dtype])
+        return image
+
+    with mock.patch.object(Hessian, "product", noted):
+        subject = Subject(network("mlp").bfloat16(), data(), batch_size=5)
+        measure(subject, parse_probes([{"sharpness": {"max_products": 3, "density_steps": 3}}]))
+        measure(subject, parse_probes([{"hessian_spectrum": {"batches": 1, "batch": 4, "max_products": 3}}]))
+        measure(subject, parse_probes([{"landscape": {"points": 3, "directions": "eigenvectors"}}]))
+    assert set(seen) == {torch.float32}
 
 
 def test_jackknife_of_a_mean_is_the_t_interval() -> None:

@@ -57,7 +57,7 @@ class Hessian:
         return bool(self._kept) and all(kept is not None for kept in self._kept)
 
     def product(self, vector: Tensor) -> Tensor:
-        """H v, [n]."""
+        """H v, [n], in the precision of v; what is computed in between has that of the weights."""
         return self._product(vector, range(len(self.surface.weights)))
 
     def block(self, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], int]:
@@ -83,7 +83,8 @@ class Hessian:
     def _own_product(self, vector: Tensor, chosen: Sequence[int]) -> Tensor:
         """Of the summed loss over this process's images, without the regulariser."""
         weights = [self.surface.weights[at] for at in chosen]
-        along = dict(zip(chosen, _pieces(vector, weights), strict=True))
+        pieces = zip(_pieces(vector, weights), weights, strict=True)
+        along = dict(zip(chosen, (piece.to(weight.dtype) for piece, weight in pieces), strict=True))
         total = torch.zeros_like(vector)
         into = _pieces(total, weights)
         for index, batch in enumerate(self.surface.batches):

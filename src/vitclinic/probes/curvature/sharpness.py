@@ -110,7 +110,10 @@ class _Examination:
         self._density()
         self.scalars["products"] = Scalar(value=self.hessian.products)
         found = Result(self.scalars, self.units, self.arrays, mode=self.probe.batch_norm)
-        return found.unless(f"not converged: {', '.join(self.missing)}." if self.missing else None)
+        reasons = [f"unfinished: {', '.join(self.missing)}"] if self.missing else []
+        if coarse := surface.coarseness(self.probe.tolerance):
+            reasons.append(coarse)
+        return found.unless("; ".join(reasons) + "." if reasons else None)
 
     def _keep(self, what: str, found: NDArray[Any]) -> None:
         self.done[what] = found
@@ -226,9 +229,10 @@ class _Examination:
         self.subject.progress(self.probe.name, done * images, max(done, self.expected) * images)
 
     def _random(self, what: str, size: int) -> Tensor:
-        like = self.hessian.surface.weights[0]
+        surface = self.hessian.surface
         generator = torch.Generator().manual_seed(torch_seed(f"sharpness {what}", self.subject.seed))
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(like)
+        drawn = torch.randn(size, generator=generator, dtype=torch.float64)
+        return drawn.to(surface.weights[0].device, surface.vector_dtype)
 
 
 def components(subject: Subject) -> Iterator[tuple[str, UnitRow | None, list[str]]]:

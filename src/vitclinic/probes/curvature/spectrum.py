@@ -82,7 +82,8 @@ class HessianSpectrum(OwningProbe):
                     break
         finally:
             partial.write(_packed(found))
-        return self._result(found or cut_off[:1])
+        coarse = surface_of(subject, []).coarseness(self.tolerance)
+        return self._result(found or cut_off[:1], coarse)
 
     def _own(self, subject: Subject, remaining: range, clock: Clock) -> Iterator[tuple[Eigenpairs, bool]]:
         """Of those of the remaining mini-batches that are this process's, and whether the budget let them finish."""
@@ -106,7 +107,8 @@ class HessianSpectrum(OwningProbe):
             return in_time
 
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(surface.size, generator=generator, dtype=torch.float64).to(surface.weights[0])
+        drawn = torch.randn(surface.size, generator=generator, dtype=torch.float64)
+        start = drawn.to(surface.weights[0].device, surface.vector_dtype)
         found = largest_eigenpairs(
             Hessian(surface).product,
             start,
@@ -117,7 +119,7 @@ class HessianSpectrum(OwningProbe):
         )
         return replace(found, vectors=found.vectors[:0]), in_time  # they are as large as the network, and not asked for
 
-    def _result(self, found: list[Eigenpairs]) -> Result:
+    def _result(self, found: list[Eigenpairs], coarse: str | None) -> Result:
         values = np.stack([pairs.values for pairs in found])
         scalars = {
             "nep": jackknifed(values, negative_share),
@@ -131,7 +133,7 @@ class HessianSpectrum(OwningProbe):
             "residuals": np.stack([pairs.residuals for pairs in found]),
             "errors": np.stack([pairs.errors for pairs in found]),
         }
-        missing = []
+        missing = [] if coarse is None else [coarse]
         if len(found) < self.batches:
             missing.append(f"{len(found)} of {self.batches} mini-batches within the budget")
         if loose := [pairs.products for pairs in found if not pairs.converged]:
