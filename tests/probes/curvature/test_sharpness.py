@@ -18,8 +18,9 @@ from vitclinic.measurement import Measurement
 from vitclinic.probes import Subject, Training, measure, parse_probes
 from vitclinic.probes.curvature import curvature, sharpness
 from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature.lanczos import Eigenpairs
 from vitclinic.probes.curvature.sharpness import components
-from vitclinic.probes.curvature.spectrum import jackknifed, negative_share, positive_mean
+from vitclinic.probes.curvature.spectrum import jackknifed, negative_proportion, negative_share, positive_mean
 from vitclinic.probes.curvature.surface import LossSurface
 
 
@@ -236,4 +237,45 @@ def test_nep_and_ape() -> None:
     values = np.array([[2.0, -1.0], [4.0, -3.0]])
     assert negative_share(values) == 0.5
     assert positive_mean(values) == 3.0
-    assert positive_mean(-np.abs(values)) == 0.0
+    assert np.isnan(positive_mean(-np.abs(values)))
+
+
+@pytest.mark.parametrize(("sign", "low", "high"), [(1, 0.0, 0.1936), (-1, 0.8064, 1.0)])
+def test_nep_of_all_or_none_has_wilsons_interval_over_mini_batches(sign: int, low: float, high: float) -> None:
+    found = negative_proportion(sign * np.ones((16, 5)))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_intervals_end_where_the_numbers_end() -> None:
+    values = np.array([[-1.0, 3.0], [2.0, 3.0], [1.0, 90.0]])
+    nep = negative_proportion(values)
+    assert nep.value == pytest.approx(1 / 6)
+    assert nep.low == 0
+    assert nep.high < 1
+    assert negative_proportion(-values).high == 1
+    assert jackknifed(values, positive_mean, least=0.0).low == 0
+
+
+def test_there_is_no_ape_where_no_eigenvalue_is_positive() -> None:
+    (probe,) = parse_probes([{"hessian_spectrum": {"batches": 2, "top": 2}}])
+    ones = np.ones(2)
+    pairs = [Eigenpairs(-ones, ones, ones, torch.empty(0), 3, True)] * 2
+    assert "ape" not in probe._result(pairs, None).scalars
+    one = jackknifed(np.array([[1.0, 2.0], [-1.0, -1.0], [-1.0, -2.0]]), positive_mean)
+    assert (one.value, one.low, one.high) == (1.5, None, None)
+
+
+def test_conditions_say_what_the_loss_had() -> None:
+    decayed = frozenset(name for name, _ in network("mlp").named_parameters() if name.endswith("weight"))
+    subject = patient("mlp", training=Training(Augment(level="none", mixup=0.4), 0.3, decayed))
+
+    def conditions(subject: Subject, **options: object) -> dict[str, object]:
+        return measured(subject, hessian_spectrum={"batches": 1, "batch": 4, "top": 1, **options}).conditions
+
+    known = conditions(subject)
+    assert known["augment"]["mixup"] == 0.4
+    assert known["weight_decay"] == 0.3
+    assert conditions(subject, augment=False, regulariser=False) == {"augment": None, "weight_decay": 0.0}
+    assert conditions(patient("mlp")) == {"augment": None, "weight_decay": 0.0}
+    other = patient("mlp", training=Training(Augment(level="none", mixup=0.4), 0.3, frozenset()))
+    assert conditions(other)["decayed"] != known["decayed"]
