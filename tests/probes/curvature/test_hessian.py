@@ -52,6 +52,53 @@ def test_products_equal_those_of_the_dense_matrix(name: str, net: nn.Module, mem
     torch.testing.assert_close(found, vectors @ dense(name, soft) + 0.1 * vectors, rtol=1e-9, atol=1e-9)
 
 
+def test_decay_acts_on_the_decayed_parameters_only() -> None:
+    net = network("vit")
+    decayed = [p for p in net.parameters() if p.ndim > 1]
+    mask = torch.cat([torch.full((p.numel(),), float(p.ndim > 1), dtype=torch.float64) for p in net.parameters()])
+    assert 0 < mask.sum() < len(mask)
+    surface = LossSurface(net, batches(), decay=0.7, decayed=decayed)
+    with surface.measured():
+        hessian = Hessian(surface)
+        vectors, found = products(hessian, surface.size)
+        product, size = hessian.block(["blocks.0.norm1.weight"])
+        other = hessian.block(["blocks.0.attn.qkv.weight"])
+        plain = Hessian(LossSurface(net, batches()))
+        for chosen, (block, length), shift in (
+            ("blocks.0.norm1.weight", (product, size), 0.0),
+            ("blocks.0.attn.qkv.weight", other, 0.7),
+        ):
+            v = vectors[0, :length]
+            torch.testing.assert_close(block(v), plain.block([chosen])[0](v) + shift * v, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, vectors @ (dense("vit") + 0.7 * torch.diag(mask)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("context", ["measured", "evaluated"])
+def test_a_network_is_as_it_was_after_an_error_inside(context: str) -> None:
+    net = network("convnet")
+    net.train()
+    net[4].eval()  # type: ignore[operator, index]
+    net[0].bias.requires_grad_(False)  # type: ignore[union-attr, index]
+
+    def photograph() -> list[object]:
+        norms = [m.track_running_stats for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+        return [[m.training for m in net.modules()], [p.requires_grad for p in net.parameters()], norms]
+
+    before, state = photograph(), {name: value.clone() for name, value in net.state_dict().items()}
+    surface = LossSurface(net, batches(), mode="train")
+
+    def fail() -> None:
+        with getattr(surface, context)():
+            assert photograph() != before
+            surface.value()
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert photograph() == before
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+
+
 def test_a_bound_that_fits_one_graph_keeps_one_and_gives_the_same() -> None:
     net, data = network("vit"), batches()
     surface = LossSurface(net, data)

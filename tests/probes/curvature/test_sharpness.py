@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.probes import subjects
 from tests.probes.curvature.networks import CLASSES, SIZE, dense_hessian, hurried, network
@@ -76,6 +76,41 @@ def test_components_are_the_diagonal_blocks() -> None:
         assert values[component if row else f"lambda_max_{component}"] == pytest.approx(exact, rel=1e-6)
         seen.append(component)
     assert seen == ["embedding", "msa", "mlp", "blocks.0", "blocks.1"]
+
+
+def test_the_components_of_a_vit_by_their_names() -> None:
+    """The class token belongs to no unit, and so to no component."""
+    both = ("weight", "bias")
+    msa = [
+        [f"blocks.{i}.{part}.{kind}" for part in ("attn.qkv", "attn.proj", "norm1") for kind in both] for i in range(2)
+    ]
+    mlp = [[f"blocks.{i}.{part}.{kind}" for part in ("mlp.fc1", "mlp.fc2", "norm2") for kind in both] for i in range(2)]
+    assert {component: sorted(owned) for component, _, owned in components(patient("vit"))} == {
+        "embedding": ["patch_embed.proj.bias", "patch_embed.proj.weight", "pos_embed"],
+        "msa": sorted(msa[0] + msa[1]),
+        "mlp": sorted(mlp[0] + mlp[1]),
+        "blocks.0": sorted(msa[0] + mlp[0]),
+        "blocks.1": sorted(msa[1] + mlp[1]),
+    }
+
+
+class Noisy(nn.Module):
+    """Random in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network("mlp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + torch.randn(CLASSES, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("name", ["sharpness", "hessian_spectrum", "flatness", "landscape"])
+def test_a_network_that_is_random_in_eval_mode_is_refused(name: str) -> None:
+    found = measured(Subject(Noisy(), data(), batch_size=5), **{name: {}})
+    assert found.status == "failed"
+    assert "random in evaluation mode" in " ".join(found.reason.split())
+    assert not found.scalars
 
 
 def test_the_densitys_moments_are_those_of_the_random_vectors() -> None:

@@ -7,9 +7,9 @@ sign, of the Hessian of cross-entropy + (wd/2)|w|^2. Over many mini-batches, the
     APE  the mean of the positive ones
 
 both with an interval by the jackknife over mini-batches, whose eigenvalues belong together; NEP's is Wilson's where
-all mini-batches have the same share of negative ones, and there is no APE where none is positive. The regulariser shifts the
-eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are in the loss; dropout and stochastic depth
-are off.
+all mini-batches have the same share of negative ones, and there is no APE where none is positive. The regulariser
+shifts the eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are in the loss; dropout and
+stochastic depth are off.
 """
 
 from __future__ import annotations
