@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from vitclinic import durations
 from vitclinic.measurement import Measurement
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.memory import halving
@@ -98,7 +99,14 @@ def estimated_seconds(subject: Subject, probes: Iterable[Probe]) -> float:
         return math.nan
     finally:
         subject.batch_size = batch_size
-    return seconds * (shared + sum(probe.forwards(probe.view(subject)) for probe in applicable))
+    own = (min(seconds * probe.forwards(probe.view(subject)), _most_seconds(probe)) for probe in applicable)
+    return seconds * shared + sum(own)
+
+
+def _most_seconds(probe: Probe) -> float:
+    """A probe's own budget, where it has one."""
+    budget = getattr(probe, "budget", None)
+    return math.inf if budget is None else durations.seconds(budget)
 
 
 def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[str, Outcome]]) -> dict[str, Outcome]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 import timm
 import torch
@@ -13,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.anatomy.networks import shaken
 from vitclinic.data import Batch
+from vitclinic.probes.curvature import curvature
 
 CLASSES, SIZE = 3, 4
 
@@ -95,3 +99,17 @@ def dense_hessian(net: nn.Module, data: Sequence[Batch], decay: float = 0.0) -> 
     with sdpa_kernel(SDPBackend.MATH):
         flat = torch.cat([p.detach().flatten() for p in net.parameters()])
         return jacfwd(grad(loss))(flat)
+
+
+@contextmanager
+def hurried(looks: int) -> Iterator[None]:
+    """A clock that, once it has been looked at so often, says that an hour has passed."""
+    count = 0
+
+    def late() -> float:
+        nonlocal count
+        count += 1
+        return time.monotonic() + 3600 * (count > looks)
+
+    with mock.patch.object(curvature, "time", mock.Mock(monotonic=late)):
+        yield

@@ -40,6 +40,12 @@ def test_the_estimate_is_about_what_the_arithmetic_comes_to(what: str) -> None:
     assert 1 / 3 < counter.get_total_flops() / one / probe.forwards(probe.view(examined)) < 3
 
 
+@pytest.mark.parametrize("name", ["flatness", "landscape", "sharpness", "hessian_spectrum", "ntk"])
+def test_the_estimate_is_no_more_than_the_budget(name: str) -> None:
+    (probe,) = parse_probes([{name: {"budget": 0.001}}])
+    assert estimated_seconds(patient(), [probe]) == pytest.approx(0.001)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", OPTIONS)
 def test_the_estimate_is_about_what_the_clock_says(what: str) -> None:

@@ -17,7 +17,7 @@ from vitclinic.data import Batch
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes import measure, parse_probes
 from vitclinic.probes.curvature.displacement import Displacement
-from vitclinic.probes.curvature.flatness import perturbed_losses, standard_error
+from vitclinic.probes.curvature.flatness import Flatness, perturbed_losses, standard_error
 from vitclinic.probes.curvature.surface import LossSurface, Mode
 
 
@@ -147,3 +147,10 @@ def test_noise_that_breaks_the_network_is_said() -> None:
     assert found.status == "not_converged"
     assert "take a smaller sigma" in (found.reason or "")
     assert not math.isfinite(found.scalars["flatness"].value)
+
+
+def test_too_few_draws_to_judge_says_how_many_there_must_be() -> None:
+    probe = Flatness(draws=4, precision=0.5)
+    reason = probe._shortcoming(np.array([1.0, 1.0, 1.1, 1.0]))
+    assert reason is not None
+    assert reason.endswith("asked for was a share of 0.5, of at least 10 draws.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from tests.probes.curvature.networks import NETWORKS, batches, dense_hessian, network
 from vitclinic.errors import ModelError
-from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature import hessian as hessian_module
+from vitclinic.probes.curvature.hessian import Hessian, free_memory
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface
 
@@ -48,6 +50,53 @@ def test_products_equal_those_of_the_dense_matrix(name: str, net: nn.Module, mem
         vectors, found = products(hessian, surface.size)
         assert hessian.keeps == (memory is None)
     torch.testing.assert_close(found, vectors @ dense(name, soft) + 0.1 * vectors, rtol=1e-9, atol=1e-9)
+
+
+def test_decay_acts_on_the_decayed_parameters_only() -> None:
+    net = network("vit")
+    decayed = [p for p in net.parameters() if p.ndim > 1]
+    mask = torch.cat([torch.full((p.numel(),), float(p.ndim > 1), dtype=torch.float64) for p in net.parameters()])
+    assert 0 < mask.sum() < len(mask)
+    surface = LossSurface(net, batches(), decay=0.7, decayed=decayed)
+    with surface.measured():
+        hessian = Hessian(surface)
+        vectors, found = products(hessian, surface.size)
+        product, size = hessian.block(["blocks.0.norm1.weight"])
+        other = hessian.block(["blocks.0.attn.qkv.weight"])
+        plain = Hessian(LossSurface(net, batches()))
+        for chosen, (block, length), shift in (
+            ("blocks.0.norm1.weight", (product, size), 0.0),
+            ("blocks.0.attn.qkv.weight", other, 0.7),
+        ):
+            v = vectors[0, :length]
+            torch.testing.assert_close(block(v), plain.block([chosen])[0](v) + shift * v, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, vectors @ (dense("vit") + 0.7 * torch.diag(mask)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("context", ["measured", "evaluated"])
+def test_a_network_is_as_it_was_after_an_error_inside(context: str) -> None:
+    net = network("convnet")
+    net.train()
+    net[4].eval()  # type: ignore[operator, index]
+    net[0].bias.requires_grad_(False)  # type: ignore[union-attr, index]
+
+    def photograph() -> list[object]:
+        norms = [m.track_running_stats for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+        return [[m.training for m in net.modules()], [p.requires_grad for p in net.parameters()], norms]
+
+    before, state = photograph(), {name: value.clone() for name, value in net.state_dict().items()}
+    surface = LossSurface(net, batches(), mode="train")
+
+    def fail() -> None:
+        with getattr(surface, context)():
+            assert photograph() != before
+            surface.value()
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert photograph() == before
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
 def test_a_bound_that_fits_one_graph_keeps_one_and_gives_the_same() -> None:
@@ -142,12 +191,33 @@ def test_released_graphs_are_freed() -> None:
         hessian = Hessian(surface)
         hessian.product(torch.ones(surface.size, dtype=torch.float64))
         graph = weakref.ref(hessian._kept[0].parts[0])  # type: ignore[union-attr]
+        assert hessian.graph_bytes > 0
         hessian.release()
+        assert hessian.graph_bytes == 0
         gc.disable()
         try:
             assert graph() is None
         finally:
             gc.enable()
+
+
+def test_free_memory_counts_what_linux_can_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:   100 kB\nMemAvailable:   700 kB\n")
+    monkeypatch.setattr(hessian_module, "_MEMINFO", tmp_path / "meminfo")
+    assert free_memory(torch.device("cpu")) == 700 * 1024
+
+
+def test_free_memory_where_only_the_whole_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, whose sysconf does not know SC_AVPHYS_PAGES."""
+    monkeypatch.setattr(hessian_module, "_MEMINFO", tmp_path / "none")
+    known = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(hessian_module.os, "sysconf", known.__getitem__)
+    assert free_memory(torch.device("cpu")) == 500 * 4096
+
+
+def test_memory_is_looked_at_only_where_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hessian_module, "free_memory", lambda device: pytest.fail("looked at"))
+    assert Hessian(LossSurface(network("mlp"), batches()), memory=5).memory == 5
 
 
 def test_a_random_network_is_refused() -> None:

@@ -72,6 +72,28 @@ def test_a_stop_before_convergence_says_so_and_its_errors_hold() -> None:
         assert float((exact - value).abs().min()) <= residual * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("tolerance", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_errors_of_converged_values_hold_and_are_not_zero(seed: int, tolerance: float) -> None:
+    values = torch.cat([torch.linspace(-1, 1, 100), torch.tensor([2.0, -1.7, 1.4])])
+    matrix = symmetric(values, seed)
+    found = largest_eigenpairs(lambda v: matrix @ v, start(103, seed + 9), 3, tolerance=tolerance)
+    assert found.converged
+    exact = torch.linalg.eigvalsh(matrix).numpy()
+    off = np.abs(exact[:, None] - found.values).min(axis=0)
+    assert (found.errors > 0).all()
+    assert (off <= found.errors * (1 + 1e-6) + 1e-13).all()
+    assert (found.errors <= tolerance * np.abs(found.values)).all()
+
+
+def test_the_error_after_one_product_is_the_residual() -> None:
+    matrix = symmetric(torch.linspace(-1, 1, 50))
+    found = largest_eigenpairs(lambda v: matrix @ v, start(50), 1, max_products=1)
+    assert not found.converged
+    assert found.errors.tolist() == found.residuals.tolist()
+    assert found.errors[0] > 0.1
+
+
 def test_the_zero_matrix_has_eigenvalue_zero() -> None:
     found = largest_eigenpairs(lambda v: 0 * v, start(5), 3)
     assert found.values.tolist() == [0, 0, 0]

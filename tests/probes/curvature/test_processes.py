@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.probes.curvature.networks import batches, network
+from tests.probes.curvature.networks import batches, hurried, network
 from tests.probes.curvature.test_sharpness import data
 from tests.processes import in_two_processes
 from vitclinic.data import Batch
 from vitclinic.errors import ModelError
 from vitclinic.measurement import Measurement
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.probes.curvature import curvature
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface
@@ -101,20 +97,6 @@ def plain(found: Measurement) -> dict[str, Any]:
     values |= {row.name: row.values["lambda_max"].value for row in found.units}
     arrays = {name: torch.from_numpy(array.copy()) for name, array in found.arrays.items()}
     return {"status": found.status, "reason": found.reason, "values": values, "arrays": arrays}
-
-
-@contextmanager
-def hurried(looks: int) -> Iterator[None]:
-    """A clock that, once it has been looked at so often, says that an hour has passed."""
-    count = 0
-
-    def late() -> float:
-        nonlocal count
-        count += 1
-        return time.monotonic() + 3600 * (count > looks)
-
-    with mock.patch.object(curvature, "time", mock.Mock(monotonic=late)):
-        yield
 
 
 def interrupt(what: str, done: int, total: int) -> None:

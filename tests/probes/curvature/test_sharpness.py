@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.probes import subjects
-from tests.probes.curvature.networks import CLASSES, SIZE, dense_hessian, network
+from tests.probes.curvature.networks import CLASSES, SIZE, dense_hessian, hurried, network
 from vitclinic.data import Augment, Dataset
 from vitclinic.measurement import Measurement
 from vitclinic.probes import Subject, Training, measure, parse_probes
+from vitclinic.probes.curvature import curvature, sharpness
+from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature.lanczos import Eigenpairs
 from vitclinic.probes.curvature.sharpness import components
-from vitclinic.probes.curvature.spectrum import jackknifed, negative_share, positive_mean
+from vitclinic.probes.curvature.spectrum import jackknifed, negative_proportion, negative_share, positive_mean
+from vitclinic.probes.curvature.surface import LossSurface
 
 
 def data(count: int = 13) -> Dataset:
@@ -73,6 +78,41 @@ def test_components_are_the_diagonal_blocks() -> None:
     assert seen == ["embedding", "msa", "mlp", "blocks.0", "blocks.1"]
 
 
+def test_the_components_of_a_vit_by_their_names() -> None:
+    """The class token belongs to no unit, and so to no component."""
+    both = ("weight", "bias")
+    msa = [
+        [f"blocks.{i}.{part}.{kind}" for part in ("attn.qkv", "attn.proj", "norm1") for kind in both] for i in range(2)
+    ]
+    mlp = [[f"blocks.{i}.{part}.{kind}" for part in ("mlp.fc1", "mlp.fc2", "norm2") for kind in both] for i in range(2)]
+    assert {component: sorted(owned) for component, _, owned in components(patient("vit"))} == {
+        "embedding": ["patch_embed.proj.bias", "patch_embed.proj.weight", "pos_embed"],
+        "msa": sorted(msa[0] + msa[1]),
+        "mlp": sorted(mlp[0] + mlp[1]),
+        "blocks.0": sorted(msa[0] + mlp[0]),
+        "blocks.1": sorted(msa[1] + mlp[1]),
+    }
+
+
+class Noisy(nn.Module):
+    """Random in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network("mlp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + torch.randn(CLASSES, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("name", ["sharpness", "hessian_spectrum", "flatness", "landscape"])
+def test_a_network_that_is_random_in_eval_mode_is_refused(name: str) -> None:
+    found = measured(Subject(Noisy(), data(), batch_size=5), **{name: {}})
+    assert found.status == "failed"
+    assert "random in evaluation mode" in " ".join(found.reason.split())
+    assert not found.scalars
+
+
 def test_the_densitys_moments_are_those_of_the_random_vectors() -> None:
     """With one draw v of signs, sum weight node^k = v^T H^k v / |v|^2: of the trace in expectation."""
     found = measured(patient("vit"), sharpness={"density_draws": 20, "density_steps": 4, "components": False})
@@ -99,6 +139,21 @@ def test_a_spent_budget_gives_what_there_is_and_says_so() -> None:
     assert "lambda_max" in found.reason
     assert "trace (0 of 10 draws)" in found.reason
     assert np.isfinite(found.scalars["lambda_max"].value)
+
+
+def test_an_eigenvalue_that_has_not_converged_has_no_interval() -> None:
+    found = measured(patient("vit"), sharpness={"max_products": 1, "components": False})
+    assert found.status == "not_converged"
+    assert (found.scalars["lambda_max"].low, found.scalars["lambda_max"].high) == (None, None)
+    spent = measured(patient("vit"), sharpness={"budget": 0.001, "components": False})
+    assert spent.status == "not_converged"
+    assert (spent.scalars["lambda_max"].low, spent.scalars["lambda_max"].high) == (None, None)
+
+
+def test_the_interval_of_a_converged_eigenvalue_holds() -> None:
+    found = measured(patient("vit"), sharpness={"components": False}).scalars["lambda_max"]
+    assert found.low < found.high
+    assert found.low - 1e-12 <= largest(dense("vit")) <= found.high + 1e-12
 
 
 def test_the_batch_size_does_not_matter() -> None:
@@ -133,6 +188,76 @@ def test_a_spent_budget_of_the_spectrum() -> None:
     assert "of 50 mini-batches" in found.reason
 
 
+def test_a_mini_batch_that_the_budget_cuts_off_is_left_out_unless_it_is_the_first() -> None:
+    options = {"batches": 3, "batch": 4, "top": 3, "tolerance": 1e-10}
+    whole = measured(patient("vit"), hessian_spectrum=options)
+    per_batch = whole.scalars["products"].value / 3
+    assert per_batch > 5
+    with hurried(3):
+        first = measured(patient("vit"), hessian_spectrum={**options, "budget": "10m"})
+    assert first.status == "not_converged"
+    assert first.scalars["products"].value == 3
+    assert first.arrays["eigenvalues"].shape == (1, 3)
+    assert "1 of 1 mini-batches not converged in 3 products" in first.reason
+    with hurried(int(per_batch) + 5):
+        second = measured(patient("vit"), hessian_spectrum={**options, "budget": "10m"})
+    assert second.reason == "1 of 3 mini-batches within the budget."
+    np.testing.assert_array_equal(second.arrays["eigenvalues"], whole.arrays["eigenvalues"][:1])
+
+
+def test_a_draw_of_the_density_that_the_budget_cuts_off_is_dropped() -> None:
+    options = {"components": False, "trace_draws": 0, "density_draws": 2, "density_steps": 6}
+    looks = int(measured(patient("vit"), sharpness={**options, "density_draws": 0}).scalars["products"].value)
+    with hurried(looks + 8):  # the clock's start and each product but the last, the first draw, a bit of the second
+        found = measured(patient("vit"), sharpness={**options, "budget": "10m"})
+    assert found.reason is not None
+    assert "density (1 of 2 draws)" in found.reason
+    assert found.scalars["products"].value < looks + 12
+    assert len(found.arrays["density_nodes"]) == 6
+
+
+def test_the_clock_of_sharpness_starts_before_images_are_read() -> None:
+    subject = patient("vit")
+    with mock.patch.object(Subject, "share", lambda self: pytest.fail("read") if not made else Subject.batches(self)):
+        made: list[object] = []
+        with mock.patch.object(sharpness, "Clock", lambda *a, **k: made.append(a) or curvature.Clock(*a, **k)):
+            assert measured(subject, sharpness={"components": False}).status == "ok"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "entry", [{"sharpness": {"max_products": 30}}, {"hessian_spectrum": {"batches": 2, "batch": 4, "max_products": 30}}]
+)
+def test_half_precision_has_not_converged_and_says_why(dtype: torch.dtype, entry: dict[str, object]) -> None:
+    subject = Subject(network("mlp").to(dtype), data(), batch_size=5)
+    found = measured(subject, **entry)
+    assert found.status == "not_converged", found.reason
+    assert f"computes in {str(dtype)[6:]}, whose rounding" in found.reason
+    exact = measured(patient("mlp"), **entry)
+    key = "lambda_max" if "sharpness" in entry else "largest"
+    assert found.scalars[key].value == pytest.approx(exact.scalars[key].value, rel=0.05)
+
+
+def test_vectors_of_half_precision_networks_are_float32() -> None:
+    surface = LossSurface(network("mlp").bfloat16(), [])
+    assert surface.vector_dtype == torch.float32
+    assert LossSurface(network("mlp"), []).vector_dtype == torch.float64
+    seen: list[torch.dtype] = []
+    product = Hessian.product
+
+    def noted(self: Hessian, vector: Tensor) -> Tensor:
+        image = product(self, vector)
+        seen.extend([vector.dtype, image.dtype])
+        return image
+
+    with mock.patch.object(Hessian, "product", noted):
+        subject = Subject(network("mlp").bfloat16(), data(), batch_size=5)
+        measure(subject, parse_probes([{"sharpness": {"max_products": 3, "density_steps": 3}}]))
+        measure(subject, parse_probes([{"hessian_spectrum": {"batches": 1, "batch": 4, "max_products": 3}}]))
+        measure(subject, parse_probes([{"landscape": {"points": 3, "directions": "eigenvectors"}}]))
+    assert set(seen) == {torch.float32}
+
+
 def test_jackknife_of_a_mean_is_the_t_interval() -> None:
     """Of a plain mean the jackknife's standard error is s / sqrt(n)."""
     values = np.array([[1.0], [2.0], [4.0], [7.0]])
@@ -147,4 +272,45 @@ def test_nep_and_ape() -> None:
     values = np.array([[2.0, -1.0], [4.0, -3.0]])
     assert negative_share(values) == 0.5
     assert positive_mean(values) == 3.0
-    assert positive_mean(-np.abs(values)) == 0.0
+    assert np.isnan(positive_mean(-np.abs(values)))
+
+
+@pytest.mark.parametrize(("sign", "low", "high"), [(1, 0.0, 0.1936), (-1, 0.8064, 1.0)])
+def test_nep_of_all_or_none_has_wilsons_interval_over_mini_batches(sign: int, low: float, high: float) -> None:
+    found = negative_proportion(sign * np.ones((16, 5)))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_intervals_end_where_the_numbers_end() -> None:
+    values = np.array([[-1.0, 3.0], [2.0, 3.0], [1.0, 90.0]])
+    nep = negative_proportion(values)
+    assert nep.value == pytest.approx(1 / 6)
+    assert nep.low == 0
+    assert nep.high < 1
+    assert negative_proportion(-values).high == 1
+    assert jackknifed(values, positive_mean, least=0.0).low == 0
+
+
+def test_there_is_no_ape_where_no_eigenvalue_is_positive() -> None:
+    (probe,) = parse_probes([{"hessian_spectrum": {"batches": 2, "top": 2}}])
+    ones = np.ones(2)
+    pairs = [Eigenpairs(-ones, ones, ones, torch.empty(0), 3, True)] * 2
+    assert "ape" not in probe._result(pairs, None).scalars
+    one = jackknifed(np.array([[1.0, 2.0], [-1.0, -1.0], [-1.0, -2.0]]), positive_mean)
+    assert (one.value, one.low, one.high) == (1.5, None, None)
+
+
+def test_conditions_say_what_the_loss_had() -> None:
+    decayed = frozenset(name for name, _ in network("mlp").named_parameters() if name.endswith("weight"))
+    subject = patient("mlp", training=Training(Augment(level="none", mixup=0.4), 0.3, decayed))
+
+    def conditions(subject: Subject, **options: object) -> dict[str, object]:
+        return measured(subject, hessian_spectrum={"batches": 1, "batch": 4, "top": 1, **options}).conditions
+
+    known = conditions(subject)
+    assert known["augment"]["mixup"] == 0.4
+    assert known["weight_decay"] == 0.3
+    assert conditions(subject, augment=False, regulariser=False) == {"augment": None, "weight_decay": 0.0}
+    assert conditions(patient("mlp")) == {"augment": None, "weight_decay": 0.0}
+    other = patient("mlp", training=Training(Augment(level="none", mixup=0.4), 0.3, frozenset()))
+    assert conditions(other)["decayed"] != known["decayed"]

@@ -74,4 +74,8 @@ class Clock:
         self.processes = processes
 
     def expired(self) -> bool:
-        return self.ends is not None and self.processes.any(time.monotonic() >= self.ends)
+        return self.ends is not None and self.processes.any(self.late())
+
+    def late(self) -> bool:
+        """Whether this process's own clock has run out: inside work that it does by itself, without a meeting."""
+        return self.ends is not None and time.monotonic() >= self.ends

@@ -48,12 +48,17 @@ def top_eigenvectors(
     def continued(products: int, best: Ritz) -> bool:
         return products < count or go_on(products, best)
 
-    (start,) = random_direction([surface.flat([w.detach() for w in surface.weights])], seed)
+    (start,) = random_direction([surface.flat([w.detach() for w in surface.weights]).to(surface.vector_dtype)], seed)
     with surface.measured():
         hessian = Hessian(surface)
         found = largest_eigenpairs(hessian.product, start, count, tolerance=ACCURACY, go_on=continued)
         hessian.release()
-    return [surface.split(vector) for vector in found.vectors], found
+    return [_like(surface.split(vector), surface.weights) for vector in found.vectors], found
+
+
+def _like(direction: Direction, weights: Sequence[Tensor]) -> Direction:
+    """In the weights' own precision."""
+    return [part.to(weight.dtype) for part, weight in zip(direction, weights, strict=True)]
 
 
 def normalised(

@@ -138,6 +138,8 @@ class Flatness(CurvatureProbe):
             return None
         known = "unknown" if len(losses) < 2 else f"{standard_error(losses):.2g} and the mean {losses.mean():.4g}"
         wish = f"a share of {self.precision:g}" if self.precision else f"{self.draws} draws"
+        if self.precision and len(losses) < FEWEST:
+            wish += f", of at least {FEWEST} draws"
         return f"after {len(losses)} draws the standard error is {known}; asked for was {wish}."
 
 

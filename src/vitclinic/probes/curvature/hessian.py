@@ -13,14 +13,18 @@ but 0.82 and 0.78 times for 683,000 parameters and 16 images (medians of interle
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from vitclinic.data import Batch
 from vitclinic.probes.curvature.surface import LossSurface
+
+_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,9 @@ class Hessian:
 
     def __init__(self, surface: LossSurface, memory: int | None = None) -> None:
         self.surface = surface
-        half = free_memory(surface.weights[0].device) // 2
-        self.memory = half // surface.processes.size if memory is None else memory
+        if memory is None:
+            memory = free_memory(surface.weights[0].device) // 2 // surface.processes.size
+        self.memory = memory
         self.products = 0
         self.graph_bytes = 0
         self._kept: list[_Gradient | None] = []
@@ -52,7 +57,7 @@ class Hessian:
         return bool(self._kept) and all(kept is not None for kept in self._kept)
 
     def product(self, vector: Tensor) -> Tensor:
-        """H v, [n]."""
+        """H v, [n], in the precision of v; what is computed in between has that of the weights."""
         return self._product(vector, range(len(self.surface.weights)))
 
     def block(self, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], int]:
@@ -78,7 +83,8 @@ class Hessian:
     def _own_product(self, vector: Tensor, chosen: Sequence[int]) -> Tensor:
         """Of the summed loss over this process's images, without the regulariser."""
         weights = [self.surface.weights[at] for at in chosen]
-        along = dict(zip(chosen, _pieces(vector, weights), strict=True))
+        pieces = zip(_pieces(vector, weights), weights, strict=True)
+        along = dict(zip(chosen, (piece.to(weight.dtype) for piece, weight in pieces), strict=True))
         total = torch.zeros_like(vector)
         into = _pieces(total, weights)
         for index, batch in enumerate(self.surface.batches):
@@ -96,6 +102,7 @@ class Hessian:
     def release(self) -> None:
         """Let the kept graphs go."""
         self._kept = []
+        self.graph_bytes = 0
 
     def _gradient(self, index: int, batch: Batch) -> tuple[_Gradient, bool]:
         if index < len(self._kept):
@@ -146,7 +153,19 @@ class _SavedBytes:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device."""
+    """Bytes that are free on a device; of a machine that does not say it, half of what it has."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _available(_MEMINFO)
+    if available is not None:
+        return available
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _available(path: Path) -> int | None:
+    """Linux's own estimate, which counts files' pages that it can let go; None elsewhere."""
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024

@@ -169,21 +169,27 @@ def _ritz(space: Basis, k: int, tolerance: float) -> Ritz:
 
 
 def _gaps(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How far each value is from the next, less that one's own uncertainty."""
+    """How far each value is from the next, less that one's own uncertainty; 0 where there is no other to tell."""
+    if len(values) == 1:
+        return np.zeros(1)
     distance = np.abs(values[:, None] - values[None, :]) - residuals[None, :]
     np.fill_diagonal(distance, np.finfo(float).max)
     return distance.min(axis=1)  # type: ignore[no-any-return]
 
 
-def quadrature(product: Product, start: Tensor, steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def quadrature(
+    product: Product, start: Tensor, steps: int, go_on: Callable[[], bool] = lambda: True
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Nodes and weights with start^T f(A) start = |start|^2 sum_i weight_i f(node_i), exact for f of degree < 2 steps.
 
     The weights, which sum to 1, are the squared first components of T's eigenvectors [Golub & Welsch 1969].
+    `go_on` is asked between products; a no makes it the rule of the steps so far.
     """
-    space = Basis(product, start, min(steps, len(start)))
-    for _ in range(min(steps, len(start))):
+    steps = min(steps, len(start))
+    space = Basis(product, start, steps)
+    while True:
         space.grow()
-        if space.beta == 0.0:
+        if space.beta == 0.0 or space.size == steps or not go_on():
             break
     nodes, s_mm = np.linalg.eigh(space.projected[: space.size, : space.size])
     return nodes, s_mm[0] ** 2

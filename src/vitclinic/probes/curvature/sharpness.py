@@ -70,10 +70,11 @@ class Sharpness(CurvatureProbe):
         return whole, _PRODUCTS * len(list(components(subject))) if self.components else 0
 
     def measure(self, subject: Subject) -> Result:
+        clock = Clock(self.budget, processes=subject.processes)
         surface = self.surface(subject)
         with surface.measured():
             surface.check()
-            return _Examination(self, subject, Hessian(surface)).result()
+            return _Examination(self, subject, Hessian(surface), clock).result()
 
 
 class _Examination:
@@ -82,12 +83,11 @@ class _Examination:
     `done` has what is finished (an eigenvalue, a draw) by its name, and the number of products that it all took.
     """
 
-    def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian) -> None:
-        self.probe, self.subject, self.hessian = probe, subject, hessian
+    def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian, clock: Clock) -> None:
+        self.probe, self.subject, self.hessian, self.clock = probe, subject, hessian, clock
         self.partial = Partial(subject.scratch.get(probe.name), processes=subject.processes)
         self.done: dict[str, NDArray[Any]] = self.partial.read() or {"products": np.array(0)}
         hessian.products = int(self.done["products"])
-        self.clock = Clock(probe.budget, processes=subject.processes)
         self.expected = sum(probe.expected_products(subject))
         self.missing: list[str] = []
         self.scalars: dict[str, Scalar] = {}
@@ -110,7 +110,10 @@ class _Examination:
         self._density()
         self.scalars["products"] = Scalar(value=self.hessian.products)
         found = Result(self.scalars, self.units, self.arrays, mode=self.probe.batch_norm)
-        return found.unless(f"not converged: {', '.join(self.missing)}." if self.missing else None)
+        reasons = [f"unfinished: {', '.join(self.missing)}"] if self.missing else []
+        if coarse := surface.coarseness(self.probe.tolerance):
+            reasons.append(coarse)
+        return found.unless("; ".join(reasons) + "." if reasons else None)
 
     def _keep(self, what: str, found: NDArray[Any]) -> None:
         self.done[what] = found
@@ -127,6 +130,7 @@ class _Examination:
         value, error, converged = found.tolist()
         if not converged:
             self.missing.append(what)
+            return Scalar(value=value)  # its error is one to some eigenvalue, which need not be the largest
         return Scalar(value=value, low=value - error, high=value + error)
 
     def _eigenvalue(
@@ -184,22 +188,34 @@ class _Examination:
                 self.units.append(row.model_copy(update={"values": {"lambda_max": found}}))
 
     def _density(self) -> None:
-        surface, probe = self.hessian.surface, self.probe
+        probe = self.probe
         rules = []
         for draw in range(probe.density_draws):
             what = f"density {draw}"
             if what not in self.done:
-                if self.clock.expired():
+                found = None if self.clock.expired() else self._rule(what)
+                if found is None:
                     self.missing.append(f"density ({draw} of {probe.density_draws} draws)")
                     break
-                start = self._random(what, surface.size).sign()
-                found = quadrature(self._told(self.hessian.product), start, probe.density_steps)
-                self._keep(what, np.stack(found))
+                self._keep(what, found)
             rules.append(self.done[what])
         if rules:
             nodes, weights = np.concatenate(rules, axis=1)
             self.arrays["density_nodes"] = nodes
             self.arrays["density_weights"] = weights / len(rules)
+
+    def _rule(self, what: str) -> NDArray[np.float64] | None:
+        """Nodes and weights of one draw; None if the budget ended in it."""
+        in_time = True
+
+        def go_on() -> bool:
+            nonlocal in_time
+            in_time = not self.clock.expired()
+            return in_time
+
+        start = self._random(what, self.hessian.surface.size).sign()
+        found = quadrature(self._told(self.hessian.product), start, self.probe.density_steps, go_on)
+        return np.stack(found) if in_time else None
 
     def _told(self, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def telling(vector: Tensor) -> Tensor:
@@ -213,9 +229,10 @@ class _Examination:
         self.subject.progress(self.probe.name, done * images, max(done, self.expected) * images)
 
     def _random(self, what: str, size: int) -> Tensor:
-        like = self.hessian.surface.weights[0]
+        surface = self.hessian.surface
         generator = torch.Generator().manual_seed(torch_seed(f"sharpness {what}", self.subject.seed))
-        return torch.randn(size, generator=generator, dtype=torch.float64).to(like)
+        drawn = torch.randn(size, generator=generator, dtype=torch.float64)
+        return drawn.to(surface.weights[0].device, surface.vector_dtype)
 
 
 def components(subject: Subject) -> Iterator[tuple[str, UnitRow | None, list[str]]]:

@@ -6,15 +6,18 @@ sign, of the Hessian of cross-entropy + (wd/2)|w|^2. Over many mini-batches, the
     NEP  the share of them that is negative
     APE  the mean of the positive ones
 
-both with an interval by the jackknife over mini-batches, whose eigenvalues belong together. The regulariser shifts the
-eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are in the loss; dropout and stochastic depth
-are off.
+both with an interval by the jackknife over mini-batches, whose eigenvalues belong together; NEP's is Wilson's where
+all mini-batches have the same share of negative ones, and there is no APE where none is positive. The regulariser
+shifts the eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are in the loss; dropout and
+stochastic depth are off.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from vitclinic.data.randomness import torch_seed
+from vitclinic.data.source import fingerprint
 from vitclinic.durations import Time
 from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock, surface_of
@@ -33,6 +37,7 @@ from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
+from vitclinic.statistics import share_interval
 
 Count = Annotated[int, Field(ge=1)]
 Values = NDArray[np.float64]
@@ -62,6 +67,14 @@ class HessianSpectrum(OwningProbe):
     def view(self, subject: Subject) -> Subject:
         return subject.on("train")
 
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        """What of its training was repeated, where that is known and asked for."""
+        training = subject.training
+        augment = training.augment.model_dump(mode="json") if training is not None and self.augment else None
+        decay = training.decay if training is not None and self.regulariser else 0.0
+        decayed = {"decayed": fingerprint(sorted(training.decayed))} if training is not None and decay else {}
+        return {"augment": augment, "weight_decay": decay, **decayed}
+
     def forwards(self, subject: Subject) -> float:
         return float(_PASSES * _PRODUCTS * self.batches * self.batch)
 
@@ -70,19 +83,22 @@ class HessianSpectrum(OwningProbe):
         partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
         found = _unpacked(partial.read())
         remaining = range(len(found), self.batches)
+        cut_off: list[Eigenpairs] = []
         try:
-            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining)):
-                found += some
+            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining, clock)):
+                found += [pairs for pairs, _ in takewhile(lambda each: each[1], some)]
+                cut_off = [pairs for pairs, finished in some if not finished]
                 partial.write(_packed(found), every=SAVED_EVERY)
-                subject.progress(self.name, len(found) * self.batch, self.batches * self.batch)
-                if clock.expired():
+                subject.progress(self.name, max(1, len(found)) * self.batch, self.batches * self.batch)
+                if cut_off or clock.expired():
                     break
         finally:
             partial.write(_packed(found))
-        return self._result(found)
+        coarse = surface_of(subject, []).coarseness(self.tolerance)
+        return self._result(found or cut_off[:1], coarse)
 
-    def _own(self, subject: Subject, remaining: range) -> Iterator[Eigenpairs]:
-        """The eigenvalues of those of the remaining mini-batches that are this process's."""
+    def _own(self, subject: Subject, remaining: range, clock: Clock) -> Iterator[tuple[Eigenpairs, bool]]:
+        """Of those of the remaining mini-batches that are this process's, and whether the budget let them finish."""
         numbers = remaining[subject.processes.rank :: subject.processes.size]
         drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
         for number, batch in zip(numbers, drawn, strict=True):
@@ -90,36 +106,51 @@ class HessianSpectrum(OwningProbe):
             with surface.measured():
                 if number == numbers[0]:
                     surface.check()
-                found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed))
+                found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed), clock)
             yield found
 
-    def _top(self, surface: LossSurface, seed: int) -> Eigenpairs:
-        generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(surface.size, generator=generator, dtype=torch.float64).to(surface.weights[0])
-        found = largest_eigenpairs(
-            Hessian(surface).product, start, self.top, tolerance=self.tolerance, max_products=self.max_products
-        )
-        return replace(found, vectors=found.vectors[:0])  # as large as the network, and not asked for
+    def _top(self, surface: LossSurface, seed: int, clock: Clock) -> tuple[Eigenpairs, bool]:
+        """The eigenvalues, and whether more time would not have changed them. No other process waits for a product."""
+        in_time = True
 
-    def _result(self, found: list[Eigenpairs]) -> Result:
+        def go_on(products: int, found: object) -> bool:
+            nonlocal in_time
+            in_time = not clock.late()
+            return in_time
+
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(surface.size, generator=generator, dtype=torch.float64)
+        start = drawn.to(surface.weights[0].device, surface.vector_dtype)
+        found = largest_eigenpairs(
+            Hessian(surface).product,
+            start,
+            self.top,
+            tolerance=self.tolerance,
+            max_products=self.max_products,
+            go_on=go_on,
+        )
+        return replace(found, vectors=found.vectors[:0]), in_time  # they are as large as the network, and not asked for
+
+    def _result(self, found: list[Eigenpairs], coarse: str | None) -> Result:
         values = np.stack([pairs.values for pairs in found])
         scalars = {
-            "nep": jackknifed(values, negative_share),
-            "ape": jackknifed(values, positive_mean),
+            "nep": negative_proportion(values),
             "largest": Scalar(value=float(values.max()), n=len(values)),
             "smallest": Scalar(value=float(values.min()), n=len(values)),
             "products": Scalar(value=sum(pairs.products for pairs in found)),
         }
+        if (values > 0).any():
+            scalars["ape"] = jackknifed(values, positive_mean, least=0.0)
         arrays = {
             "eigenvalues": values,
             "residuals": np.stack([pairs.residuals for pairs in found]),
             "errors": np.stack([pairs.errors for pairs in found]),
         }
-        missing = []
+        missing = [] if coarse is None else [coarse]
         if len(found) < self.batches:
             missing.append(f"{len(found)} of {self.batches} mini-batches within the budget")
-        if loose := sum(not pairs.converged for pairs in found):
-            missing.append(f"{loose} of {len(found)} mini-batches not converged in {self.max_products} products")
+        if loose := [pairs.products for pairs in found if not pairs.converged]:
+            missing.append(f"{len(loose)} of {len(found)} mini-batches not converged in {max(loose)} products")
         result = Result(scalars, arrays=arrays, mode=self.batch_norm)
         return result.unless("; ".join(missing) + "." if missing else None)
 
@@ -145,19 +176,35 @@ def negative_share(values: Values) -> float:
 
 
 def positive_mean(values: Values) -> float:
-    """APE of eigenvalues of any shape; 0 where none is positive."""
+    """APE of eigenvalues of any shape; NaN where none is positive."""
     positive = values[values > 0]
-    return float(positive.mean()) if positive.size else 0.0
+    return float(positive.mean()) if positive.size else math.nan
 
 
-def jackknifed(values: Values, statistic: Callable[[Values], float]) -> Scalar:
-    """A statistic of all rows of `values`, with its 95% t interval from leaving out one row at a time."""
+def negative_proportion(values: Values) -> Scalar:
+    """NEP with its interval: Wilson's over the rows where all have the same share, which says nothing of its spread."""
+    found, n = jackknifed(values, negative_share, least=0.0, most=1.0), len(values)
+    if n < 2 or np.ptp((values < 0).mean(axis=1)) > 0:
+        return found
+    low, high = share_interval(round(found.value * n), n)
+    return Scalar(value=found.value, low=low, high=high, n=n)
+
+
+def jackknifed(
+    values: Values, statistic: Callable[[Values], float], *, least: float = -math.inf, most: float = math.inf
+) -> Scalar:
+    """A statistic of all rows of `values`, with its 95% t interval from leaving out one row at a time.
+
+    The statistic lies between `least` and `most`. No interval where it needs the row that is left out.
+    """
     whole, n = statistic(values), len(values)
     if n < 2:
         return Scalar(value=whole, n=n)
     from scipy.special import stdtrit  # a tenth of a second that only this needs
 
     without = np.array([statistic(np.delete(values, row, axis=0)) for row in range(n)])
+    if np.isnan(without).any():
+        return Scalar(value=whole, n=n)
     error = np.sqrt((n - 1) / n * np.square(without - without.mean()).sum())
     half = float(stdtrit(n - 1, 0.975)) * float(error)
-    return Scalar(value=whole, low=whole - half, high=whole + half, n=n)
+    return Scalar(value=whole, low=max(least, whole - half), high=min(most, whole + half), n=n)

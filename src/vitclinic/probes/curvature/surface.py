@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -68,6 +69,21 @@ class LossSurface:
     def size(self) -> int:
         """The number of weights."""
         return sum(p.numel() for p in self.weights)
+
+    @property
+    def vector_dtype(self) -> torch.dtype:
+        """Of vectors [n] that are to stay orthogonal: float32 at least, whatever the weights are."""
+        return reduce(torch.promote_types, {p.dtype for p in self.weights}, torch.float32)
+
+    def coarseness(self, tolerance: float) -> str | None:
+        """What keeps a network below float32 from any such tolerance, as a clause; None for the others."""
+        halves = sorted({str(p.dtype).removeprefix("torch.") for p in self.weights if p.dtype.itemsize < 4})
+        if not halves:
+            return None
+        return (
+            f"the network computes in {' and '.join(halves)}, whose rounding, from layer to layer, is coarser than the"
+            f" tolerance of {tolerance:g}: measure it in float32"
+        )
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
