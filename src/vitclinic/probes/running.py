@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from vitclinic import durations
+from vitclinic.durations import seconds as in_seconds
 from vitclinic.measurement import Measurement
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.memory import halving
@@ -106,7 +106,7 @@ def estimated_seconds(subject: Subject, probes: Iterable[Probe]) -> float:
 def _most_seconds(probe: Probe) -> float:
     """A probe's own budget, where it has one."""
     budget = getattr(probe, "budget", None)
-    return math.inf if budget is None else durations.seconds(budget)
+    return math.inf if budget is None else in_seconds(budget)
 
 
 def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[str, Outcome]]) -> dict[str, Outcome]:
