@@ -44,7 +44,7 @@ class _Tally(Tally):
         return {unit.name: unit.output for unit in self.units}
 
     def update(self, key: str, activation: Tensor) -> None:
-        norms = activation.flatten(1).double().norm(dim=1).cpu().numpy()
+        norms = torch.linalg.vector_norm(activation.flatten(1), dim=1, dtype=torch.float64).cpu().numpy()
         check_finite(norms, self.by_name[key])
         self.norms[key].add(norms)
 
