@@ -1,4 +1,5 @@
-"""Shared by all tests: a cache of their own, one thread (results that depend on nothing else), small pictures."""
+"""Shared by all tests: a cache of their own, one thread and fixed draws (results that depend on nothing
+else), small pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from PIL import Image
+
+settings.register_profile("deterministic", derandomize=True, print_blob=False)
+settings.load_profile("deterministic")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -74,7 +74,7 @@ def test_a_sure_network_has_a_direction_where_its_loss_has_no_gradient():
 
 @given(
     st.sampled_from(["linf", "l2"]),
-    st.floats(0, 3),
+    st.just(0.0) | st.floats(1e-6, 3),  # the squares of far smaller ones vanish in float32
     st.integers(0, 1000),
     st.floats(1e-6, 1e6),
 )

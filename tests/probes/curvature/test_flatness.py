@@ -139,7 +139,10 @@ def test_the_interval_is_the_t_interval_and_sigma_stands_beside_the_number() -> 
 def test_a_budget_ends_it_with_what_there_is() -> None:
     (found,) = measure(subject("vit"), parse_probes([{"flatness": {"budget": 0.0001}}]))
     assert (found.status, found.scalars["flatness"].n) == ("not_converged", 1)
-    assert found.reason == "after 1 draws the standard error is unknown; asked for was a share of 0.01, of at least 10 draws."
+    assert (
+        found.reason
+        == "after 1 draws the standard error is unknown; asked for was a share of 0.01, of at least 10 draws."
+    )
 
 
 def test_noise_that_breaks_the_network_is_said() -> None:
