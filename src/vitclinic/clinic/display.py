@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,12 @@ from vitclinic.clinic.examine import Exam, Watcher
 from vitclinic.measurement import Measurement, Scalar
 from vitclinic.probes import Probe, Subject, seen_by
 
-_WORDS = {"not_converged": "has not converged", "does_not_apply": "does not apply", "failed": "failed"}
+_WORDS = {
+    "not_converged": "has not converged",
+    "does_not_apply": "does not apply",
+    "do_not_apply": "do not apply",
+    "failed": "failed",
+}
 
 
 class Display(Watcher):
@@ -79,19 +84,29 @@ def show_exams(exams: Sequence[Exam], console: Console) -> None:
         for line in (list(rows[0]), *(list(row.values()) for row in rows)):
             print("\t".join(line), file=console.file)  # not by rich, which makes spaces of tabs
     for exam in exams:
-        for probe, measurement in exam.items():
-            if measurement.status != "ok":
-                console.print(
-                    f"[yellow]{probe} {_WORDS[measurement.status]}[/] ({escape(exam.name)}):"
-                    f" {escape(str(measurement.reason))}",
-                    soft_wrap=True,
-                    highlight=False,
-                )
+        for probe, status, reason in _shortcomings(exam):
+            console.print(
+                f"[yellow]{probe} {_WORDS[status]}[/] ({escape(exam.name)}): {escape(reason)}",
+                soft_wrap=True,
+                highlight=False,
+            )
     for exam in exams:
         stored = f" ({', '.join(sorted(exam.reused))} from before)" if exam.reused else ""
         console.print(f"in full: [bold]{escape(str(exam.folder))}[/]{stored}", soft_wrap=True, highlight=False)
         for probe, folder in exam.pictures.items():
             console.print(f"pictures of {probe}: [bold]{escape(str(folder))}[/]", soft_wrap=True, highlight=False)
+
+
+def _shortcomings(exam: Exam) -> Iterator[tuple[str, str, str]]:
+    """(probe, status, reason) of those without a full result; what does not apply for one reason is said at once."""
+    alike: dict[str, list[str]] = {}
+    for probe, measurement in exam.items():
+        if measurement.status == "does_not_apply":
+            alike.setdefault(str(measurement.reason), []).append(probe)
+        elif measurement.status != "ok":
+            yield probe, measurement.status, str(measurement.reason)
+    for reason, probes in alike.items():
+        yield ", ".join(probes), "does_not_apply" if len(probes) == 1 else "do_not_apply", reason
 
 
 def scalar_rows(exams: Sequence[Exam]) -> list[dict[str, str]]:
