@@ -1,0 +1,1 @@
+"""The verb `prescribe`: which treatments help on the data at hand, with the evidence."""

@@ -1,0 +1,26 @@
+"""Colours: of networks, safe for colour-blind readers and legible on light and dark; and of the kinds of units."""
+
+from __future__ import annotations
+
+NETWORKS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7A7A7A")
+"""Okabe and Ito's, by a network's place in the report (modulo their number)."""
+
+DASHES = ("solid", "dash", "dot", "dashdot")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+"""Beside the colour, so that a figure can be read without colours."""
+
+SEQUENTIAL = "Viridis"
+DIVERGING = "RdBu_r"
+
+KINDS = {"msa": "rgba(0, 114, 178, 0.14)", "mlp": "rgba(230, 159, 0, 0.12)", "pool": "rgba(120, 120, 120, 0.22)"}
+"""The shading behind a unit of this kind in a figure over depth."""
+
+
+def of_network(place: int) -> str:
+    return NETWORKS[place % len(NETWORKS)]
+
+
+def with_opacity(place: int, opacity: float) -> str:
+    """The network's colour as rgba(), for bands of uncertainty."""
+    red, green, blue = (int(of_network(place)[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {opacity})"

@@ -1,0 +1,75 @@
+"""A figure of a report, and the registry of those who draw: one file a probe in `figures/`.
+
+A drawer is a function from the networks, side by side, to the figures of one probe. It computes nothing that is not a
+way of showing, skips networks without a usable measurement, and returns an empty list if none has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from vitclinic.measurement import Measurement
+from vitclinic.reports.contents import Examined
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of the user's, or drawn over one: `--no-images` leaves it out."""
+
+    caption: str
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """A figure's numbers, as they go into its CSV."""
+
+    columns: tuple[str, ...]
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is drawn, with what a reader needs to understand it."""
+
+    name: str
+    """Of letters, digits and hyphens, unique on the page: `fourier-depth`."""
+    title: str
+    reading: str
+    """Two sentences on how to read it."""
+    paper: str
+    """Where it comes from: "Park and Kim 2022, Fig. 2a (P6)"; empty if from none of the papers."""
+    table: Table
+    plot: go.Figure | None = None
+    pictures: Sequence[Picture] = ()
+    heavy: bool = False
+    """Drawn only when its section is opened, as are surfaces in three dimensions."""
+
+
+Drawer = Callable[[Sequence[Examined]], list[Figure]]
+DRAWERS: dict[str, Drawer] = {}
+"""By probe; `training` draws a run's metrics."""
+
+
+def draws(probe: str) -> Callable[[Drawer], Drawer]:
+    """Decorator: this function draws the measurements of `probe`."""
+
+    def known(drawer: Drawer) -> Drawer:
+        DRAWERS[probe] = drawer
+        return drawer
+
+    return known
+
+
+def measured(examined: Sequence[Examined], probe: str) -> list[tuple[int, str, Measurement]]:
+    """(place in the report, name, measurement) of the networks with a usable one; the place is the network's colour."""
+    found = ((place, one.name, one.measurements.get(probe)) for place, one in enumerate(examined))
+    return [
+        (place, name, measurement)
+        for place, name, measurement in found
+        if measurement is not None and measurement.status in ("ok", "not_converged")
+    ]
