@@ -11,9 +11,6 @@ stored in the pool is not measured again. Three seeds are exploratory: no verdic
   initial ResNet, ViT and Mixer before training, in float64, heads of standard deviation 0.02 [chen2022 Table 1]
   layers  ViT, with a conv stem, ResNet, AlterNet, Mixer [park2022 Fig. 8-10; wang2022 Fig. 1; chen2022 Fig. 2]
   depth   12 layers: plain, context_broadcasting, patch_diversity [hyeonwoo2023 Fig. 4, 7; gong2021 Fig. 1, 3]
-  smooth  AdamW, SAM and strong augmentation: corruptions, missing rate, flatness [chen2022 Tables 2, 6]
-  rings   ViT and ResNet under noise of one frequency after the other [park2022 Fig. 2b]
-  hidden  plain and context_broadcasting, 12 layers, occluded and attacked [hyeonwoo2023 Table 8]
 """
 
 from __future__ import annotations
@@ -80,16 +77,8 @@ def arms(group: str, source: str) -> Iterator[Arm]:
         yield Arm("ViT", small(source, "ViT"))
         yield Arm("ViT + conv_stem", small(source, "ViT", treatments=["conv_stem"]))
         yield from (Arm(name, small(source, name)) for name in ("ResNet", "AlterNet", "Mixer"))
-    elif group == "rings":
-        yield from (Arm(name, small(source, name)) for name in ("ViT", "ResNet"))
     else:
-        chosen = dict(remedy_arms({"minima": "sam", "smooth": "sam", "hidden": "depth"}.get(group, group), source))
-        if group == "hidden":
-            del chosen["patch_diversity"]
-        if group == "smooth":
-            plain_arm = chosen["AdamW"]
-            chosen["AdamW + augmentation"] = {**plain_arm, "data": {**plain_arm["data"], "augment": "deit"}}
-        yield from (Arm(*arm) for arm in chosen.items())
+        yield from (Arm(*arm) for arm in remedy_arms({"minima": "sam"}.get(group, group), source))
 
 
 def untrained(model: str, seed: int) -> nn.Module:
@@ -124,12 +113,6 @@ EXAMS: dict[str, list[list[Any]]] = {
     "early_batch": [[{"hessian_spectrum": {"batches": 16, "batch_norm": "train"}}]],
     "layers": [[*STATES, *ATTENTION, {"lesion": {"images": 500}}]],
     "depth": [[*STATES, *ATTENTION]],
-    "smooth": [
-        ["accuracy", "corruptions", {"missing_rate": {"pairs": 900}}],
-        [{"sharpness": {"images": 128, "density_draws": 0}}, {"flatness": {"images": 256}}],
-    ],
-    "rings": [["accuracy", "frequency_noise"]],
-    "hidden": [["accuracy", "occlusion", "fgsm"]],
 }
 
 
