@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,19 @@ def publish(staging: Path, target: Path, retired: Path) -> None:
         target.rename(retired)
     staging.rename(target)
     sync(target.parent)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Hold a folder for this process; a second one gets a sentence instead. Says if it is still in its place."""
+    with write_errors(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # that some file systems have no locks is no reason not to write
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with a killed owner
+            except BlockingIOError:
+                raise RunError(f"Another process is writing '{folder}'; wait for it or stop it.") from None
+        yield folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor))
+    finally:
+        os.close(descriptor)

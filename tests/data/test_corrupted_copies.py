@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from vitclinic.data import evaluation_batches, open_data
 from vitclinic.data.corruptions import NINETEEN, Corruption, copying
 from vitclinic.data.corruptions.copying import class_folders, corrupt_data
 from vitclinic.errors import DataError, RecipeError, RunError
+from vitclinic.files import held
 
 CLASSES = ["b", "a/x", ".hidden", "100% [red]ü"]
 
@@ -71,6 +73,10 @@ def test_a_copy_of_a_test_split_can_be_examined_and_says_that_it_cannot_be_train
     network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 4))
     exam = vitclinic.examine(network, data=str(folder), probes=["cost"], out=tmp_path / "exams")
     assert exam["cost"].status == "ok"
+    with pytest.raises(
+        DataError, match=r"no images in its train split; it has test \(10\); choose --split test or all"
+    ):
+        corrupt_data(str(folder), tmp_path / "again", split="train")
     with pytest.raises(DataError, match="no training images; it can be examined, not trained on"):
         vitclinic.train(None, f"data={folder}", "steps=1", f"out={tmp_path / 'run'}")
 
@@ -127,6 +133,44 @@ def test_a_killed_command_goes_on(source, tmp_path):
     assert not list((tmp_path / "c").glob(".*"))
 
 
+def test_a_second_process_is_told_to_wait(source, tmp_path):
+    staging = tmp_path / "c" / ".fog-1.partial"
+    staging.mkdir(parents=True)
+    with held(staging), pytest.raises(RunError, match="Another process is writing"):
+        corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+    (folder,) = corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+    assert len(open_data(str(folder)).test) == 10
+
+
+def test_what_another_process_finishes_in_the_meantime_is_kept(source, tmp_path, monkeypatch):
+    """The copy appears between the look at its place and the hold of the folder that it is made in."""
+    calls = []
+
+    @contextmanager
+    def late(folder):
+        if not calls:
+            calls.append(folder)
+            monkeypatch.setattr(copying, "held", held)
+            corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+            folder.mkdir()
+        with held(folder) as there:
+            yield there
+
+    monkeypatch.setattr(copying, "held", late)
+    (folder,) = corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+    assert calls
+    assert len(open_data(str(folder)).test) == 10
+    assert not list((tmp_path / "c").glob(".*"))
+
+
+def test_the_same_data_by_another_path_is_the_same(source, tmp_path, monkeypatch):
+    (folder,) = corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+    before = folder.stat().st_mtime_ns
+    monkeypatch.chdir(tmp_path)
+    corrupt_data(source.name, tmp_path / "c", corruptions="fog", severities=1)
+    assert folder.stat().st_mtime_ns == before
+
+
 def test_what_is_there_is_never_overwritten(source, tmp_path):
     out = tmp_path / "c"
     (out / "fog-1").mkdir(parents=True)
@@ -147,10 +191,11 @@ def test_what_is_there_is_never_overwritten(source, tmp_path):
     [
         ({"corruptions": "fogg"}, RecipeError, "Did you mean 'fog'"),
         ({"severities": "6"}, RecipeError, "1, 2, 3, 4 or 5"),
+        ({"size": -5}, RecipeError, r"from 32 pixels a side \(got a size of -5\)"),
         ({"severities": "high"}, RecipeError, "as in 1,3 or all"),
         ({"split": "tset"}, RecipeError, "There is no split 'tset'"),
         ({"limit": 0}, RecipeError, "at least 1"),
-        ({"size": 16}, DataError, "from 32 pixels a side"),
+        ({"size": 31}, RecipeError, "from 32 pixels a side"),
     ],
 )
 def test_mistakes_are_sentences_and_leave_nothing(source, tmp_path, options, error, message):

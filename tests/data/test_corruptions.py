@@ -282,6 +282,22 @@ def test_a_batch_is_corrupted_by_its_indices():
     assert found.targets is batch.targets
 
 
+@pytest.mark.parametrize("images", [torch.rand(1, 3, 32, 32) * 255, torch.rand(1, 3, 32, 32) - 1.6])
+def test_images_that_are_not_in_the_unit_interval_are_refused(images):
+    with pytest.raises(DataError, match=r"takes images in \[0, 1\] \(got values from"):
+        corrupt(images, "fog", 1)
+    with pytest.raises(DataError, match="from nan to nan"):
+        corrupt(images * float("nan"), "shot_noise", 1)
+    beside = torch.linspace(-0.1, 1.1, 3 * 32 * 32).reshape(1, 3, 32, 32)  # as interpolation may leave them
+    assert torch.equal(corrupt(beside, "fog", 1), corrupt(beside.clamp(0, 1), "fog", 1))
+
+
+def test_a_severity_is_a_number_however_it_is_written():
+    images = torch.rand(1, 3, 32, 32)
+    for severity in (3.0, np.int64(3)):
+        assert torch.equal(corrupt(images, "fog", severity), corrupt(images, "fog", 3))
+
+
 def test_mistakes_are_sentences():
     images = torch.rand(2, 3, 32, 32)
     with pytest.raises(RecipeError, match=r"no corruption 'fogg'\. Did you mean 'fog'\?"):

@@ -6,7 +6,7 @@ import logging
 
 from vitclinic.probes.probe import DoesNotApply, Probe
 from vitclinic.probes.records import stated_conditions
-from vitclinic.probes.subject import Subject
+from vitclinic.probes.subject import NoImages, Subject
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,9 @@ def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
         _check_applies(probe, subject)
         probe.forwards(subject)
         stated_conditions(probe, subject)
+    except NoImages as error:  # of a split of the probe's own choice: the exam's has some
+        log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
+        return DoesNotApply(f"it is measured on images of the {error.split} split, and the data has none.")
     except Exception as error:  # a failing probe is a result; the others go on
         log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
         return error

@@ -60,6 +60,12 @@ class Training:
     """The weights it went through, where they were kept."""
 
 
+class NoImages(DataError):  # noqa: N818 (it says what is wrong)
+    """The `split` that is to be measured on is empty."""
+
+    split = ""
+
+
 class Subject:
     """A network that takes pixels in [0, 1], and at most `limit` images of one split of the data.
 
@@ -290,7 +296,9 @@ def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
         hint = next((f"; use one of those (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
-        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.")
+        error = NoImages(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.")
+        error.split = split
+        raise error
     if limit is None or limit >= len(images):
         return dataset
     rows = subset(images.labels, limit, seed=0)

@@ -161,6 +161,13 @@ def test_an_attack_of_no_size_changes_nothing():
     assert found.scalars["robust_accuracy"] == found.scalars["clean_accuracy"]
 
 
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_the_largest_attack_of_all_moves_the_images(norm):
+    found = found_by("pgd", subject(cnn, limit=40), epsilon=1e6, step=1e6, norm=norm, random_start=True)
+    assert found.status == "ok", found.reason
+    assert found.scalars["robust_accuracy"].value == 0
+
+
 class Rounding(nn.Module):
     """The network behind a step function: it is as easily fooled, and has no gradient."""
 
@@ -240,6 +247,8 @@ def test_it_says_what_it_costs_at_most():
 def test_options_that_make_no_sense():
     with pytest.raises(RecipeError, match=r"'probes\.pgd\.epsilon'"):
         parse_probes([{"pgd": {"epsilon": -1.0}}])
+    with pytest.raises(RecipeError, match=r"'probes\.pgd\.epsilon'"):
+        parse_probes([{"pgd": {"epsilon": 1e20, "norm": "l2"}}])  # whose square is no float32
     (pgd,) = parse_probes(["pgd"])
     assert (pgd.ball.epsilon, pgd.attack.step) == pytest.approx((2 / 255, 0.25 / 255))
 

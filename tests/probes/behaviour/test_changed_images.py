@@ -13,6 +13,7 @@ from torch import nn
 from tests.probes.behaviour.trained import cnn, digits, subject, trained
 from vitclinic.data import Dataset, Split
 from vitclinic.data.corruptions.drawing import Draws
+from vitclinic.errors import RecipeError
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.frequency_noise import rings, unit_noise
 from vitclinic.probes.behaviour.missing_rate import pairs
@@ -207,6 +208,32 @@ def test_pairs_of_few_images():
     assert found_by("missing_rate", with_train(3)).scalars["missing_rate"].n == 1
     (found,) = measure(with_train(1), parse_probes(["missing_rate"]))
     assert (found.status, found.reason) == ("does_not_apply", "there is one training image, and so no pair.")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("missing_rate", {}, "it is measured on images of the train split, and the data has none."),
+        ("train_nll", {}, "it is measured on images of the train split, and the data has none."),
+        (
+            "occlusion",
+            {"value": "mean"},
+            "the network does not say its mean colour, and the data has no training images with one.",
+        ),
+    ],
+)
+def test_data_without_training_images_is_no_failure(name, options, reason):
+    """Such as the copies that `vitclinic corrupt` writes."""
+    whole = digits()
+    empty = Split(whole.train.images, whole.train.rows[:0], whole.train.labels[:0])
+    data = Dataset("test only", whole.classes, (8, 8), 1, {**whole.splits, "train": empty, "val": empty}, "test only")
+    (found,) = measure(Subject(nn.Sequential(trained(cnn)), data, limit=20), parse_probes([{name: options}]))
+    assert (found.status, found.reason) == ("does_not_apply", reason)
+
+
+def test_options_that_make_no_sense():
+    with pytest.raises(RecipeError, match=r"'probes\.frequency_noise\.width'"):
+        parse_probes([{"frequency_noise": {"width": 1e-12}}])  # more rings than memory
 
 
 @pytest.mark.parametrize("name", ["frequency_noise", "missing_rate", "occlusion"])

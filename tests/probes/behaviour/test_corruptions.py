@@ -13,7 +13,7 @@ from vitclinic.probes.partial import Partial
 from vitclinic.statistics import share_interval
 
 
-def pictures(count=12, side=32, channels=3, classes=3):
+def pictures(count=12, side=32, channels=3, classes=3, names=None):
     """Smooth blobs; every source split has rows of its own."""
     random = np.random.default_rng(0)
     coarse = random.integers(0, 256, (count * 2, 4, 4, channels))
@@ -23,7 +23,7 @@ def pictures(count=12, side=32, channels=3, classes=3):
     labels = rows % classes
     splits = {"train": Split(images, rows[:count], labels[:count]), "val": Split(images, rows[:0], labels[:0])}
     splits["test"] = Split(images, rows[count:], labels[count:])
-    names = tuple(f"class {number}" for number in range(classes))
+    names = names or tuple(f"class {number}" for number in range(classes))
     return Dataset("blobs", names, (side, side), channels, splits, f"blobs {count} {side}")
 
 

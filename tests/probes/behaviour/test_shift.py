@@ -1,10 +1,12 @@
 """Accuracy on other classes than the network's own: subsets, several for one, several right for one image."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torch import nn
 
@@ -12,7 +14,7 @@ from tests.probes.behaviour.trained import cnn, digits, subject, trained
 from vitclinic.data import open_data
 from vitclinic.errors import DataError
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.probes.behaviour.class_map import Outputs, class_map
+from vitclinic.probes.behaviour.class_map import Outputs, class_map, read_map
 
 NAMES = ("cat", "dog", "wolf", "car")
 OUTPUTS = Outputs(4, NAMES)
@@ -27,6 +29,8 @@ OUTPUTS = Outputs(4, NAMES)
         ({"poodle": "dog", "spitz": "dog"}, ("poodle", "spitz"), [[1], [1]]),  # one for several
         ({"poodle": "dog", "moon": None}, ("moon", "poodle"), [[], [1]]),
         ({1: "dog", 0: [3]}, ("a", "b"), [[3], [1]]),  # labels by number
+        ({"1": "dog", "0": [3]}, ("a", "b"), [[3], [1]]),  # as JSON has numbers
+        ({"1": "dog", "0": [3]}, ("1", "0"), [[1], [3]]),  # unless they are names
         ([["dog", 2], None], ("a", "b"), [[1, 2], []]),
     ],
 )
@@ -39,7 +43,6 @@ def test_maps(given, classes, right):
     ("given", "classes", "names", "message"),
     [
         (None, ("cat", "moon", "sun"), NAMES, "The network has no classes 'moon', 'sun'; say what stands for them"),
-        (None, ("cat",), None, "The network has 4 outputs of unknown meaning and the data 1 classes"),
         (
             {"a": "dog"},
             ("a", "b"),
@@ -55,6 +58,11 @@ def test_maps(given, classes, right):
         ({"aa": 1, "b": 1}, ("aaa", "b"), NAMES, "the data has no class 'aa'. Did you mean 'aaa'?"),
         ({2: 1}, ("a", "b"), NAMES, "the data has no class 2; it has 2, from 0"),
         ({"a": 1, 0: 1}, ("a",), NAMES, "'a' is there twice"),
+        ({"a": 1, "0": 1}, ("a",), NAMES, "'a' is there twice"),
+        ({True: 1, 0: 1}, ("a", "b"), NAMES, "expected a class's name or number (got True); put a name in quotes."),
+        ({None: 1}, ("None",), NAMES, "expected a class's name or number (got None)"),
+        ("dog", ("a", "b", "c"), NAMES, "must be a list, or a table of classes and outputs (got str)"),
+        (3, ("a", "b", "c"), NAMES, "must be a list, or a table of classes and outputs (got int)"),
         ([1], ("a", "b"), NAMES, "The class map has 1 entries and the data 2 classes"),
         ({"a": "crane"}, ("a",), ("crane", "crane", "x", "y"), "several classes 'crane'; write the number"),
     ],
@@ -165,6 +173,44 @@ def test_what_is_wrong_is_said(folder):
     assert "cannot be read" in shifted(patient, classes=str(folder / "map.json")).reason
 
 
+def test_a_network_of_other_classes_is_no_failure_unless_something_was_asked_for():
+    names = tuple(f"digit {number}" for number in range(10))
+    patient = subject(cnn, output_names=names)
+    found = shifted(patient)
+    assert found.status == "does_not_apply"
+    assert found.reason.startswith("the network has no classes '0', '1', '2' and 7 more; say what stands for them")
+    assert shifted(patient, data="digits").status == "failed"
+    assert shifted(patient, classes={"0": "digit 0"}).status == "failed"
+    assert shifted(patient, classes=list(names)).status == "ok"
+
+
+@pytest.mark.parametrize("text", ["0: '0'\none: 1\n", '{"0": "0", "one": 1}'])
+def test_a_file_may_mix_names_and_numbers(tmp_path, text):
+    path = tmp_path / "map.yaml"
+    path.write_text(text)
+    dataset = replace(digits(), classes=("zero", "one", *"23456789"))
+    classes = {**read_map(str(path)), **{str(number): number for number in range(2, 10)}}
+    path.write_text(yaml.safe_dump(classes, sort_keys=False))
+    found = shifted(Subject(trained(cnn), dataset, output_names=digits().classes), classes=str(path))
+    assert found.status == "ok", found.reason
+    assert found.scalars["accuracy"] == shifted(subject(cnn)).scalars["accuracy"]
+
+
+def test_an_empty_file_is_no_map(tmp_path):
+    (tmp_path / "map.yaml").write_text("# to be written\n")
+    for option in ("classes", "labels"):
+        found = shifted(subject(cnn), **{option: str(tmp_path / "map.yaml")})
+        assert (found.status, found.reason) == ("failed", f"'{tmp_path / 'map.yaml'}' is empty.")
+
+
+def test_the_classes_of_the_exam_are_what_a_network_without_names_means(tmp_path):
+    patient = subject(cnn)
+    assert patient.output_names is None
+    found = shifted(patient, classes={name: [name] for name in digits().classes})
+    assert found.status == "ok", found.reason
+    assert found.scalars["accuracy"] == shifted(patient).scalars["accuracy"]
+
+
 def test_the_other_set_is_opened_once_and_limited(folder):
     patient = subject(cnn)
     view = patient.elsewhere(str(folder), 30)
@@ -191,7 +237,11 @@ def test_a_network_without_names_is_told_numbers():
             return torch.stack([logits[:, :5].amax(1), logits[:, 5:].amax(1)], 1)
 
     patient = Subject(Two(), digits())
-    assert "2 outputs of unknown meaning" in shifted(patient).reason
+    found = shifted(patient)
+    assert found.status == "does_not_apply"
+    assert found.reason.startswith("the network has 2 outputs of unknown meaning and the data 10 classes; say which")
+    found = shifted(patient, data="digits")
+    assert (found.status, found.reason[:41]) == ("does_not_apply", "the network has 2 outputs of unknown mean")
     found = shifted(patient, classes=[0] * 5 + [1] * 5)
     assert found.status == "ok", found.reason
     assert found.scalars["accuracy"].value > 0.9

@@ -29,7 +29,7 @@ from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.corruptions.corruption import Corruption
 from vitclinic.data.corruptions.drawing import in_threads
-from vitclinic.data.corruptions.parameters import FIFTEEN, NINETEEN, SEVERITIES, setting
+from vitclinic.data.corruptions.parameters import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, setting
 from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
 from vitclinic.data.decoding import as_image
 from vitclinic.data.folder import CLASSES_FILE
@@ -37,7 +37,7 @@ from vitclinic.data.framing import centre_view
 from vitclinic.data.source import SPLITS, fingerprint
 from vitclinic.data.splits import subset
 from vitclinic.errors import DataError, RecipeError
-from vitclinic.files import sync, write_bytes, write_errors, write_json, write_text
+from vitclinic.files import held, sync, write_bytes, write_errors, write_json, write_text
 
 Form = Literal["parquet", "png"]
 
@@ -68,6 +68,8 @@ def corrupt_data(
         raise RecipeError(f"There is no split '{split}': write train, val, test or all.")
     if limit is not None and limit < 1:
         raise RecipeError(f"The limit must be at least 1 (got {limit}).")
+    if size is not None and size < SMALLEST:
+        raise RecipeError(f"Corruptions are defined from {SMALLEST} pixels a side (got a size of {size}).")
     _check_place(data, out)
     dataset = data if isinstance(data, Dataset) else open_data(data, size=size, progress=progress)
     setting(cells[0].name, cells[0].severity, dataset.size)  # images that are too small are an error now
@@ -120,7 +122,10 @@ def _chosen(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     """The splits to copy, with at most `limit` images each."""
     wanted = {name: dataset.splits[name] for name in SPLITS if split in (name, "all") and len(dataset.splits[name])}
     if not wanted:
-        raise DataError(f"'{dataset.name}' has no images in its {split} split.")
+        filled = {name: len(part) for name, part in dataset.splits.items() if len(part)}
+        counts = ", ".join(f"{name} ({count})" for name, count in filled.items())
+        hint = f"; choose --split {next(iter(filled))} or all" if filled else ""
+        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {counts or 'none'}{hint}.")
     if limit is not None:
         for name, part in wanted.items():
             rows = subset(part.labels, min(limit, len(part)), seed=0)
@@ -170,25 +175,38 @@ class Copy:
 
     def check(self) -> None:
         """A RecipeError if something else is in the copy's place."""
-        if self.folder.exists() and _read(self.folder / DESCRIPTION) != self.description:
+        if self.folder.exists() and not self._is_described(self.folder):
             raise RecipeError(f"'{self.folder}' is there and is something else; choose another place, or remove it.")
+
+    def _is_described(self, folder: Path) -> bool:
+        """Whether a folder's description is that of this copy, by whatever path its data was given."""
+        found = _read(folder / DESCRIPTION)
+        return isinstance(found, dict) and {**found, "data": self.dataset.name} == self.description
 
     def write(self, progress: Callable[[int], None]) -> None:
         """Make the copy, or what is still to be made of it; `progress` is told how many images are done."""
-        if self.folder.exists():
-            progress(self.images)
-            return
+        while not self.folder.exists():
+            with write_errors(self.staging):
+                self.staging.mkdir(parents=True, exist_ok=True)
+            with held(self.staging) as still_there:
+                if self.folder.exists():  # another process has finished it in the meantime, and this folder is new
+                    shutil.rmtree(self.staging, ignore_errors=True)
+                elif still_there:
+                    self._write(progress)
+        self.check()
+        progress(self.images)
+
+    def _write(self, progress: Callable[[int], None]) -> None:
         with write_errors(self.staging):
-            if _read(self.staging / DESCRIPTION) != self.description:
-                shutil.rmtree(self.staging, ignore_errors=True)
-                self.staging.mkdir(parents=True)
+            if not self._is_described(self.staging):
+                for path in self.staging.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
                 write_json(self.staging / DESCRIPTION, self.description)
         done = 0
         for piece in self._pieces():
             if not self._marker(piece).exists():
                 self._write_piece(piece, partial(_add, progress, done))
             done += len(piece.rows)
-        progress(done)
         with write_errors(self.folder):
             shutil.rmtree(self.staging / ".written", ignore_errors=True)
             if self.form == "png":

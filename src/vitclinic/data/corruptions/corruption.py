@@ -35,6 +35,10 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
 _ON_LEVELS = frozenset({"motion_blur", "pixelate", "jpeg_compression"})
 """Those whose results have 256 levels already."""
 
+_BESIDE = 0.5
+"""How far beside [0, 1] a value may be, as interpolation brings it, and is clipped; images of 255 levels, or those that
+are normalised already, are not meant."""
+
 
 class Corruption:
     """One corruption at one severity. Calling it on images gives the corrupted ones.
@@ -57,7 +61,7 @@ class Corruption:
             raise RecipeError(f"There is no corruption '{name}'.{hint}")
         if severity not in SEVERITIES:
             raise RecipeError(f"A severity is 1, 2, 3, 4 or 5 (got {severity}).")
-        self.name, self.severity, self.seed = name, severity, seed
+        self.name, self.severity, self.seed = name, int(severity), seed  # of 3.0 the same random numbers as of 3
 
     @torch.no_grad()
     def __call__(self, images: Tensor, indices: Sequence[int] | NDArray[np.int64] | Tensor) -> Tensor:
@@ -69,6 +73,9 @@ class Corruption:
         chosen = setting(self.name, self.severity, (images.shape[2], images.shape[3]))
         if not len(images):
             return images.clone()
+        least, most = (float(end) for end in images.aminmax())
+        if not (least >= -_BESIDE and most <= 1 + _BESIDE):
+            raise DataError(f"A corruption takes images in [0, 1] (got values from {least:g} to {most:g}).")
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
         draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
         x_bchw = rounded(images.detach().float())

@@ -14,13 +14,15 @@ from vitclinic.data import Batch
 from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.attack import Attack, inside, on_surface
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
 from vitclinic.probes.estimates import Correct, accuracy, drop, share
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
 _EPSILON: dict[Norm, float] = {"linf": 2 / 255, "l2": 0.5}
+_FARTHEST = 1e6
+"""Farther than any two images are from each other; the square of a step must be a number in float32."""
 _STEP_COSTS = 2
 """Forward passes: one, and the way back to the images."""
 
@@ -35,7 +37,7 @@ class _Outcomes:
 class AttackProbe(BehaviourProbe):
     """What FGSM and PGD have in common. Images that are not recognised as they are need no attack."""
 
-    epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    epsilon: Annotated[float, Field(ge=0, le=_FARTHEST)] | None = Field(
         None, description="largest change, in [0, 1] pixels; by default 2/255 in linf and 0.5 in l2"
     )
     norm: Norm = Field("linf", description="of the change: linf, the largest of all pixels, or l2")
@@ -55,9 +57,12 @@ class AttackProbe(BehaviourProbe):
 
     def measure(self, subject: Subject) -> Result:
         outcomes = _Outcomes(len(subject))
-        for batch in subject.batches():
+
+        def see(batch: Batch) -> int:
             self._see(subject, batch, outcomes)
-            subject.progress(self.name, int(batch.indices[-1]) + 1, len(subject))
+            return len(batch)
+
+        see_together(subject, self.name, len(subject), subject.share(), see, vars(outcomes).values())
         return self._result(outcomes)
 
     def _see(self, subject: Subject, batch: Batch, outcomes: _Outcomes) -> None:
@@ -144,7 +149,7 @@ class PGD(AttackProbe):
     name: ClassVar[str] = "pgd"
 
     steps: Annotated[int, Field(ge=1)] = Field(10, description="steps of each attempt")
-    step: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    step: Annotated[float, Field(gt=0, le=_FARTHEST)] = Field(
         0.125, description="length of a step, in epsilons: 0.25/255 for an epsilon of 2/255"
     )
 

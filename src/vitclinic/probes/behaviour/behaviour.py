@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from vitclinic.errors import ModelError
 from vitclinic.probes.estimates import Correct
 from vitclinic.probes.probe import Need, OwningProbe
 from vitclinic.probes.subject import Subject
+
+T = TypeVar("T")
 
 
 class BehaviourProbe(OwningProbe):
@@ -24,6 +28,30 @@ class BehaviourProbe(OwningProbe):
 
     def view(self, subject: Subject) -> Subject:
         return subject if self.images >= len(subject) else subject.on(subject.split, self.images)
+
+
+def see_together(
+    subject: Subject, what: str, total: int, mine: Iterable[T], see: Callable[[T], int], found: Iterable[NDArray[Any]]
+) -> None:
+    """What all processes find out about `total` images, each about its own share of them, in all of them.
+
+    `see` looks at one of `mine`, this process's batches, notes in the arrays `found` what it finds about the images in
+    it, and says how many they are. What no process has noted yet is zero.
+    """
+    arrays, processes = list(found), subject.processes
+
+    def own() -> list[NDArray[Any]]:
+        seen = 0
+        for batch in mine:
+            seen += see(batch)
+            subject.progress(what, min(seen * processes.size, total), total)
+        return arrays
+
+    shares = processes.gather(own)
+    for rank, theirs in enumerate(shares):
+        if rank != processes.rank:
+            for array, other in zip(arrays, theirs, strict=True):
+                array += other
 
 
 def finite(logits: Tensor, name: str) -> Tensor:

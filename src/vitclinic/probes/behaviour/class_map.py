@@ -18,6 +18,7 @@ import yaml
 from numpy.typing import NDArray
 
 from vitclinic.errors import DataError, did_you_mean
+from vitclinic.probes.probe import DoesNotApply
 
 Valid = NDArray[np.bool_]
 """[classes, outputs]: whether an output is right for a class."""
@@ -56,11 +57,17 @@ class Outputs:
 
 
 def class_map(given: Mapping[Any, Any] | Sequence[Any] | None, classes: tuple[str, ...], outputs: Outputs) -> Valid:
-    """The outputs that are right for each class; without a map, those of the same names or, without names, numbers."""
+    """The outputs that are right for each class; without a map, those of the same names or, without names, numbers.
+
+    A DoesNotApply where there is no map, and nothing else to say what the outputs mean.
+    """
     if given is None:
         entries = _by_name(classes, outputs)
     elif isinstance(given, Mapping):
         entries = _by_class(given, classes)
+    elif isinstance(given, str) or not isinstance(given, Sequence):
+        kind = type(given).__name__
+        raise DataError(f"The class map must be a list, or a table of classes and outputs (got {kind}).")
     else:
         entries = list(given)
         if len(entries) != len(classes):
@@ -81,36 +88,45 @@ def image_map(given: Any, records: int, outputs: Outputs) -> list[list[int]]:
     return [outputs.chosen(entry, f"The labels, image {number}") for number, entry in enumerate(given)]
 
 
+def unrelated(classes: tuple[str, ...], outputs: Outputs) -> str | None:
+    """Why classes and outputs do not belong together without a map; None where they do, by names or by numbers."""
+    if outputs.names is None:
+        if outputs.count == len(classes):
+            return None
+        return (
+            f"the network has {outputs.count} outputs of unknown meaning and the data {len(classes)} "
+            f"class{'' if len(classes) == 1 else 'es'}; say which belong together (shift.classes)."
+        )
+    known = set(outputs.names)
+    missing = [name for name in classes if name not in known]
+    return f"the network has no {_list(missing)}; say what stands for them (shift.classes)." if missing else None
+
+
 def read_map(path: str) -> Any:
     """What a JSON or YAML file holds."""
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
-        return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"'{path}' cannot be read: {' '.join(str(error).split())}.") from error
+    if found is None:
+        raise DataError(f"'{path}' is empty.")
+    return found
 
 
 def _by_name(classes: tuple[str, ...], outputs: Outputs) -> list[Any]:
-    if outputs.names is None:
-        if outputs.count != len(classes):
-            raise DataError(
-                f"The network has {outputs.count} outputs of unknown meaning and the data {len(classes)} classes; "
-                "say which belong together (shift.classes)."
-            )
-        return list(range(outputs.count))
-    if outputs.names == classes:
-        return list(range(outputs.count))
-    known = set(outputs.names)
-    if missing := [name for name in classes if name not in known]:
-        raise DataError(f"The network has no {_list(missing)}; say what stands for them (shift.classes).")
-    return list(classes)
+    if reason := unrelated(classes, outputs):
+        if outputs.names is None:
+            raise DoesNotApply(reason)
+        raise DataError(reason[0].upper() + reason[1:])
+    return list(range(outputs.count)) if outputs.names in (None, classes) else list(classes)
 
 
 def _by_class(given: Mapping[Any, Any], classes: tuple[str, ...]) -> list[Any]:
     entries: dict[int, Any] = {}
     for key, entry in given.items():
-        label = key if isinstance(key, int) else _place(str(key), classes, "The class map: the data")
+        label = _label(key, classes)
         if not 0 <= label < len(classes):
             raise DataError(f"The class map: the data has no class {label}; it has {len(classes)}, from 0.")
         if label in entries:
@@ -119,6 +135,17 @@ def _by_class(given: Mapping[Any, Any], classes: tuple[str, ...]) -> list[Any]:
     if missing := [name for label, name in enumerate(classes) if label not in entries]:
         raise DataError(f"The class map has no {_list(missing)}; write null for a class that is to be left out.")
     return [entries[label] for label in range(len(classes))]
+
+
+def _label(key: Any, classes: tuple[str, ...]) -> int:
+    """The class that a key of a map names or numbers; JSON writes a number as a text."""
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        raise DataError(f"The class map: expected a class's name or number (got {key!r}); put a name in quotes.")
+    if isinstance(key, int):
+        return key
+    if key not in classes and key.isdecimal() and key.isascii():
+        return int(key)
+    return _place(key, classes, "The class map: the data")
 
 
 def _place(name: str, names: tuple[str, ...], owner: str) -> int:

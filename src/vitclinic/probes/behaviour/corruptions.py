@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -23,6 +23,9 @@ SAVED_EVERY = 1.0
 """Seconds of work that a killed exam may lose."""
 
 _UNKNOWN = -1
+
+Seen = tuple[NDArray[np.int64], NDArray[np.int8]]
+"""Places of images, and a column of `Outcomes.correct` for each."""
 
 
 class Outcomes:
@@ -72,19 +75,36 @@ class Corruptions(BehaviourProbe):
             side = " x ".join(map(str, subject.dataset.size))
             raise DoesNotApply(f"corruptions are defined from {SMALLEST} pixels a side, and the images are {side}.")
         outcomes = Outcomes(self.corruptions, len(subject))
-        partial = Partial(subject.scratch.get(self.name), f"{self.kinds} {subject.seed} {subject.data_digest}")
+        identity = f"{self.kinds} {subject.seed} {subject.data_digest}"
+        partial = Partial(subject.scratch.get(self.name), identity, subject.processes)
         outcomes.take(partial.read())
+        unseen = np.flatnonzero((outcomes.correct == _UNKNOWN).any(0))
+        batches = -(-len(unseen) // subject.batch_size)
         try:
-            for batch in subject.batches():
-                self._see(subject, batch, outcomes, partial)
+            for found in subject.processes.rounds(batches, self._own(subject, unseen, outcomes, partial)):
+                for places, correct in found:
+                    outcomes.correct[:, places] = correct
+                partial.write({"correct": outcomes.correct}, every=SAVED_EVERY)
         finally:
             partial.write({"correct": outcomes.correct})
         return self._result(outcomes)
 
+    def _own(self, subject: Subject, unseen: NDArray[np.int64], outcomes: Outcomes, partial: Partial) -> Iterator[Seen]:
+        """What becomes of this process's batches, every n-th of the images that are not known under all corruptions."""
+        size, processes = subject.batch_size, subject.processes
+        mine = unseen[np.arange(len(unseen)) // size % processes.size == processes.rank]
+        if not len(mine):
+            return
+        for batch in subject.only(mine.tolist()).batches():
+            places = mine[batch.indices.numpy()]
+            self._see(subject, batch, places, outcomes, partial)
+            yield places, outcomes.correct[:, places]
+
     @torch.no_grad()
-    def _see(self, subject: Subject, batch: Batch, outcomes: Outcomes, partial: Partial) -> None:
+    def _see(
+        self, subject: Subject, batch: Batch, places: NDArray[np.int64], outcomes: Outcomes, partial: Partial
+    ) -> None:
         """All corruptions of one batch: its images are read once."""
-        places = batch.indices.numpy()
         rows = subject.images.rows[places]  # an image's own number, whatever the limit
         for cell, row in zip(outcomes.cells, outcomes.correct, strict=True):
             if (row[places] != _UNKNOWN).all():

@@ -22,7 +22,7 @@ from vitclinic.ball import lengths
 from vitclinic.data import Batch
 from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.measurement import Scalar
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.probe import Result
 from vitclinic.probes.registry import register
@@ -41,7 +41,7 @@ class FrequencyNoise(BehaviourProbe):
     strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         0.1, description="root mean square of the noise, in [0, 1] pixels; the same for every ring"
     )
-    width: Annotated[float, Field(gt=0, le=1.5)] = Field(0.1, description="of a ring, in pi")
+    width: Annotated[float, Field(ge=0.001, le=1.5)] = Field(0.1, description="of a ring, in pi")
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) * (1 + len(np.unique(rings(*subject.dataset.size, self.width)))))
@@ -50,9 +50,12 @@ class FrequencyNoise(BehaviourProbe):
         ring_hw = rings(*subject.dataset.size, self.width)
         clean = np.zeros(len(subject), np.bool_)
         noisy = {int(ring): np.zeros(len(subject), np.bool_) for ring in np.unique(ring_hw)}
-        for batch in subject.batches():
+
+        def see(batch: Batch) -> int:
             self._see(subject, batch, ring_hw, clean, noisy)
-            subject.progress(self.name, int(batch.indices[-1]) + 1, len(subject))
+            return len(batch)
+
+        see_together(subject, self.name, len(subject), subject.share(), see, (clean, *noisy.values()))
         return self._result(subject, ring_hw, clean, noisy)
 
     def _see(self, subject: Subject, batch: Batch, ring_hw: Rings, clean: Correct, noisy: dict[int, Correct]) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.probes.behaviour.behaviour import predicted
+from vitclinic.probes.behaviour.behaviour import predicted, see_together
 from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
@@ -43,12 +43,16 @@ class MissingRate(OwningProbe):
         if not total:
             raise DoesNotApply("there is one training image, and so no pair.")
         missed, different = np.zeros(total, np.bool_), np.zeros(total, np.bool_)
-        for one, other in paired_batches(subject):
+
+        def see(batches: tuple[Batch, Batch]) -> int:
+            one, other = batches
             places = one.indices.numpy()
             found = predicted(subject, (one.images + other.images) / 2)
             missed[places] = ((found != one.targets) & (found != other.targets)).cpu().numpy()
             different[places] = (one.targets != other.targets).cpu().numpy()
-            subject.progress(self.name, int(places[-1]) + 1, total)
+            return len(one)
+
+        see_together(subject, self.name, total, paired_batches(subject), see, (missed, different))
         scalars = {"missing_rate": share(int(missed.sum()), total)}
         for name, chosen in (("different_classes", different), ("same_class", ~different)):
             if chosen.any():
@@ -64,9 +68,10 @@ def pairs(images: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def paired_batches(subject: Subject) -> Iterator[tuple[Batch, Batch]]:
-    """Batches of first and of second images, in pairs."""
+    """Batches of first and of second images, in pairs; those that are this process's share."""
     halves = [_part(subject.dataset, subject.images, rows) for rows in pairs(len(subject), subject.seed)]
-    one, other = (evaluation_batches(half, "train", subject.batch_size) for half in halves)
+    part, parts = subject.processes.rank, subject.processes.size
+    one, other = (evaluation_batches(half, "train", subject.batch_size, part, parts) for half in halves)
     for a, b in zip(one, other, strict=True):
         yield a.to(subject.device, subject.dtype), b.to(subject.device, subject.dtype)
 

@@ -9,10 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic.data import Batch
 from vitclinic.models import Normalised
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
 from vitclinic.probes.estimates import accuracy, drop
-from vitclinic.probes.probe import Result
+from vitclinic.probes.probe import DoesNotApply, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -31,11 +32,14 @@ class Occlusion(BehaviourProbe):
     def measure(self, subject: Subject) -> Result:
         clean, hidden = np.zeros(len(subject), np.bool_), np.zeros(len(subject), np.bool_)
         colour = mean_colour(subject) if self.value == "mean" else torch.zeros(subject.dataset.channels)
-        for batch in subject.batches():
+
+        def see(batch: Batch) -> int:
             places = batch.indices.numpy()
             clean[places] = recognised(subject, batch.images, batch.targets)
             hidden[places] = recognised(subject, occluded(batch.images, colour), batch.targets)
-            subject.progress(self.name, int(places[-1]) + 1, len(subject))
+            return len(batch)
+
+        see_together(subject, self.name, len(subject), subject.share(), see, (clean, hidden))
         scalars = {"accuracy": accuracy(hidden), "clean_accuracy": accuracy(clean), "drop": drop(clean, hidden)}
         return Result(scalars, arrays={"clean": clean, "occluded": hidden})
 
@@ -58,4 +62,6 @@ def mean_colour(subject: Subject) -> Tensor:
     """What is zero once the network has normalised it; where that is not known, the mean of the training images."""
     if isinstance(subject.network, Normalised):
         return subject.network.mean.flatten()
+    if not len(subject.dataset.train):
+        raise DoesNotApply("the network does not say its mean colour, and the data has no training images with one.")
     return torch.tensor(subject.dataset.statistics[0])

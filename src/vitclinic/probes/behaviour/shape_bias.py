@@ -13,7 +13,7 @@ from pydantic import Field
 from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import fitted
-from vitclinic.probes.behaviour.behaviour import predicted
+from vitclinic.probes.behaviour.behaviour import predicted, see_together
 from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
@@ -44,12 +44,16 @@ class ShapeBias(OwningProbe):
         if subject.classes != shapes.CLASSES:
             raise DoesNotApply("the network's classes are not those of the `shapes` set.")
         chosen, shape, texture = (np.zeros(self.images, np.int64) for _ in range(3))
-        for start in range(0, self.images, subject.batch_size):
-            rows = np.arange(start, min(start + subject.batch_size, self.images))
+
+        def see(rows: NDArray[np.int64]) -> int:
             images, shape[rows], texture[rows] = conflicts(subject, rows)
             found = predicted(subject, images.to(subject.device, subject.dtype))
             chosen[rows] = found.cpu().numpy()
-            subject.progress(self.name, int(rows[-1]) + 1, self.images)
+            return len(rows)
+
+        mine = np.array_split(np.arange(self.images), subject.processes.size)[subject.processes.rank]
+        batches = (mine[start : start + subject.batch_size] for start in range(0, len(mine), subject.batch_size))
+        see_together(subject, self.name, self.images, batches, see, (chosen, shape, texture))
         return _result(chosen == shape, chosen == texture, shape)
 
 

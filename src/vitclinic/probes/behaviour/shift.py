@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic.data import Batch
 from vitclinic.data.source import fingerprint
 from vitclinic.errors import DataError
 from vitclinic.measurement import Scalar
-from vitclinic.probes.behaviour.behaviour import finite
-from vitclinic.probes.behaviour.class_map import Outputs, Valid, class_map, image_map, read_map
+from vitclinic.probes.behaviour.behaviour import finite, see_together
+from vitclinic.probes.behaviour.class_map import Outputs, Valid, class_map, image_map, read_map, unrelated
 from vitclinic.probes.estimates import share
-from vitclinic.probes.probe import OwningProbe, Result
+from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -51,7 +52,7 @@ class Shift(OwningProbe):
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """What the files say, and what the outputs are taken to mean."""
         files = {"classes": self.classes if isinstance(self.classes, str) else None, "labels": self.labels}
-        read = {key: fingerprint(read_map(path)) for key, path in files.items() if path is not None}
+        read = {key: fingerprint(repr(read_map(path))) for key, path in files.items() if path is not None}
         return read if subject.output_names is None else {**read, "outputs": fingerprint(subject.output_names)}
 
     def forwards(self, subject: Subject) -> float:
@@ -61,7 +62,8 @@ class Shift(OwningProbe):
         right_for, competing = self._right(subject)
         correct, among, counted = (np.zeros(len(subject), np.bool_) for _ in range(3))
         unmapped = torch.from_numpy(~competing).to(subject.device)
-        for batch in subject.batches():
+
+        def see(batch: Batch) -> int:
             places = batch.indices.numpy()
             with torch.no_grad():
                 logits = finite(subject.logits(batch.images), subject.name)
@@ -69,7 +71,9 @@ class Shift(OwningProbe):
             counted[places] = valid.any(1)
             correct[places] = hits(logits, valid)
             among[places] = hits(logits.masked_fill(unmapped, -torch.inf), valid)
-            subject.progress(self.name, int(places[-1]) + 1, len(subject))
+            return len(batch)
+
+        see_together(subject, self.name, len(subject), subject.share(), see, (correct, among, counted))
         n = int(counted.sum())
         if not n:
             raise DataError("The class map leaves out all images.")
@@ -82,10 +86,12 @@ class Shift(OwningProbe):
 
     def _right(self, subject: Subject) -> tuple[Callable[[NDArray[np.int64]], Valid], NDArray[np.bool_]]:
         """What gives, for the images at some places, the outputs that are right; and those right for any image."""
-        outputs = Outputs(subject.outputs, subject.output_names)
+        outputs = Outputs(subject.outputs, self._names(subject))
         images = subject.images
         if self.labels is None:
             given = read_map(self.classes) if isinstance(self.classes, str) else self.classes
+            if given is None and self.data is None and (reason := unrelated(subject.classes, outputs)):
+                raise DoesNotApply(reason)  # nothing was asked for that could be wrong
             valid = class_map(given, subject.classes, outputs)
             return lambda places: valid[images.labels[places]], np.logical_or.reduce(valid)
         store = images.images
@@ -101,6 +107,11 @@ class Shift(OwningProbe):
             return found
 
         return right_for, competing
+
+    def _names(self, subject: Subject) -> tuple[str, ...] | None:
+        """What the outputs mean: of a network that does not say it, the exam's classes, if these are as many."""
+        own = self.data is None and subject.outputs == len(subject.classes)
+        return subject.output_names or (subject.classes if own else None)
 
 
 def hits(logits: Tensor, valid: Valid) -> NDArray[np.bool_]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic.probes.behaviour.behaviour import finite
-from vitclinic.probes.estimates import mean
+from vitclinic.data import Batch
+from vitclinic.probes.behaviour.behaviour import finite, see_together
+from vitclinic.probes.estimates import mean_over
 from vitclinic.probes.probe import Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 
 @register
@@ -49,17 +50,24 @@ class TrainNLL(OwningProbe):
 
     def measure(self, subject: Subject) -> Result:
         count, size = self.count(subject), subject.batch_size
-        nll, entropy = RunningMean(), RunningMean()
-        for batch in subject.augmented_batches(size, -(-count // size), self.augment):
-            part = batch.split(min(size, count - nll.n))[0]
+        nll, entropy = np.zeros(count), np.zeros(count)
+        mine = range(-(-count // size))[subject.processes.rank :: subject.processes.size]
+
+        def see(numbered: tuple[int, Batch]) -> int:
+            number, batch = numbered
+            places = np.arange(number * size, min((number + 1) * size, count))
+            part = batch.split(len(places))[0]
             with torch.no_grad():
                 logits = finite(subject.logits(part.images), subject.name)
             log_p = logits.cpu().double().log_softmax(1)
             y_bk = shares(part.targets.cpu(), log_p.shape[1])
-            nll.add(-(y_bk * log_p).sum(1).numpy())
-            entropy.add(torch.special.entr(y_bk).sum(1).numpy())
-            subject.progress(self.name, nll.n, count)
-        return Result({"nll": mean(nll, 0.0), "target_entropy": mean(entropy, 0.0)})
+            nll[places] = -(y_bk * log_p).sum(1).numpy()
+            entropy[places] = torch.special.entr(y_bk).sum(1).numpy()
+            return len(places)
+
+        batches = zip(mine, subject.augmented_batches(size, len(mine), self.augment, which=mine), strict=True)
+        see_together(subject, self.name, count, batches, see, (nll, entropy))
+        return Result({"nll": mean_over(nll, 0.0), "target_entropy": mean_over(entropy, 0.0)})
 
 
 def shares(targets: Tensor, classes: int) -> Tensor:
