@@ -48,7 +48,7 @@ def networks(examined: Sequence[Examined]) -> list[Network]:
     found = []
     for place, one in enumerate(examined):
         ordered = sorted(one.findings, key=lambda finding: SEVERITIES.index(finding.severity))
-        counts = Counter(finding.severity for finding in ordered)
+        counts = Counter(str(finding.severity) for finding in ordered)
         views = [_finding(finding, one.measurements) for finding in ordered]
         found.append(Network(one.name, letter(place), of_network(place), one.facts, views, counts))
     return found
