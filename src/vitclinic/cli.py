@@ -234,9 +234,7 @@ def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dic
 
 @app.command()
 def report(
-    targets: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Runs, or folders exams/NAME-DIGEST.")
-    ],
+    targets: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, or folders exams/NAME-DIGEST.")],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page; a run's own report.html, of several ./report.html.")
     ] = None,
