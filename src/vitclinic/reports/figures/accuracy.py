@@ -41,7 +41,7 @@ def accuracy(examined: Sequence[Examined]) -> list[Figure]:
 
 
 def _plot(found: Measured) -> go.Figure:
-    figure = canvas(520, 2, shared_xaxes=True, row_heights=[0.72, 0.28], vertical_spacing=0.05)
+    figure = canvas(480, 2, legend=2 * len(found), shared_xaxes=True, row_heights=[0.72, 0.28], vertical_spacing=0.05)
     diagonal = go.Scatter(
         x=[0, 1], y=[0, 1], mode="lines", line={"color": GREY, "dash": "dot"}, hoverinfo="skip", showlegend=False
     )

@@ -55,7 +55,7 @@ def beside(found: Measured, groups: Mapping[str, str], axis: str, share: bool = 
     scalars = [[one.scalars.get(key) for key in groups] for _, _, one in found]
     everything = np.concatenate([np.concatenate(ends(row)) for row in scalars])
     log = not share and is_wide(everything[~np.isnan(everything)])
-    figure = canvas(90 + len(groups) * (12 + 22 * len(found)))
+    figure = canvas(64 + len(groups) * (12 + 20 * len(found)), legend=len(found))
     titles = list(groups.values())
     for (place, name, one), row in zip(found, scalars, strict=True):
         if log:

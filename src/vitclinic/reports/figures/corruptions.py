@@ -16,7 +16,7 @@ from vitclinic.reports.contents import Examined
 from vitclinic.reports.escaping import plain
 from vitclinic.reports.figure import Figure, Picture, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import canvas, finite, label, line, number
+from vitclinic.reports.figures.drawing import COLOUR_BAR_HEIGHT, PANEL_LONGEST, canvas, finite, label, line, number
 
 _PREFIX = "accuracy_"
 _PAPER = "Park and Kim 2022, Fig. 12b (P11); Hendrycks and Dietterich 2019"
@@ -82,9 +82,8 @@ def _heat(found: Measured) -> go.Figure:
     columns = min(2, len(found))
     rows = -(-len(found) // columns)
     most = max(len(_names(one)) for _, _, one in found)
-    each = 22 * most + 60
-    titles = [label(name, one) for _, name, one in found]
-    height = each * rows + 40
+    titles = [label(name, longest=PANEL_LONGEST) for _, name, _ in found]
+    height = rows * (22 * most + 56) + COLOUR_BAR_HEIGHT
     spacing = 56 / height
     figure = canvas(height, rows, columns, titles, shared_yaxes=True, horizontal_spacing=0.03, vertical_spacing=spacing)
     for at, (_, _, one) in enumerate(found):
@@ -103,14 +102,14 @@ def _heat(found: Measured) -> go.Figure:
         )
         figure.add_trace(heat, at // columns + 1, at % columns + 1)
     figure.update_yaxes(autorange="reversed", showgrid=False)
-    figure.update_xaxes(title_text="severity", showgrid=False, dtick=1)
-    bar = {"tickformat": ".0%", "len": 200, "lenmode": "pixels", "y": 1, "yanchor": "top"}
-    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "colorbar": bar})
+    figure.update_xaxes(showgrid=False, dtick=1)
+    bar = {"tickformat": ".0%", "title": {"text": "accuracy, by severity 1 to 5"}}
+    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "colorbar": bar}, margin_b=COLOUR_BAR_HEIGHT)
     return figure
 
 
 def _slope(found: Measured) -> go.Figure:
-    figure = canvas(360)
+    figure = canvas(320, legend=2 * len(found))
     for place, name, one in found:
         clean = one.scalars.get("clean_accuracy")
         means = finite(one.arrays["accuracy"]).mean(0)

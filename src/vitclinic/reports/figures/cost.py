@@ -42,8 +42,8 @@ def cost(examined: Sequence[Examined]) -> list[Figure]:
 
 
 def _panels(found: Measured, groups: dict[str, str]) -> go.Figure:
-    height = 60 + len(groups) * (60 + 20 * len(found))
-    figure = canvas(height, len(groups), vertical_spacing=60 / height)
+    height = 40 + len(groups) * (60 + 20 * len(found))
+    figure = canvas(height, len(groups), legend=len(found), vertical_spacing=60 / height)
     for row, (key, title) in enumerate(groups.items(), start=1):
         for place, name, one in found:
             scalar = _scaled(one.scalars.get(key), _UNITS.get(key, 1.0))

@@ -24,6 +24,10 @@ GRID = "rgba(128, 128, 128, 0.22)"
 CLEAR = "rgba(0, 0, 0, 0)"
 LONGEST = 40
 """Characters of a network's name in a legend."""
+PANEL_LONGEST = 20
+"""Above a panel, of which there are two beside each other on a phone."""
+LEGEND_LINE = 19
+"""Pixels."""
 WIDE = 50.0
 """Where the largest value is so many times the smallest, an axis is logarithmic."""
 
@@ -33,6 +37,10 @@ _AXIS = {
 }
 _SCENE_AXIS = {"gridcolor": GREY, "showbackground": False, "zeroline": False}
 _LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yanchor": "bottom", "yref": "container"}
+_COLOUR_BAR = {
+    **{"orientation": "h", "x": 0.5, "xanchor": "center", "y": 0, "yanchor": "bottom", "yref": "container"},
+    **{"len": 0.8, "thickness": 12, "outlinewidth": 0},
+}
 _TEMPLATE = go.layout.Template(
     layout={
         "paper_bgcolor": CLEAR,
@@ -48,30 +56,41 @@ _TEMPLATE = go.layout.Template(
             "angularaxis": {"gridcolor": GRID, "linecolor": GREY},
             "radialaxis": {"gridcolor": GRID},
         },
-        "coloraxis": {"colorbar": {"thickness": 12, "outlinewidth": 0, "title": {"side": "right"}}},
+        "coloraxis": {"colorbar": {**_COLOUR_BAR, "title": {"side": "top"}}},
         "annotationdefaults": {"showarrow": False},
     }
 )
 
+COLOUR_BAR_HEIGHT = 70
+"""Pixels of the bar of colours below a plot, with its labels."""
+
 Floats = NDArray[np.float64]
 
 
-def canvas(height: int, rows: int = 1, columns: int = 1, titles: Sequence[str] = (), **options: Any) -> go.Figure:
-    """An empty plot of so many panels; `titles` are those of the panels, safe for plotly, `options` make_subplots'."""
+def canvas(
+    height: int, rows: int = 1, columns: int = 1, titles: Sequence[str] = (), *, legend: int = 0, **options: Any
+) -> go.Figure:
+    """An empty plot of so many panels; `titles` are those of the panels, safe for plotly, `options` make_subplots'.
+
+    `height` is that without the legend, of which there are so many lines on a phone.
+    """
     figure = make_subplots(rows, columns, subplot_titles=list(titles) or None, **options)
-    figure.update_layout(template=_TEMPLATE, height=height)
+    figure.update_layout(template=_TEMPLATE, height=height + LEGEND_LINE * legend)
     figure.update_annotations(font_size=13)
     if titles:
         figure.update_layout(margin_t=30)
     return figure
 
 
-def label(name: str, measurement: Measurement | None = None, numbers: str = "") -> str:
-    """A network in a legend: its name, as plotly may have it, what is measured, and whether that has converged."""
-    half = LONGEST // 2
-    short = name if len(name) <= LONGEST else f"{name[: half - 1]}…{name[-half:]}"
+def label(name: str, measurement: Measurement | None = None, numbers: str = "", longest: int = LONGEST) -> str:
+    """A network in a legend: its name, as plotly may have it, whether its measurement has converged, and some numbers.
+
+    These are on a second line, for a phone.
+    """
+    half = longest // 2
+    cut = name if len(name) <= longest else f"{name[: half - 1]}…{name[-half:]}"
     unfinished = measurement is not None and measurement.status == "not_converged"
-    return plain(short) + (f": {numbers}" if numbers else "") + (" (not converged)" if unfinished else "")
+    return plain(cut) + (" (not converged)" if unfinished else "") + (f"<br>{numbers}" if numbers else "")
 
 
 def short(value: float, form: str = ".3g") -> str:

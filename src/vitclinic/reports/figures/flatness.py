@@ -41,7 +41,7 @@ def flatness(examined: Sequence[Examined]) -> list[Figure]:
 
 
 def _plot(found: Measured) -> go.Figure:
-    figure = canvas(400)
+    figure = canvas(340, legend=2 * len(found))
     everything = []
     for place, name, one in found:
         losses, alone = finite(one.arrays["losses"]), one.scalars.get("loss")
@@ -78,5 +78,5 @@ def _plot(found: Measured) -> go.Figure:
     if is_wide(everything):
         figure.update_yaxes(title_text="loss, nats (log)", type="log", exponentformat="power")
     else:
-        figure.update_yaxes(title_text="loss, nats", rangemode="tozero")
+        figure.update_yaxes(title_text="loss, nats")
     return figure

@@ -41,7 +41,7 @@ def frequency_noise(examined: Sequence[Examined]) -> list[Figure]:
 
 
 def _plot(found: Measured) -> go.Figure:
-    figure = canvas(380)
+    figure = canvas(340, legend=len(found))
     for place, name, one in found:
         frequency, drop = one.arrays["frequency"], one.arrays["drop"]
         low, high = one.arrays["drop_interval"].T

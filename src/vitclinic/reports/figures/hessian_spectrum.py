@@ -48,7 +48,9 @@ def _plot(found: Measured) -> go.Figure:
     everything = np.concatenate(list(values.values()))
     sides = [side for side in (everything[everything < 0], everything[everything >= 0]) if side.size]
     titles = ["below zero" if (side < 0).all() else "above zero" for side in sides]
-    figure = canvas(400, 1, max(1, len(sides)), titles, shared_yaxes=True, horizontal_spacing=0.04)
+    figure = canvas(
+        350, 1, max(1, len(sides)), titles, legend=2 * len(found), shared_yaxes=True, horizontal_spacing=0.04
+    )
     for column, side in enumerate(sides, start=1):
         edges = _edges(side)
         for place, name, one in found:

@@ -10,7 +10,7 @@ from vitclinic.measurement import Measurement
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import Floats, canvas, finite, is_wide, label, line, number
+from vitclinic.reports.figures.drawing import PANEL_LONGEST, Floats, canvas, finite, is_wide, label, line, number
 from vitclinic.reports.figures.planes import contours, surfaces
 
 _PAPER = "Chen et al. 2022, Fig. 1; Park and Kim 2022, Fig. 1a (C1, P15)"
@@ -43,7 +43,7 @@ def section(measurement: Measurement, direction: int) -> tuple[Floats, Floats] |
 
 def _sections(found: Measured) -> list[Figure]:
     directions = max(one.arrays["losses"].ndim for _, _, one in found)
-    figure = canvas(380, 1, directions, shared_yaxes=True, horizontal_spacing=0.04)
+    figure = canvas(340, 1, directions, legend=2 * len(found), shared_yaxes=True, horizontal_spacing=0.04)
     rows = []
     everything: list[float] = []
     for direction in range(directions):
@@ -89,7 +89,7 @@ def _planes(found: Measured) -> list[Figure]:
             for y, loss in zip(one.arrays["y"].tolist(), row, strict=True)
         ],
     )
-    panels = [(label(name, one), one, losses(one)) for _, name, one in found]
+    panels = [(label(name, longest=PANEL_LONGEST), one, losses(one)) for _, name, one in found]
     titles = _direction_title(found, 0), _direction_title(found, 1)
     return [
         Figure(

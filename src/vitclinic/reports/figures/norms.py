@@ -43,7 +43,7 @@ def _whole(scalar: object) -> tuple[object, ...]:
 
 
 def _plot(found: Measured) -> go.Figure:
-    figure = canvas(560, 2, shared_xaxes=True, vertical_spacing=0.06)
+    figure = canvas(520, 2, legend=2 * len(found), shared_xaxes=True, vertical_spacing=0.06)
     for row, (key, title) in enumerate(_PANELS.items(), start=1):
         everything: list[float] = []
         for place, name, one in found:

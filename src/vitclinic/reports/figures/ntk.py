@@ -40,7 +40,7 @@ def _condition(found: Measured) -> list[Figure]:
 
 
 def _spectrum(found: Measured) -> list[Figure]:
-    figure = canvas(380)
+    figure = canvas(340, legend=2 * len(found))
     rows = []
     for place, name, one in found:
         ratios = _relative(one.arrays["eigenvalues"])

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from vitclinic.measurement import Measurement
 from vitclinic.reports.colours import SEQUENTIAL
-from vitclinic.reports.figures.drawing import Floats, canvas, is_wide
+from vitclinic.reports.figures.drawing import COLOUR_BAR_HEIGHT, Floats, canvas, is_wide
 
 Panel = tuple[str, Measurement, Floats]
 """A network's label, its measurement and its losses, [x, y]."""
@@ -47,27 +47,35 @@ class Scale:
 
     def bar(self) -> dict[str, Any]:
         """The bar of colours, with losses at its ticks."""
-        bar: dict[str, Any] = {
-            "title": {"text": "loss, nats"},
-            "len": 220,
-            "lenmode": "pixels",
-            "y": 1,
-            "yanchor": "top",
-        }
-        if self.log:
-            values = _round_values(self.low, self.high)
-            bar |= {"tickvals": np.log10(values).tolist(), "ticktext": [f"{value:g}" for value in values]}
-        return bar
+        losses = _powers(self.low, self.high) if self.log else _multiples(self.low, self.high, 5)
+        title = "loss, nats (log)" if self.log else "loss, nats"
+        ticks = {"tickvals": self.colour(losses), "ticktext": [f"{loss:.4g}" for loss in losses]}
+        return {"title": {"text": title}, "tickmode": "array", **ticks}
+
+    def levels(self) -> dict[str, float]:
+        """Of the lines of equal loss, in plotly's words."""
+        levels = _multiples(*self.ends, LEVELS)
+        return {"start": levels[0], "end": levels[-1], "size": levels[1] - levels[0]}
 
     def axis(self) -> dict[str, Any]:
         low, high = self.ends
         return {"colorscale": SEQUENTIAL, "cmin": low, "cmax": high, "colorbar": self.bar()}
 
 
-def _round_values(low: float, high: float) -> list[float]:
-    """1, 3, 10, 30, ... between the two."""
-    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    return [digit * 10.0**power for power in powers for digit in (1, 3) if low <= digit * 10.0**power <= high]
+def _powers(low: float, high: float) -> Floats:
+    """1, 3, 10, 30, ... between the two; without the 3 where there would be many."""
+    powers = np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
+    digits = (1.0, 3.0) if len(powers) < 5 else (1.0,)
+    values = np.array([digit * 10.0**power for power in powers for digit in digits])
+    return values[(values >= low) & (values <= high)]
+
+
+def _multiples(low: float, high: float, about: int) -> Floats:
+    """About so many multiples of 1, 2 or 5 (and powers of ten) between the two; at least two."""
+    raw = (high - low) / about
+    power = 10.0 ** np.floor(np.log10(raw))
+    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= raw * 0.999)
+    return step * np.arange(np.ceil(low / step), max(np.floor(high / step), np.ceil(low / step) + 1) + 1)
 
 
 def _grid(panels: Sequence[Panel]) -> tuple[int, int]:
@@ -79,10 +87,9 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
     """Maps with the same levels and colours; the network is the cross."""
     rows, columns = _grid(panels)
     scale = Scale.of(panels)
-    height = 60 + 350 * rows
+    height = 300 * rows + COLOUR_BAR_HEIGHT
     names = [name for name, _, _ in panels]
     figure = canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=70 / height)
-    low, high = scale.ends
     for at, (_, one, losses) in enumerate(panels):
         row, column = at // columns + 1, at % columns + 1
         contour = go.Contour(
@@ -91,7 +98,7 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
             z=scale.colour(losses).T,
             customdata=losses.T,
             coloraxis="coloraxis",
-            contours={"start": low, "end": high, "size": (high - low) / LEVELS},
+            contours=scale.levels(),
             line={"width": 0.6},
             hovertemplate="(%{x:.2f}, %{y:.2f}): loss %{customdata:.4g}<extra></extra>",
         )
@@ -100,9 +107,10 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
             figure.add_trace(trace, row, column)
         x = f"x{at + 1 if at else ''}"
         figure.update_xaxes(title_text=titles[0], showgrid=False, constrain="domain", row=row, col=column)
-        figure.update_yaxes(showgrid=False, scaleanchor=x, constrain="domain", row=row, col=column)
+        square = {"scaleanchor": x, "constrain": "domain", "constraintoward": "top"}
+        figure.update_yaxes(showgrid=False, **square, row=row, col=column)
         figure.update_yaxes(title_text=titles[1] if column == 1 else None, row=row, col=column)
-    figure.update_layout(coloraxis=scale.axis(), showlegend=False)
+    figure.update_layout(coloraxis=scale.axis(), showlegend=False, margin_b=COLOUR_BAR_HEIGHT)
     return figure
 
 
@@ -140,7 +148,7 @@ def surfaces(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
     rows, columns = _grid(panels)
     scale = Scale.of(panels)
     specs = [[{"type": "surface"}] * columns for _ in range(rows)]
-    height = 40 + 400 * rows
+    height = 360 * rows + COLOUR_BAR_HEIGHT
     names = [name for name, _, _ in panels]
     figure = canvas(height, rows, columns, names, specs=specs, horizontal_spacing=0.01, vertical_spacing=30 / height)
     for at, (_, one, losses) in enumerate(panels):
@@ -162,5 +170,5 @@ def surfaces(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
         yaxis={"title": {"text": titles[1]}, "showticklabels": False},
         zaxis={"title": {"text": "loss"}, "type": "log" if scale.log else "linear", "range": [low, high], "nticks": 5},
     )
-    figure.update_layout(coloraxis=scale.axis())
+    figure.update_layout(coloraxis=scale.axis(), margin_b=COLOUR_BAR_HEIGHT)
     return figure

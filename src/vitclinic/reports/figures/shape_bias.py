@@ -48,7 +48,7 @@ def shape_bias(examined: Sequence[Examined]) -> list[Figure]:
 
 
 def _plot(found: Measured, classes: dict[str, str]) -> go.Figure:
-    figure = canvas(110 + len(classes) * (14 + 9 * len(found)))
+    figure = canvas(70 + len(classes) * (14 + 9 * len(found)), legend=2 * len(found))
     for place, name, one in found:
         values, low, high = ends([one.scalars.get(key) for key in classes])
         overall = one.scalars.get("shape_bias")

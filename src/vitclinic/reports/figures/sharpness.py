@@ -67,7 +67,7 @@ def _components(found: Measured) -> list[Figure]:
 
 
 def _blocks(found: Measured) -> list[Figure]:
-    figure = canvas(380)
+    figure = canvas(340, legend=len(found))
     rows, everything = [], []
     for place, name, one in found:
         units = [unit for unit in one.units if "lambda_max" in unit.values]
@@ -84,12 +84,10 @@ def _blocks(found: Measured) -> list[Figure]:
         everything += values.tolist()
         rows += [(name, unit.name, *row, None) for unit, *row in zip(units, values, low, high, strict=True)]
         if "lambda_max" in one.scalars:
-            whole = one.scalars["lambda_max"].value
-            figure.add_hline(y=whole, line={"color": of_network(place), "width": 1, "dash": "dot"})
-            everything.append(whole)
-            rows.append(
-                (name, "whole network", whole, one.scalars["lambda_max"].low, one.scalars["lambda_max"].high, None)
-            )
+            whole = one.scalars["lambda_max"]
+            figure.add_hline(y=whole.value, line={"color": of_network(place), "width": 1, "dash": "dot"})
+            everything.append(whole.value)
+            rows.append((name, "whole network", whole.value, whole.low, whole.high, whole.n))
     figure.update_xaxes(title_text="block", rangemode="tozero", tickformat="d")
     log = is_wide(everything)
     figure.update_yaxes(title_text="largest eigenvalue λ<sub>max</sub>", type="log" if log else "linear")
@@ -113,8 +111,8 @@ def _trace(found: Measured) -> list[Figure]:
         Figure(
             name="sharpness-trace",
             title="Trace of the Hessian",
-            reading="The sum of all eigenvalues, estimated with random vectors, with its 95% interval. Where the largest"
-            " eigenvalue is the curvature in the steepest direction, the trace is that in all directions together:"
+            reading="The sum of all eigenvalues, estimated with random vectors, with its 95% interval. Where the"
+            " largest eigenvalue is the curvature in the steepest direction, the trace is that in all together:"
             " smaller is flatter.",
             paper="Chen et al. 2022, App. F (C1)",
             table=scalar_table(found, groups),
@@ -124,7 +122,7 @@ def _trace(found: Measured) -> list[Figure]:
 
 
 def _density(found: Measured) -> list[Figure]:
-    figure = canvas(380)
+    figure = canvas(340, legend=len(found))
     rows = []
     nodes = np.concatenate([one.arrays["density_nodes"] for _, _, one in found])
     width = 0.01 * float(np.ptp(nodes)) or 1.0
@@ -150,8 +148,8 @@ def _density(found: Measured) -> list[Figure]:
             name="sharpness-density",
             title="Density of all Hessian eigenvalues",
             reading="How the eigenvalues of the whole Hessian are distributed, each node of the estimate drawn a"
-            f" little wide (a standard deviation of {width:.2g}), on a logarithmic axis: nearly all are near zero. Bumps"
-            " far to the right are the few sharp directions, anything left of zero is curvature that bends down.",
+            f" little wide (a standard deviation of {width:.2g}), on a logarithmic axis: nearly all are near zero."
+            " Bumps far to the right are the few sharp directions, anything left of zero is curvature that bends down.",
             paper="after Ghorbani et al. 2019; Chen et al. 2022, App. F",
             table=Table(("network", "node", "weight"), rows),
             plot=figure,

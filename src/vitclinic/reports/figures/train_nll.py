@@ -48,7 +48,7 @@ def _error(one: Examined) -> Scalar | None:
 
 
 def _against_error(examined: Sequence[Examined], found: Measured) -> Figure:
-    figure = canvas(380)
+    figure = canvas(340, legend=len(found))
     rows = []
     for place, name, one in found:
         nll, error = one.scalars["nll"], _error(examined[place])

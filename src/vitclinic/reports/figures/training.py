@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,10 +116,13 @@ def divergence(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return None
 
 
-def _plot(found: Iterable[tuple[int, Examined]], panels: Sequence[Panel]) -> go.Figure:
+def _plot(found: Sequence[tuple[int, Examined]], panels: Sequence[Panel]) -> go.Figure:
     heights = [2.0 if panel.key == "loss" else 1.0 for panel in panels]
-    height = 90 + 135 * int(sum(heights))
-    figure = canvas(height, len(panels), shared_xaxes=True, row_heights=heights, vertical_spacing=26 / height)
+    height = 60 + 135 * int(sum(heights))
+    spacing = 26 / height
+    figure = canvas(
+        height, len(panels), legend=len(found), shared_xaxes=True, row_heights=heights, vertical_spacing=spacing
+    )
     for row, panel in enumerate(panels, start=1):
         everything: list[float] = []
         for place, one in found:
@@ -129,13 +132,14 @@ def _plot(found: Iterable[tuple[int, Examined]], panels: Sequence[Panel]) -> go.
         log = panel.key != "accuracy" and panel.key != "lr" and is_wide(everything)
         figure.update_yaxes(title_text=panel.title, type="log" if log else "linear", row=row, col=1)
         figure.update_yaxes(exponentformat="power", row=row, col=1)
-        if not log:
+        if not log and panel.key != "loss":
             figure.update_yaxes(rangemode="tozero", row=row, col=1)
         if panel.key == "accuracy":
             figure.update_yaxes(tickformat=".0%", row=row, col=1)
     for place, one in found:
         if (step := divergence(one.training)) is not None:
             figure.add_vline(x=step, line={"color": of_network(place), "dash": "dash", "width": 1.5})
+            figure.update_layout(margin_t=26)
             figure.add_annotation(
                 x=step, y=1, yref="paper", yanchor="bottom", text="diverged", font={"color": of_network(place)}
             )
@@ -181,7 +185,7 @@ def _validation(place: int, one: Examined, key: str, text: str, shown: bool) -> 
     return line(place, text, step, values, shown, line=line_style(place) | {"width": 1}, **options)
 
 
-def _table(found: Iterable[tuple[int, Examined]]) -> Table:
+def _table(found: Sequence[tuple[int, Examined]]) -> Table:
     """The points drawn, with what each of them stands for."""
     rows = []
     for _, one in found:

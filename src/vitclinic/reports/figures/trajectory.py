@@ -38,7 +38,7 @@ def trajectory(examined: Sequence[Examined]) -> list[Figure]:
 
 
 def _plot(found: Measured) -> go.Figure:
-    figure = canvas(440, specs=[[{"type": "polar"}]])
+    figure = canvas(400, legend=2 * len(found), specs=[[{"type": "polar"}]])
     farthest, widest = 1.0, 0.0
     for place, name, one in found:
         epoch, radius, angle = (finite(one.arrays[array]) for array in _ARRAYS[:3])
@@ -55,6 +55,7 @@ def _plot(found: Measured) -> go.Figure:
         figure.add_trace(path)
         farthest = max(farthest, float(np.nanmax(radius, initial=0)))
         widest = max(widest, float(np.nanmax(np.degrees(angle), initial=0)))
+    figure.update_layout(margin={"l": 44, "r": 44, "t": 34})  # the labels of the angles are outside
     figure.update_polars(
         sector=[0, 90 if widest <= 90 else 180],
         radialaxis={"range": [0, 1.05 * farthest], "title": {"text": "distance r"}, "angle": 0, "tickangle": 0},
