@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vitclinic.clinic import Exam, examine
+    from vitclinic.clinic.reporting import report
     from vitclinic.data import Dataset, open_data
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
@@ -23,6 +24,7 @@ __version__ = version("vitclinic")
 _HOMES = {
     "Exam": "vitclinic.clinic",
     "examine": "vitclinic.clinic",
+    "report": "vitclinic.clinic.reporting",
     "Measurement": "vitclinic.measurement",
     "Dataset": "vitclinic.data",
     "open_data": "vitclinic.data",
@@ -50,6 +52,7 @@ __all__ = [
     "examine",
     "load",
     "open_data",
+    "report",
     "resume",
     "train",
     "treat",
