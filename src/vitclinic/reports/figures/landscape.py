@@ -34,7 +34,7 @@ def losses(measurement: Measurement) -> Floats:
 def section(measurement: Measurement, direction: int) -> tuple[Floats, Floats] | None:
     """Places and losses on the line through the network along one of the directions; None if it is not a plane's."""
     found = losses(measurement)
-    if direction >= found.ndim:
+    if direction >= found.ndim or "xy"[direction] not in measurement.arrays:
         return None
     middle = [size // 2 for size in found.shape]
     along = tuple(slice(None) if axis == direction else at for axis, at in enumerate(middle))
@@ -105,11 +105,11 @@ def _planes(found: Measured) -> list[Figure]:
         Figure(
             name="landscape-surfaces",
             title="Loss landscape in three dimensions",
-            reading="The same losses as height, all networks on one scale of height and colour; turn a surface with the"
-            " mouse or a finger. It shows two directions of very many: compare shapes, and trust the eigenvalues.",
+            reading="The same losses as height over directions 1 and 2, all on one scale; turn a surface with the mouse"
+            " or a finger. It shows two directions of very many: compare shapes, and trust the eigenvalues.",
             paper=_PAPER,
             table=table,
-            plot=surfaces(panels, titles),
+            plot=surfaces(panels),
             heavy=True,
         ),
     ]
