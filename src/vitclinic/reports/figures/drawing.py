@@ -130,6 +130,17 @@ def is_wide(values: ArrayLike) -> bool:
     return bool(known.size) and bool((known > 0).all()) and bool(known.max() > WIDE * known.min())
 
 
+def scale_for(values: ArrayLike, title: str, to_zero: bool = False) -> dict[str, Any]:
+    """What an axis of these values is like: its title, and whether it is logarithmic or (if so asked) has a zero."""
+    if not is_wide(values):
+        return {"title_text": title, "type": "linear", "rangemode": "tozero" if to_zero else "normal"}
+    orders = float(np.ptp(np.log10(finite(values)[np.isfinite(finite(values))])))
+    return {
+        **{"title_text": f"{title} (log)", "type": "log", "exponentformat": "power"},
+        "dtick": "D2" if orders < 2 else 1 if orders < 8 else 2,
+    }
+
+
 def line_style(place: int) -> dict[str, Any]:
     return {"color": of_network(place), "dash": DASHES[place % len(DASHES)], "width": 2}
 

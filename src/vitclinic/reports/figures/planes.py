@@ -75,7 +75,9 @@ def _multiples(low: float, high: float, about: int) -> Floats:
     raw = (high - low) / about
     power = 10.0 ** np.floor(np.log10(raw))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= raw * 0.999)
-    return step * np.arange(np.ceil(low / step), max(np.floor(high / step), np.ceil(low / step) + 1) + 1)
+    first = np.ceil(low / step)
+    multiples: Floats = step * np.arange(first, max(np.floor(high / step), first + 1) + 1)
+    return multiples
 
 
 def _grid(panels: Sequence[Panel]) -> tuple[int, int]:

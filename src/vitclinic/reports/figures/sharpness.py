@@ -17,11 +17,11 @@ from vitclinic.reports.figures.drawing import (
     canvas,
     ends,
     error_bars,
-    is_wide,
     label,
     line,
     line_style,
     of_one,
+    scale_for,
 )
 
 _COMPONENTS = {
@@ -90,9 +90,7 @@ def _blocks(found: Measured) -> list[Figure]:
             everything.append(whole.value)
             rows.append((name, "whole network", whole.value, whole.low, whole.high, whole.n))
     figure.update_xaxes(title_text="block", rangemode="tozero", tickformat="d")
-    log = is_wide(everything)
-    figure.update_yaxes(title_text="largest eigenvalue λ<sub>max</sub>", type="log" if log else "linear")
-    figure.update_yaxes(exponentformat="power", rangemode="normal" if log else "tozero")
+    figure.update_yaxes(**scale_for(everything, "largest eigenvalue λ<sub>max</sub>", to_zero=True))
     return [
         Figure(
             name="sharpness-blocks",
