@@ -84,7 +84,7 @@ def bars(
         **of_one(place, text, shown),
     )
     written = go.Scatter(
-        x=np.where(finite(values) < 0, values, 0.0),
+        x=np.minimum(np.nan_to_num(finite(values)), 0.0),
         mode="text",
         text=["" if scalar is None else f" {short(scalar.value, form)}" for scalar in scalars],
         textposition="middle right",

@@ -74,6 +74,6 @@ def _plot(found: Measured) -> go.Figure:
                     **of_one(place, label(name, one, text), shown=False),
                 )
             )
-    figure.update_xaxes(showticklabels=False, showgrid=False, type="category")
+    figure.update_xaxes(showticklabels=False, ticks="", showgrid=False, type="category")
     figure.update_yaxes(**scale_for(everything, "loss, nats"))
     return figure

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from vitclinic.measurement import Measurement
 from vitclinic.reports.colours import SEQUENTIAL
-from vitclinic.reports.figures.drawing import COLOUR_BAR_HEIGHT, Floats, canvas, colours_below, is_wide
+from vitclinic.reports.figures.drawing import COLOUR_BAR_HEIGHT, Floats, canvas, colours_below, finite, is_wide
 
 Panel = tuple[str, Measurement, Floats]
 """A network's label, its measurement and its losses, [x, y]."""
@@ -89,14 +89,14 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
     """Maps with the same levels and colours; the network is the cross."""
     rows, columns = _grid(panels)
     scale = Scale.of(panels)
-    height = 300 * rows + COLOUR_BAR_HEIGHT
+    height = 310 * rows + COLOUR_BAR_HEIGHT
     names = [name for name, _, _ in panels]
-    figure = canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=70 / height)
+    figure = canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=92 / height)
     for at, (_, one, losses) in enumerate(panels):
         row, column = at // columns + 1, at % columns + 1
         contour = go.Contour(
-            x=one.arrays["x"],
-            y=one.arrays["y"],
+            x=finite(one.arrays["x"]),
+            y=finite(one.arrays["y"]),
             z=scale.colour(losses).T,
             customdata=losses.T,
             coloraxis="coloraxis",
@@ -135,8 +135,8 @@ def _path(one: Measurement) -> list[go.Scatter]:
     epochs = one.arrays.get("path_epoch", np.arange(len(path)))
     return [
         go.Scatter(
-            x=path[:, 0],
-            y=path[:, 1],
+            x=finite(path[:, 0]),
+            y=finite(path[:, 1]),
             customdata=epochs,
             mode="lines+markers",
             line={"color": "white", "width": 1.5},
@@ -156,8 +156,8 @@ def surfaces(panels: Sequence[Panel]) -> go.Figure:
     figure = canvas(height, rows, columns, names, specs=specs, horizontal_spacing=0.01, vertical_spacing=30 / height)
     for at, (_, one, losses) in enumerate(panels):
         surface = go.Surface(
-            x=one.arrays["x"],
-            y=one.arrays["y"],
+            x=finite(one.arrays["x"]),
+            y=finite(one.arrays["y"]),
             z=losses.T,
             surfacecolor=scale.colour(losses).T,
             coloraxis="coloraxis",
@@ -166,6 +166,8 @@ def surfaces(panels: Sequence[Panel]) -> go.Figure:
         )
         figure.add_trace(surface, at // columns + 1, at % columns + 1)
     low, high = scale.ends
+    for axis in "xyz":
+        figure.update_scenes({f"{axis}axis_zeroline": False})
     figure.update_scenes(
         aspectmode="cube",
         camera={"eye": {"x": 1.9, "y": 1.9, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}},

@@ -139,9 +139,8 @@ def _plot(found: Sequence[tuple[int, Examined]], panels: Sequence[Panel]) -> go.
         if (step := divergence(one.training)) is not None:
             figure.add_vline(x=step, line={"color": of_network(place), "dash": "dash", "width": 1.5})
             figure.update_layout(margin_t=26)
-            figure.add_annotation(
-                x=step, y=1, yref="paper", yanchor="bottom", text="diverged", font={"color": of_network(place)}
-            )
+            at = {"x": step, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+            figure.add_annotation(text="diverged", font={"color": of_network(place), "size": 12}, **at)
     figure.update_xaxes(title_text="step", row=len(panels), col=1)
     return figure
 
