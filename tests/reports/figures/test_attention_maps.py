@@ -49,15 +49,23 @@ def test_the_table_has_the_maps_on_their_grids():
     assert figure.table.rows[16][:4] == ("vit", arrays["numbers"][1], 0, 0)
 
 
+def photographs(height, width, count):
+    pixels = np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+    maps = np.full((count, height, width), np.nan)
+    arrays = {"images": pixels, "maps": maps, "grid_maps": np.ones((count, 2, 2)), "numbers": np.arange(count)}
+    return changed("attention_maps", arrays=arrays)
+
+
 @pytest.mark.parametrize(("height", "width"), [(500, 300), (300, 500)])
-def test_large_images_are_reduced_so_that_the_page_stays_small(height, width):
-    arrays = {
-        "images": np.random.default_rng(0).integers(0, 256, (1, height, width, 3), dtype=np.uint8),
-        "maps": np.full((1, height, width), np.nan),
-        "grid_maps": np.ones((1, 2, 2)),
-        "numbers": np.array([4]),
-    }
-    (figure,) = DRAWERS["attention_maps"](changed("attention_maps", arrays=arrays))
+def test_large_images_are_reduced(height, width):
+    (figure,) = DRAWERS["attention_maps"](photographs(height, width, 1))
     shown = opened(figure.pictures[0])
     assert max(shown.shape[0], shown.shape[1] // 2) == 224
     assert shown.shape[1] / shown.shape[0] == pytest.approx(2 * width / height, rel=0.02)
+
+
+def test_many_pictures_are_smaller_so_that_the_page_stays_small():
+    (figure,) = DRAWERS["attention_maps"](photographs(240, 240, 8) * 8)
+    assert len(figure.pictures) == 8
+    assert opened(figure.pictures[0]).shape == (129, 9 * 129, 3)
+    assert sum(len(picture.png) for picture in figure.pictures) < 4e6
