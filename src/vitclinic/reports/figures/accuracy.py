@@ -23,8 +23,8 @@ def accuracy(examined: Sequence[Examined]) -> list[Figure]:
         return []
     rows = []
     for _, name, one in found:
-        edges, *columns = (one.arrays[array].tolist() for array in _ARRAYS)
-        rows += [(name, *row) for row in zip(edges[:-1], edges[1:], *columns, strict=True)]
+        edges, *values = (one.arrays[array].tolist() for array in _ARRAYS)
+        rows += [(name, *row) for row in zip(edges[:-1], edges[1:], *values, strict=True)]
     columns = ("network", "confidence_from", "confidence_to", *(array.removeprefix("bin_") for array in _ARRAYS[1:]))
     return [
         Figure(

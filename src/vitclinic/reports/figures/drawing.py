@@ -28,6 +28,8 @@ PANEL_LONGEST = 20
 """Above a panel, of which there are two beside each other on a phone."""
 LEGEND_LINE = 19
 """Pixels."""
+COLOUR_BAR_HEIGHT = 80
+"""Pixels of a bar of colours below a plot, with its labels."""
 WIDE = 50.0
 """Where the largest value is so many times the smallest, an axis is logarithmic."""
 
@@ -37,10 +39,6 @@ _AXIS = {
 }
 _SCENE_AXIS = {"gridcolor": GREY, "showbackground": False, "zeroline": False}
 _LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yanchor": "bottom", "yref": "container"}
-_COLOUR_BAR = {
-    **{"orientation": "h", "x": 0.5, "xanchor": "center", "y": 0, "yanchor": "bottom", "yref": "container"},
-    **{"len": 0.8, "thickness": 12, "outlinewidth": 0},
-}
 _TEMPLATE = go.layout.Template(
     layout={
         "paper_bgcolor": CLEAR,
@@ -56,13 +54,10 @@ _TEMPLATE = go.layout.Template(
             "angularaxis": {"gridcolor": GRID, "linecolor": GREY},
             "radialaxis": {"gridcolor": GRID},
         },
-        "coloraxis": {"colorbar": {**_COLOUR_BAR, "title": {"side": "top"}}},
+        "coloraxis": {"colorbar": {"thickness": 12, "outlinewidth": 0, "title": {"side": "right"}}},
         "annotationdefaults": {"showarrow": False},
     }
 )
-
-COLOUR_BAR_HEIGHT = 70
-"""Pixels of the bar of colours below a plot, with its labels."""
 
 Floats = NDArray[np.float64]
 
@@ -80,6 +75,19 @@ def canvas(
     if titles:
         figure.update_layout(margin_t=30)
     return figure
+
+
+def colours_below(figure: go.Figure, title: str, **axis: Any) -> None:
+    """Put the bar of colours below the plot, where it takes no width from the panels; `axis` is the rest of it."""
+    bar = {
+        **{"orientation": "h", "x": 0.5, "xanchor": "center", "y": 0, "yanchor": "bottom", "yref": "container"},
+        **{
+            "len": 0.8,
+            "title": {"text": f"{title}<br> ", "side": "top", "font": {"size": 12}},
+            **axis.pop("colorbar", {}),
+        },
+    }
+    figure.update_layout(coloraxis={**axis, "colorbar": bar}, margin_b=COLOUR_BAR_HEIGHT)
 
 
 def label(name: str, measurement: Measurement | None = None, numbers: str = "", longest: int = LONGEST) -> str:
@@ -120,6 +128,17 @@ def is_wide(values: ArrayLike) -> bool:
     numbers = finite(values)
     known = numbers[~np.isnan(numbers)]
     return bool(known.size) and bool((known > 0).all()) and bool(known.max() > WIDE * known.min())
+
+
+def scale_for(values: ArrayLike, title: str, to_zero: bool = False) -> dict[str, Any]:
+    """What an axis of these values is like: its title, and whether it is logarithmic or (if so asked) has a zero."""
+    if not is_wide(values):
+        return {"title_text": title, "type": "linear", "rangemode": "tozero" if to_zero else "normal"}
+    orders = float(np.ptp(np.log10(finite(values)[np.isfinite(finite(values))])))
+    return {
+        **{"title_text": f"{title} (log)", "type": "log", "exponentformat": "power"},
+        "dtick": "D2" if orders < 2 else 1 if orders < 8 else 2,
+    }
 
 
 def line_style(place: int) -> dict[str, Any]:
