@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitclinic.clinic import Exam, examine
+    from vitclinic.clinic import Exam, Exams, examine
     from vitclinic.data import Dataset, open_data
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
@@ -22,6 +22,7 @@ __version__ = version("vitclinic")
 
 _HOMES = {
     "Exam": "vitclinic.clinic",
+    "Exams": "vitclinic.clinic",
     "examine": "vitclinic.clinic",
     "Measurement": "vitclinic.measurement",
     "Dataset": "vitclinic.data",
@@ -40,6 +41,7 @@ _HOMES = {
 __all__ = [
     "Dataset",
     "Exam",
+    "Exams",
     "Measurement",
     "Observer",
     "Recipe",

@@ -16,6 +16,7 @@ def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
     try:
         subject = probe.view(subject)
         _check_applies(probe, subject)
+        probe.check(subject)
         probe.forwards(subject)
         stated_conditions(probe, subject)
     except Exception as error:  # a failing probe is a result; the others go on

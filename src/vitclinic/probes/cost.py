@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitclinic.anatomy import double_differentiable
 from vitclinic.measurement import Scalar
 from vitclinic.probes.footprint import peak_bytes
-from vitclinic.probes.probe import OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import median_interval
@@ -34,6 +34,7 @@ class Cost(OwningProbe):
     """
 
     name: ClassVar[str] = "cost"
+    cheaper: ClassVar[Cheaper] = ({"repeats": 3, "batch": 4},)
 
     repeats: Annotated[int, Field(ge=1)] = Field(10, description="how often each time is taken")
     batch: Annotated[int, Field(ge=1)] = Field(32, description="images at a time, for images/s and memory")

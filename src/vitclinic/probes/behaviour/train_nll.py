@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitclinic.probes.behaviour.behaviour import finite
 from vitclinic.probes.estimates import mean
-from vitclinic.probes.probe import Need, OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -27,6 +27,7 @@ class TrainNLL(OwningProbe):
     name: ClassVar[str] = "train_nll"
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"images": 512},)
 
     images: Annotated[int, Field(ge=1)] = Field(2048, description="the first so many of the augmented stream")
     augment: bool = Field(True, description="the images as the run's training showed them, where that is known")

@@ -22,7 +22,7 @@ from vitclinic.probes.curvature.curvature import Clock
 from vitclinic.probes.curvature.standins import batch_norms, measured_statistics, relu_for_gelu
 from vitclinic.probes.curvature.tangent_kernel import GIBIBYTE, Conditioning, TangentKernel, conditioning
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -41,6 +41,7 @@ class NTK(OwningProbe):
     name: ClassVar[str] = "ntk"
     needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"images": 96}, {"images": 240})
 
     split: Literal["train", "val", "test"] = Field("train", description="which images")
     images: Annotated[int, Field(ge=2)] = Field(480, description="how many of them; what fills no block is left out")
