@@ -1,0 +1,142 @@
+"""The page: measurements, findings and figures of one or several networks as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from vitclinic.errors import RecipeError
+from vitclinic.files import write_bytes, write_errors
+from vitclinic.reports import views
+from vitclinic.reports.contents import Examined
+from vitclinic.reports.drawing import Drawings
+from vitclinic.reports.packing import checksum, packed_plotly, plotly_checksum
+from vitclinic.reports.prepared import prepared
+from vitclinic.reports.sections import about, grouped, in_order, inapplicable, of_probe
+from vitclinic.reports.theme import template
+
+log = logging.getLogger(__name__)
+
+LIMIT = 8_000_000
+"""Bytes that a page should stay below."""
+
+NO_PICTURES = "Pictures of the data were left out of this page, as asked for."
+
+
+def write_report(
+    path: str | Path, examined: Sequence[Examined], *, title: str | None = None, images: bool = True
+) -> Path:
+    """Write the report on these networks as one HTML file, which opens offline."""
+    path = Path(path)
+    content = render(examined, title=title, images=images).encode("utf-8", "replace")
+    if len(content) > LIMIT:
+        log.warning("The report has %.1f MB; without pictures (--no-images) it is smaller.", len(content) / 1e6)
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, content)
+    return path
+
+
+def render(examined: Sequence[Examined], *, title: str | None = None, images: bool = True) -> str:
+    """The page as HTML. Whatever a user named is shown as text; without `images`, no picture of the data is in it."""
+    if not examined:
+        raise RecipeError("There is nothing to report on: name a network that was examined.")
+    shown = prepared(examined)
+    drawings = Drawings(images)
+    probes = in_order(shown)
+    contents = {
+        "title": title or _title([one.name for one in shown]),
+        "measured_when": _measured_when(shown),
+        "networks": views.networks(shown),
+        "remarks": [] if images else [NO_PICTURES],
+        "rows": views.summary_rows(shown),
+        "titles": {probe: about(probe).title for probe in probes},
+        "training": drawings.of("training", shown) if any(one.training for one in shown) else [],
+        "groups": _groups(shown, drawings),
+        "inapplicable": inapplicable(shown),
+        "version": version("vitclinic"),
+    }
+    return _environment().get_template("page.html").render(**contents, **_programs(), packed=_carried(drawings))
+
+
+def _groups(examined: Sequence[Examined], drawings: Drawings) -> list[dict[str, Any]]:
+    groups = []
+    for name, probes in grouped(examined).items():
+        sections = [_section(examined, probe, drawings) for probe in probes if of_probe(examined, probe)]
+        if sections:
+            groups.append({"name": name, "id": f"group-{name.split()[0].lower()}", "sections": sections})
+    return groups
+
+
+def _section(examined: Sequence[Examined], probe: str, drawings: Drawings) -> dict[str, Any]:
+    records = views.records(examined, probe)
+    return {
+        "probe": probe,
+        "id": views.section_id(probe),
+        "about": about(probe),
+        "remarks": views.remarks(examined, probe),
+        "figures": drawings.of(probe, examined),
+        "scalars": views.scalar_rows(examined, probe),
+        "networks": records,
+        "records": records,
+        "gist": views.gist(records),
+    }
+
+
+def _title(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"Exam of {names[0]}"
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) <= 3 else f"{len(names)} networks compared"
+
+
+def _measured_when(examined: Sequence[Examined]) -> str:
+    found = [measurement for one in examined for measurement in one.measurements.values()]
+    if not found:
+        return "Nothing measured yet."
+    dates = sorted(measurement.provenance.date[:10] for measurement in found)
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    one = len(examined) == 1
+    return f"{len(found)} measurements of {'one network' if one else f'{len(examined)} networks'}, {when}"
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("vitclinic.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+@cache
+def _programs() -> dict[str, Markup]:
+    """Our own style and script, and the policy by which the browser runs nothing else."""
+    folder = files("vitclinic.reports") / "templates"
+    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
+    themes = json.dumps({name: template(name == "dark") for name in ("light", "dark")})
+    policy = (
+        f"default-src 'none'; script-src '{checksum(script)}' '{plotly_checksum()}' 'unsafe-eval';"
+        " style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return {
+        "style": Markup(style),
+        "script": Markup(script),
+        "themes": Markup(themes.replace("<", "\\u003c")),
+        "policy": Markup(policy),
+    }
+
+
+def _carried(drawings: Drawings) -> dict[str, Markup]:
+    """Base64, which needs no escaping."""
+    return {name: Markup(content) for name, content in {"plotly": packed_plotly(), **drawings.packed}.items()}

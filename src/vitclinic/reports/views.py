@@ -1,0 +1,158 @@
+"""What the templates show, in plain words: networks, findings, cells and records, made of measurements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+from vitclinic.finding import Finding
+from vitclinic.measurement import Measurement, Scalar
+from vitclinic.reports.colours import of_network
+from vitclinic.reports.contents import Examined
+from vitclinic.reports.numbers import interval, number, seconds, setting
+from vitclinic.reports.sections import of_probe
+from vitclinic.reports.summary import Cell, Row, summary
+
+SEVERITIES = ("problem", "notice", "healthy")
+
+_BASES = {
+    "reference network": "compared with the reference network",
+    "published range": "relative to the published range",
+    "heuristic": "a heuristic",
+}
+_WORDS = {"not_converged": "Has not converged", "failed": "Failed", "ok": "ok"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network at the head of the page, and at the head of a column: its letter and colour stand for it."""
+
+    name: str
+    letter: str
+    colour: str
+    facts: Mapping[str, str]
+    findings: Sequence[dict[str, Any]]
+    counts: Mapping[str, int]
+
+
+def section_id(probe: str) -> str:
+    """The anchor of a probe's section: other packages name their probes as they like."""
+    return "probe-" + "".join(character if character.isalnum() else "-" for character in probe)
+
+
+def networks(examined: Sequence[Examined]) -> list[Network]:
+    """All networks, problems before what is healthy."""
+    found = []
+    for place, one in enumerate(examined):
+        ordered = sorted(one.findings, key=lambda finding: SEVERITIES.index(finding.severity))
+        counts = Counter(finding.severity for finding in ordered)
+        views = [_finding(finding, one.measurements) for finding in ordered]
+        found.append(Network(one.name, letter(place), of_network(place), one.facts, views, counts))
+    return found
+
+
+def letter(place: int) -> str:
+    """A, B, C, ..., Z, A2, ..."""
+    again = place // len(ascii_uppercase)
+    return ascii_uppercase[place % len(ascii_uppercase)] + (str(again + 1) if again else "")
+
+
+def _finding(finding: Finding, measurements: Mapping[str, Measurement]) -> dict[str, Any]:
+    return {
+        **dict(finding),
+        "basis_words": _BASES[finding.basis],
+        "numbers": [
+            (key, number(scalar.value), interval(scalar), _target(key, measurements))
+            for key, scalar in finding.numbers.items()
+        ],
+    }
+
+
+def _target(key: str, measurements: Mapping[str, Measurement]) -> str | None:
+    """Where on the page a finding's number comes from."""
+    probe = key.partition(".")[0]
+    if probe == "training":
+        return "training"
+    return section_id(probe) if probe in measurements else None
+
+
+def summary_rows(examined: Sequence[Examined]) -> list[dict[str, Any]]:
+    """The summary's rows; the first of each probe begins its group."""
+    rows, last = [], None
+    for row in summary(examined):
+        rows.append({**_row(row), "first": row.probe != last, "target": section_id(row.probe)})
+        last = row.probe
+    return rows
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "probe": row.probe,
+        "scalar": row.scalar,
+        "better": row.better,
+        "alike": row.alike,
+        "cells": [_cell(cell) for cell in row.cells],
+        "unfinished": any(cell.scalar is not None and not cell.converged for cell in row.cells),
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    written = ("", "") if cell.scalar is None else (number(cell.scalar.value), interval(cell.scalar))
+    return {"value": written[0], "interval": written[1], "best": cell.best, "converged": cell.converged}
+
+
+def scalar_rows(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]]:
+    """All scalars of one probe, of all networks that have some."""
+    found = [(one.scalars, one.status == "ok") for _, _, one in of_probe(examined, probe)]
+    names = dict.fromkeys(name for scalars, _ in found for name in scalars)
+
+    def cell(scalars: Mapping[str, Scalar], name: str, converged: bool) -> dict[str, Any]:
+        return _cell(Cell(scalars.get(name), converged=converged))
+
+    return [{"scalar": name, "cells": [cell(scalars, name, well) for scalars, well in found]} for name in names]
+
+
+def records(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]]:
+    """How the probe's measurements came about: settings, cost, date."""
+    return [
+        {
+            "name": name,
+            "letter": letter(place),
+            "colour": of_network(place),
+            "status": _WORDS[one.status].lower(),
+            "images": number(float(one.provenance.images)),
+            "time": seconds(one.provenance.duration),
+            "date": one.provenance.date.replace("T", " ").replace("Z", " UTC"),
+            "seed": one.provenance.seed,
+            "device": one.provenance.device,
+            "options": [(key, setting(value)) for key, value in one.config.items()],
+        }
+        for place, name, one in of_probe(examined, probe)
+    ]
+
+
+def gist(found: Sequence[dict[str, Any]]) -> str:
+    """The records of a section in a few words."""
+    images, times = (list(dict.fromkeys(record[key] for record in found)) for key in ("images", "time"))
+    dates = sorted({record["date"][:10] for record in found})
+    return f"{' and '.join(images)} images, {' and '.join(times)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+
+
+def remarks(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]]:
+    """What failed or has not converged, with its reason."""
+    several = len(examined) > 1
+    return [
+        {
+            "status": one.status,
+            "word": _WORDS[one.status],
+            "name": name if several else "",
+            "letter": letter(place),
+            "colour": of_network(place),
+            "reason": one.reason,
+        }
+        for place, name, one in of_probe(examined, probe)
+        if one.status != "ok"
+    ]
