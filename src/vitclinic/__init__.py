@@ -11,7 +11,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitclinic.clinic import Exam, Exams, examine
+    from vitclinic.clinic import Exam, Exams
+    from vitclinic.clinic.examine import examine  # from where it is: mypy takes the package's name for the module
     from vitclinic.data import Dataset, open_data
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model

@@ -30,12 +30,14 @@ def spoken(span: float) -> str:
 
     Example:
         >>> spoken(0.2), spoken(42.4), spoken(200), spoken(9000)
-        ('1 s', '42 s', '3 min', '2.5 h')
+        ('under 1 s', '42 s', '3 min', '2.5 h')
     """
     if not math.isfinite(span):
         return "an unknown time"
+    if span < 1:
+        return "under 1 s"
     if span < 90:
-        return f"{max(1, round(span))} s"
+        return f"{round(span)} s"
     return f"{round(span / 60)} min" if span < 5400 else f"{span / 3600:.1f} h"
 
 

@@ -33,9 +33,13 @@ def show_exams(exams: Sequence[Exam], console: Console, *, whole: bool = True) -
     for name, exam in zip(columns(exams), exams, strict=True):
         for finding in exam.findings:
             _say(console, _in_words(finding, name))
-        for probes, status, reason in _shortcomings(exam):
+        for probes, status, reason in _shortcomings(exam, whole):
             words = _WORDS[status][len(probes) > 1]
             _say(console, f"[yellow]{', '.join(probes)} {words}[/] ({escape(name)}): {escape(reason)}")
+    if missing := list(dict.fromkeys(probe for exam in exams for probe in exam.left_out)):
+        _say(
+            console, f"[yellow]not measured for want of time[/]: {', '.join(missing)} (a longer --budget, or --probes)"
+        )
     for exam in exams:
         stored = f" ({', '.join(sorted(exam.reused))} from before)" if exam.reused else ""
         _say(console, f"in full: [bold]{escape(str(exam.folder))}[/]{stored}")
@@ -58,8 +62,7 @@ def _in_words(finding: Finding, name: str) -> str:
     tried = "; ".join(f"{escape(each.treatment)} ({escape(each.paper)})" for each in finding.suggestions)
     return (
         f"[{_STYLES[finding.severity]}]{finding.severity}: {escape(finding.title)}[/] ({escape(name)}):"
-        f" {escape(finding.statement)} [dim]{escape(finding.basis)}: {escape(finding.threshold)}[/]"
-        + (f" Try {tried}." if tried else "")
+        f" {escape(finding.statement)}" + (f" Try {tried}." if tried else "")
     )
 
 
@@ -67,14 +70,23 @@ def _say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
-def _shortcomings(exam: Exam) -> Iterator[tuple[list[str], str, str]]:
-    """(probes, status, reason) of those without a full result; what has one reason is said at once."""
+def _shortcomings(exam: Exam, whole: bool) -> Iterator[tuple[list[str], str, str]]:
+    """(probes, status, reason) of those without a full result; what has one reason is said at once.
+
+    Where nobody asked for them by name, probes that do not apply for a reason of their own are only listed.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for probe, measurement in exam.items():
         if measurement.status != "ok":
             alike.setdefault((measurement.status, str(measurement.reason)), []).append(probe)
+    listed: list[str] = []
     for (status, reason), probes in sorted(alike.items(), key=lambda item: list(_WORDS).index(item[0][0])):
-        yield probes, status, reason
+        if status == "does_not_apply" and not whole and len(probes) == 1:
+            listed += probes
+        else:
+            yield probes, status, reason
+    if listed:
+        yield listed, "does_not_apply", "for reasons that the report gives."
 
 
 def plain(exam: Exam) -> dict[str, Any]:

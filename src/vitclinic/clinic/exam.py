@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import PrivateAttr
 
-from vitclinic.clinic.findings import find
 from vitclinic.clinic.reporting import examined
 from vitclinic.clinic.summary import as_html
 from vitclinic.errors import RecipeError, did_you_mean
@@ -83,10 +82,17 @@ class Exam(Mapping[str, Measured]):
         return Exams([self])._repr_html_()
 
     @cached_property
-    def findings(self) -> list[Finding]:
+    def examined(self) -> Examined:
+        """As a report takes it."""
+        compared = None if self.reference is None else self.reference.measurements
+        found = examined(self.name, self.measurements, self.run, compared)
+        missing = "; ".join(f"{probe}: {reason.rstrip('.')}" for probe, reason in self.left_out.items())
+        return replace(found, facts={**found.facts, "Not measured": missing}) if missing else found
+
+    @property
+    def findings(self) -> Sequence[Finding]:
         """What is wrong with the network, problems first; compared with the first of several that were examined."""
-        rows: Sequence[Mapping[str, Any]] = () if self.run is None else self.run.metrics
-        return find(self.measurements, rows, self.reference and self.reference.measurements)
+        return self.examined.findings
 
     def report(self, path: str | Path, *, images: bool = True) -> Path:
         """Write one page with all of it; without `images`, the user's own pictures are left out."""
@@ -102,17 +108,11 @@ class Exams(list[Exam]):
         found = list(exams)
         return cls([*found[:1], *(replace(exam, reference=found[0]) for exam in found[1:])])
 
-    def examined(self) -> list[Examined]:
-        """As a report takes them."""
-        return [
-            replace(examined(exam.name, exam.measurements, exam.run), findings=tuple(exam.findings)) for exam in self
-        ]
-
     def report(self, path: str | Path, *, images: bool = True) -> Path:
         """Write one page with all of them side by side; without `images`, the user's own pictures are left out."""
         from vitclinic.reports.page import write_report  # plotly and a template: not before there is a page to write
 
-        return write_report(Path(path), self.examined(), images=images)
+        return write_report(path, [exam.examined for exam in self], images=images)
 
     def figure(self, probe: str, name: str | None = None) -> go.Figure:
         """One probe of all networks, as the report draws it; of several figures the first, or the one of that name."""

@@ -166,7 +166,7 @@ class Examination:
         case.made |= {found.probe: found for found in measure(step.subject, step.probes, keep)}
 
     def _skip(self, case: Case, step: Step) -> None:
-        reason = f"the budget of {spoken(self.budget or 0)} had run out; the same command again goes on."
+        reason = f"the budget of {spoken(self.budget or 0)} had run out; the same again goes on."
         case.skipped |= {probe.name: reason for probe in step.probes}
         self.watcher.on_skipped(step, reason)
 
@@ -190,10 +190,7 @@ class Examination:
             reused=frozenset(case.found),
             pictures=pictures,
             run=case.patient.target.run,
-            left_out={
-                **case.skipped,
-                **{name: f"it would take at least {spoken(seconds)}." for name, seconds in schedule.left_out.items()},
-            },
+            left_out=case.skipped | {name: _no_time(seconds) for name, seconds in schedule.left_out.items()},
         )
 
     def subject(self, target: Target) -> Subject:
@@ -236,6 +233,10 @@ class Examination:
         mine: list[Dataset] = []
         self.processes.leading(lambda: mine.append(opened()))  # the others then find it decoded
         return mine[0] if mine else opened()
+
+
+def _no_time(seconds: float) -> str:
+    return f"there was no time for it: at least {spoken(max(1, seconds))}."
 
 
 def _check_count(name: str, count: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -13,15 +14,12 @@ from rich.table import Table
 
 from vitclinic.clinic.watching import Schedule, Step, Watcher
 from vitclinic.durations import spoken
-from vitclinic.measurement import Measurement
-from vitclinic.probes import Subject
+from vitclinic.measurement import Measurement, Status
+from vitclinic.probes import Subject, seen_by
 
-_STATUS = {
-    "ok": "[green]done[/]",
-    "not_converged": "[yellow]not converged[/]",
-    "does_not_apply": "[dim]does not apply[/]",
-    "failed": "[red]failed[/]",
-}
+_STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "failed": "red"}
+"""The colour of each; of a step that has several, the last of these is shown."""
+_RUNNING = "[bold]running[/]"
 
 
 class Display(Watcher):
@@ -32,6 +30,7 @@ class Display(Watcher):
         self.schedule: Schedule | None = None
         self.cells: dict[tuple[str, int], str] = {}
         self.started: dict[tuple[str, int], float] = {}
+        self.statuses: list[Status] = []
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -57,15 +56,15 @@ class Display(Watcher):
         self.schedule = schedule
         self.cells = {(step.label, step.place): "" for step in schedule.steps}
         self._say(_headline(schedule))
-        if not self.console.is_terminal:
-            for line in _plan_lines(schedule):
-                self._say(line)
+        for line in _plan_lines(schedule):
+            self._say(line)
         if schedule.left_out:
             self._say(_left_out(schedule))
 
     def on_step(self, step: Step) -> None:
-        self.cells[step.label, step.place] = "[bold]running[/]"
+        self.cells[step.label, step.place] = _RUNNING
         self.started[step.label, step.place] = time.monotonic()
+        self.statuses = []
 
     def on_progress(self, what: str, done: int, total: int) -> None:
         if what not in self.tasks:
@@ -73,18 +72,20 @@ class Display(Watcher):
         self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
 
     def on_measurement(self, step: Step, measurement: Measurement) -> None:
+        self.statuses.append(measurement.status)
+        if len(self.statuses) < len(step.probes):
+            return
         seconds = time.monotonic() - self.started[step.label, step.place]
-        self.cells[step.label, step.place] = f"{_STATUS[measurement.status]} {seconds:.0f} s"
+        found = max(self.statuses, key=list(_STATUS).index)
+        self.cells[step.label, step.place] = f"[{_STATUS[found]}]{_words(found)}[/] {seconds:.0f} s"
         for task in self.tasks.values():
             self.bar.update(task, visible=False)
         if not self.console.is_terminal:
-            status = measurement.status.replace("_", " ")
-            self._say(f"{measurement.probe} ({escape(step.subject.name)}): {status}, {seconds:.1f} s")
+            estimate = "" if math.isnan(step.seconds) else f" (estimated {step.seconds:.1f} s)"
+            self._say(f"{step.label} ({escape(step.subject.name)}): {_words(found)} after {seconds:.1f} s{estimate}")
 
     def on_skipped(self, step: Step, reason: str) -> None:
-        self.cells[step.label, step.place] = "[yellow]skipped[/]"
-        names = ", ".join(probe.name for probe in step.probes)
-        self._say(f"[yellow]{names} left out[/] ({escape(step.subject.name)}): {escape(reason)}")
+        self.cells[step.label, step.place] = "[yellow]no time left[/]"
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, highlight=False)
@@ -107,8 +108,7 @@ class Display(Watcher):
         if (label, place) not in self.cells:
             return "[dim]stored[/]"
         text = self.cells[label, place]
-        running = text == "[bold]running[/]"
-        return f"{text} {time.monotonic() - self.started[label, place]:.0f} s" if running else text
+        return f"{text} {time.monotonic() - self.started[label, place]:.0f} s" if text == _RUNNING else text
 
 
 def names_of(subjects: Sequence[Subject]) -> list[str]:
@@ -122,8 +122,8 @@ def _headline(schedule: Schedule) -> str:
     subjects = schedule.subjects
     names = ", ".join(f"[bold]{escape(name)}[/]" for name in names_of(subjects))
     seen = list(dict.fromkeys(f"{_images(each)} of [bold]{escape(each.dataset.name)}[/]" for each in subjects))
-    if not schedule.steps:
-        return f"{names}: all is stored"
+    if not any(step.seconds != 0 for step in schedule.steps):
+        return f"{names}: all that applies is stored"
     within = "" if schedule.budget is None else f" of a budget of {spoken(schedule.budget)}"
     stored = sum(map(len, schedule.stored))
     known = f"; {stored} measurement{'s' * (stored != 1)} from before" if stored else ""
@@ -131,20 +131,26 @@ def _headline(schedule: Schedule) -> str:
 
 
 def _plan_lines(schedule: Schedule) -> list[str]:
+    """What takes time, on which images where a probe has its own, and how long for all networks."""
     lines = []
-    for step in schedule.steps:
-        probes = ", ".join(probe.name for probe in step.probes)
-        views = [probe.view(step.subject) for probe in step.probes[:1]]
-        whom = f" ({escape(step.subject.name)})" if len(schedule.subjects) > 1 else ""
-        lines.append(f"  {probes}{whom} on {_images(views[0])}: about {spoken(step.seconds)}")
+    for label in dict.fromkeys(step.label for step in schedule.steps if step.seconds != 0):
+        steps = [step for step in schedule.steps if step.label == label and step.seconds != 0]
+        probe, subject = steps[0].probes[0], steps[0].subject
+        view = seen_by(probe, subject)
+        which = f" ({', '.join(probe.name for probe in steps[0].probes)})" if len(steps[0].probes) > 1 else ""
+        own = view is not subject or subject is not schedule.subjects[steps[0].place]
+        images = f" on {_images(view)}" if own else ""
+        lines.append(f"  {label}{which}{images}: {spoken(sum(step.seconds for step in steps))}")
     return lines
 
 
+def _words(status: Status) -> str:
+    return "done" if status == "ok" else status.replace("_", " ")
+
+
 def _left_out(schedule: Schedule) -> str:
-    rest = ", ".join(f"{name} (at least {spoken(seconds)})" for name, seconds in schedule.left_out.items())
-    names = ",".join(name for name in schedule.left_out if name != "shared pass")
-    how = f"a longer --budget{f', or --probes {names}' * bool(names)}"
-    return f"[yellow]left out for want of time[/]: {rest}; for these, {how}"
+    rest = ", ".join(f"{name} (at least {spoken(max(1, seconds))})" for name, seconds in schedule.left_out.items())
+    return f"[yellow]no time for[/] {rest}: give a longer --budget, or --probes {','.join(schedule.left_out)}"
 
 
 def _images(subject: Subject) -> str:

@@ -114,8 +114,12 @@ class Planner:
             elif probe.name in taken:
                 form = variants[probe.name][taken[probe.name]]
                 chosen.append(capped(form, max(patient.pace.of(form) for patient in self.patients)))
-        plan = self._plan(chosen, limit)
-        return plan.model_copy(update={"left_out": {o.name: o.cost(0) for o in offers if o.name not in taken}})
+        left_out: dict[str, float] = {}
+        for offer in offers:
+            if offer.name not in taken:
+                names = [probe.name for probe in self.streaming] if offer.name == SHARED else [offer.name]
+                left_out |= dict.fromkeys(names, offer.cost(0))
+        return self._plan(chosen, limit).model_copy(update={"left_out": left_out})
 
     def _offers(self, variants: dict[str, list[Probe]]) -> list[Offer]:
         offers: list[Offer] = []

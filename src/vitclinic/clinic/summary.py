@@ -7,7 +7,6 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from vitclinic.measurement import Scalar
-from vitclinic.reports.contents import Examined
 from vitclinic.reports.summary import summary
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def columns(exams: Sequence[Exam]) -> list[str]:
 
 def key_rows(exams: Sequence[Exam]) -> list[list[str]]:
     """The header, then the key numbers of each probe."""
-    rows = summary([Examined(exam.name, exam.measurements) for exam in exams])
+    rows = summary([exam.examined for exam in exams])
     cells = [
         [f"{row.probe}.{row.scalar}", *(written(cell.scalar) + MARK * cell.best for cell in row.cells)] for row in rows
     ]
