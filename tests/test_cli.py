@@ -35,6 +35,7 @@ def test_the_surface_grows_on_purpose():
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "report": sorted(["targets", "--out", "--no-images", "--title", "--verbose", "-v", "--quiet", "-q"]),
         "corrupt": sorted(
             [
                 *("data", "--out", "--corruption", "--severity", "--format", "--split", "--limit", "--size", "--seed"),

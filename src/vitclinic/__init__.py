@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vitclinic.clinic import Exam, Exams
     from vitclinic.clinic.examine import examine  # from where it is: mypy takes the package's name for the module
+    from vitclinic.clinic.reporting import report
     from vitclinic.data import Dataset, open_data
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
@@ -25,6 +26,7 @@ _HOMES = {
     "Exam": "vitclinic.clinic",
     "Exams": "vitclinic.clinic",
     "examine": "vitclinic.clinic",
+    "report": "vitclinic.clinic.reporting",
     "Measurement": "vitclinic.measurement",
     "Dataset": "vitclinic.data",
     "open_data": "vitclinic.data",
@@ -53,6 +55,7 @@ __all__ = [
     "examine",
     "load",
     "open_data",
+    "report",
     "resume",
     "train",
     "treat",

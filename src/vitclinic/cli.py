@@ -257,6 +257,34 @@ def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
     return options
 
 
+@app.command()
+def report(
+    targets: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, or folders exams/NAME-DIGEST.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; a run's own report.html, of several ./report.html.")
+    ] = None,
+    no_images: Annotated[bool, typer.Option("--no-images", help="Leave the data's pictures out.")] = False,
+    title: Annotated[str | None, typer.Option(help="The page's title; the networks' names unless given.")] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write one HTML page from what is stored: findings, numbers side by side and figures. Nothing is measured.
+
+    \b
+    vitclinic report runs/photos                             runs/photos/report.html
+    vitclinic report runs/plain runs/sam --out compared.html  the second is compared with the first
+    vitclinic report runs/photos@epoch-3                     what was measured of another checkpoint
+    vitclinic report exams/timm-resnet18-1a2b3c4d            a network that is no run's
+
+    The page needs no network connection and nothing beside it: docs/report.md.
+    """
+    from vitclinic.clinic.reporting import report as write
+
+    console = _console(verbose, quiet)
+    page = write(targets, out, title=title, images=not no_images)
+    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+
+
 class Form(StrEnum):
     """How images are written."""
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vitclinic.files import write_bytes, write_errors
 from vitclinic.measurement import Measurement
+from vitclinic.pictures import png
 from vitclinic.probes import Probe
 
 log = logging.getLogger(__name__)
@@ -51,13 +49,6 @@ def write_pictures(folder: Path, pictures: Mapping[str, NDArray[np.uint8]], anew
         if anew or not files[-1].exists():
             write_bytes(files[-1], png(picture))
     return files
-
-
-def png(picture: NDArray[Any]) -> bytes:
-    """The picture as the content of a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(picture)).save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def _file_name(name: str) -> str:

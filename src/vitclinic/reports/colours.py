@@ -12,8 +12,38 @@ MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "
 SEQUENTIAL = "Viridis"
 DIVERGING = "RdBu_r"
 
-KINDS = {"msa": "rgba(0, 114, 178, 0.14)", "mlp": "rgba(230, 159, 0, 0.12)", "pool": "rgba(120, 120, 120, 0.22)"}
-"""The shading behind a unit of this kind in a figure over depth."""
+KINDS = {
+    "msa": "rgba(0, 114, 178, 0.16)",
+    "mlp": "rgba(230, 159, 0, 0.13)",
+    "conv": "rgba(230, 159, 0, 0.13)",
+    "token_mlp": "rgba(0, 158, 115, 0.15)",
+    "pool": "rgba(120, 120, 120, 0.26)",
+}
+"""The shading behind a unit of this kind in a figure over depth: convs and MLPs do the same work [park2022 Fig. 9]."""
+
+KIND_MARKS = {
+    "stem": "#7A7A7A",
+    "position": "#CC79A7",
+    "msa": "#0072B2",
+    "mlp": "#E69F00",
+    "conv": "#D55E00",
+    "token_mlp": "#009E73",
+    "pool": "#56B4E9",
+    "head": "#8C6BB1",
+}
+"""The colour of a unit of this kind where it stands for the unit itself: on the axes of a matrix of units."""
+
+KIND_SYMBOLS = {
+    "stem": "x",
+    "position": "cross",
+    "msa": "circle",
+    "mlp": "square",
+    "conv": "triangle-up",
+    "token_mlp": "diamond",
+    "pool": "triangle-down",
+    "head": "star",
+}
+"""The marker of a unit of this kind."""
 
 
 def of_network(place: int) -> str:

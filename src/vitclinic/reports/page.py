@@ -52,16 +52,20 @@ def render(examined: Sequence[Examined], *, title: str | None = None, images: bo
         raise RecipeError("There is nothing to report on: name a network that was examined.")
     shown = prepared(examined)
     drawings = Drawings(images)
-    probes = in_order(shown)
+    training = drawings.of("training", shown) if any(one.training for one in shown) else []
+    groups = _groups(shown, drawings)
+    anchors = {section["id"] for group in groups for section in group["sections"]} | (
+        {"training"} if training else set()
+    )
     contents = {
         "title": title or _title([one.name for one in shown]),
         "measured_when": _measured_when(shown),
-        "networks": views.networks(shown),
+        "networks": views.networks(shown, anchors),
         "remarks": [] if images else [NO_PICTURES],
         "rows": views.summary_rows(shown),
-        "titles": {probe: about(probe).title for probe in probes},
-        "training": drawings.of("training", shown) if any(one.training for one in shown) else [],
-        "groups": _groups(shown, drawings),
+        "titles": {probe: about(probe).title for probe in in_order(shown)},
+        "training": training,
+        "groups": groups,
         "inapplicable": inapplicable(shown),
         "version": version("vitclinic"),
     }

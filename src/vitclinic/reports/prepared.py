@@ -1,4 +1,4 @@
-"""Networks as a page may show them: each by a name of its own, and without a word on where things lie on this machine."""
+"""Networks as a page may show them: each by a name of its own, and without where things lie on this machine."""
 
 from __future__ import annotations
 

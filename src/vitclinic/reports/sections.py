@@ -47,9 +47,7 @@ GROUPS: dict[str, dict[str, About]] = {
     },
     "Curvature": {
         "sharpness": About("Sharpness", "How curved is the loss where training ended, and which parts are?"),
-        "hessian_spectrum": About(
-            "Hessian spectrum", "Is the loss convex around the weights (NEP), and how steep (APE)?"
-        ),
+        "hessian_spectrum": About("Hessian spectrum", "Is the loss convex there (NEP), and how steep is it (APE)?"),
         "flatness": About("Loss under noise", "How much does the loss rise when weights are disturbed?"),
         "landscape": About("Loss landscape", "What does the loss look like around the weights?"),
         "ntk": About("Neural tangent kernel", "How well conditioned, and so how trainable, is the network?"),

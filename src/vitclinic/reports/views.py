@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
 from vitclinic.finding import Finding
-from vitclinic.measurement import Measurement, Scalar
+from vitclinic.measurement import Scalar
 from vitclinic.reports.colours import of_network
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.numbers import interval, number, seconds, setting
@@ -43,13 +43,13 @@ def section_id(probe: str) -> str:
     return "probe-" + "".join(character if character.isalnum() else "-" for character in probe)
 
 
-def networks(examined: Sequence[Examined]) -> list[Network]:
-    """All networks, problems before what is healthy."""
+def networks(examined: Sequence[Examined], anchors: Container[str]) -> list[Network]:
+    """All networks, problems before what is healthy; numbers lead to their sections, if they are among `anchors`."""
     found = []
     for place, one in enumerate(examined):
         ordered = sorted(one.findings, key=lambda finding: SEVERITIES.index(finding.severity))
-        counts = Counter(finding.severity for finding in ordered)
-        views = [_finding(finding, one.measurements) for finding in ordered]
+        counts = Counter(str(finding.severity) for finding in ordered)
+        views = [_finding(finding, anchors) for finding in ordered]
         found.append(Network(one.name, letter(place), of_network(place), one.facts, views, counts))
     return found
 
@@ -60,23 +60,22 @@ def letter(place: int) -> str:
     return ascii_uppercase[place % len(ascii_uppercase)] + (str(again + 1) if again else "")
 
 
-def _finding(finding: Finding, measurements: Mapping[str, Measurement]) -> dict[str, Any]:
+def _finding(finding: Finding, anchors: Container[str]) -> dict[str, Any]:
     return {
         **dict(finding),
         "basis_words": _BASES[finding.basis],
         "numbers": [
-            (key, number(scalar.value), interval(scalar), _target(key, measurements))
+            (key, number(scalar.value), interval(scalar), _target(key, anchors))
             for key, scalar in finding.numbers.items()
         ],
     }
 
 
-def _target(key: str, measurements: Mapping[str, Measurement]) -> str | None:
+def _target(key: str, anchors: Container[str]) -> str | None:
     """Where on the page a finding's number comes from."""
     probe = key.partition(".")[0]
-    if probe == "training":
-        return "training"
-    return section_id(probe) if probe in measurements else None
+    anchor = "training" if probe == "training" else section_id(probe)
+    return anchor if anchor in anchors else None
 
 
 def summary_rows(examined: Sequence[Examined]) -> list[dict[str, Any]]:

@@ -52,6 +52,7 @@ def test_four_predictions_by_hand():
             "nll": -(math.log(2 / 3) + math.log(0.9)) / 2,
             "ece": 0.5 * (1 / 3) + 0.5 * 0.1,
             "confidence": (2 / 3 + 0.9) / 2,
+            "commonest": 0.5,
         }
     )
     assert found.arrays["bin_images"].tolist() == [0, 0, 0, 2, 2]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from vitclinic.anatomy import AttentionMap, Unit, record_attention
 from vitclinic.errors import RecipeError
 from vitclinic.measurement import Measurement, Scalar
-from vitclinic.probes.attention.blending import Picture, beside
+from vitclinic.pictures import Picture, beside
 from vitclinic.probes.attention.layers import attention_units
 from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, unit_row
 from vitclinic.probes.registry import register

@@ -116,6 +116,7 @@ class _Tally(Tally):
     def __init__(self, subject: Subject, bins: int) -> None:
         self.name = subject.name
         self.outputs = subject.outputs
+        self.labels = subject.images.labels
         self.hits = Hits()
         self.nll, self.confidence = RunningMean(), RunningMean()
         self.reliability = Reliability(bins)
@@ -146,6 +147,7 @@ class _Tally(Tally):
         scalars["nll"] = mean(self.nll, 0.0)
         scalars["ece"] = self.reliability.error()
         scalars["confidence"] = mean(self.confidence, 0.0, 1.0)
+        scalars["commonest"] = Scalar(value=float(np.bincount(self.labels).max() / len(self.labels)))
         return Result(scalars, arrays=self.reliability.diagram())
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
 
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
@@ -21,6 +24,11 @@ from vitclinic.probes.subject import Subject
 
 SAVED_EVERY = 1.0
 """Seconds of work that a killed exam may lose."""
+
+SHOWN = 3
+"""The severity of the samples, which show what was done to the images."""
+SAMPLE_SIDE = 64
+"""Pixels of a sample's longer side, at most."""
 
 _UNKNOWN = -1
 
@@ -82,7 +90,16 @@ class Corruptions(BehaviourProbe):
                 self._see(subject, batch, outcomes, partial)
         finally:
             partial.write({"correct": outcomes.correct})
-        return self._result(outcomes)
+        samples = self._samples(subject)
+        found = self._result(outcomes)
+        return replace(found, arrays={**found.arrays, "samples": samples})
+
+    def _samples(self, subject: Subject) -> NDArray[np.uint8]:
+        """The first image as it is and under each corruption, [1 + corruptions, H, W(, C)], made small."""
+        batch = next(subject.batches())
+        image, row = batch.images[:1], subject.images.rows[batch.indices.numpy()[:1]]
+        shown = [Corruption(name, SHOWN, seed=subject.seed)(image, row) for name in self.corruptions]
+        return _small(torch.cat([image, *shown]))
 
     @torch.no_grad()
     def _see(self, subject: Subject, batch: Batch, outcomes: Outcomes, partial: Partial) -> None:
@@ -113,3 +130,14 @@ class Corruptions(BehaviourProbe):
 
 
 _FIELDS = (("accuracy", "value"), ("low", "low"), ("high", "high"))
+
+
+def _small(images_nchw: Tensor) -> NDArray[np.uint8]:
+    """Pixels in [0, 1] as bytes, [n, H, W, C] or [n, H, W] of one channel, the longer side at most `SAMPLE_SIDE`."""
+    images = images_nchw.detach().float().cpu()
+    factor = SAMPLE_SIDE / max(images.shape[-2:])
+    if factor < 1:
+        size = [max(1, round(side * factor)) for side in images.shape[-2:]]
+        images = F.interpolate(images, size=size, mode="bilinear", antialias=True, align_corners=False)
+    pixels: NDArray[np.uint8] = images.clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    return pixels[..., 0] if pixels.shape[-1] == 1 else pixels

@@ -1,9 +1,13 @@
-"""An image with a map over it in colours, as a picture."""
+"""Pictures, as arrays of bytes: an image with maps over it in colours; and as the content of a file."""
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 Picture = NDArray[np.uint8]
 
@@ -31,12 +35,19 @@ def blended(image: Picture, attention: NDArray[np.floating]) -> Picture:
     return picture
 
 
-def beside(image: Picture, attention: NDArray[np.floating]) -> Picture:
-    """The image and, to its right, the blend of the two, enlarged by a whole number if they are small."""
+def beside(image: Picture, *maps: NDArray[np.floating]) -> Picture:
+    """The image and, to its right, its blend with each of the maps, enlarged by a whole number if they are small."""
     coloured = image if image.ndim == 3 and image.shape[2] == 3 else np.repeat(_grey(image)[..., None], 3, axis=2)
-    pair = np.concatenate((coloured.astype(np.uint8), blended(image, attention)), axis=1)
+    row = np.concatenate([coloured.astype(np.uint8), *(blended(image, attention) for attention in maps)], axis=1)
     factor = -(-_SIDE // min(image.shape[:2]))
-    return pair.repeat(factor, axis=0).repeat(factor, axis=1)
+    return row.repeat(factor, axis=0).repeat(factor, axis=1)
+
+
+def png(picture: NDArray[Any]) -> bytes:
+    """The picture as the content of a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(picture)).save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def _grey(image: Picture) -> NDArray[np.float64]:

@@ -1,0 +1,111 @@
+"""Rules about the predictions: better than guessing, and as sure as they are right."""
+
+from __future__ import annotations
+
+from vitclinic.clinic.findings.evidence import Evidence, difference, low, shown
+from vitclinic.clinic.findings.rule import Comparison, Verdict, compared, rule
+from vitclinic.finding import Suggestion
+from vitclinic.measurement import Scalar
+
+MISCALIBRATED, NOTICED = 0.1, 0.05
+CALIBRATION = ("accuracy.confidence", "accuracy.accuracy")
+CALIBRATION_SOURCE = (
+    "no paper draws a line ([park2022] Fig. F.1 shows reliability diagrams); networks that nobody calibrated commonly "
+    "have calibration errors of 0.04 to 0.16 (Guo et al. 2017, Table 1)"
+)
+
+
+@rule(
+    "No better than guessing",
+    ("accuracy.accuracy", "accuracy.commonest"),
+    threshold="accuracy not above the share of the commonest class",
+    source="who always names the commonest class is as good; ours",
+    basis="heuristic",
+    suggestions=(
+        Suggestion(
+            treatment="schedule.warmup=10%",
+            paper="Wang et al. 2022, Table 1",
+            why="If this network was trained, its training failed early: look at its curves.",
+        ),
+    ),
+)
+def guessing(evidence: Evidence) -> Verdict | None:
+    """Nothing learnt, or too few images to tell; that the interval reaches the line is the very finding."""
+    ours, guess = evidence.number("accuracy.accuracy"), evidence.number("accuracy.commonest")
+    if ours is None or guess is None or low(ours) > guess.value:
+        return None
+    statement = f"Accuracy is {shown(ours)}; naming the commonest class always would give {guess.value:.3g}."
+    return Verdict("notice", statement, {"accuracy.accuracy": ours, "accuracy.commonest": guess})
+
+
+@rule(
+    "Over-confidence",
+    CALIBRATION,
+    threshold=f"confidence - accuracy above {MISCALIBRATED:g} is a problem, above {NOTICED:g} a notice",
+    source=CALIBRATION_SOURCE,
+    basis="heuristic",
+    reference="confidence - accuracy above the reference network's by 0.05, interval against interval",
+    suggestions=(
+        Suggestion(
+            treatment="data.augment=deit",
+            paper="Park & Kim 2022, Fig. F.1",
+            why="Strong augmentation makes predictions less confident.",
+        ),
+        Suggestion(
+            treatment="data.augment.smoothing=0.1",
+            paper="the DeiT recipe of Park & Kim 2022, Gong et al. 2021, Hyeon-Woo et al. 2023",
+            why="Smoothed labels never ask for certainty.",
+        ),
+    ),
+)
+def over_confidence(evidence: Evidence) -> Verdict | None:
+    """Surer than right."""
+    return _miscalibrated(evidence, sign=1)
+
+
+@rule(
+    "Under-confidence",
+    CALIBRATION,
+    threshold=f"accuracy - confidence above {MISCALIBRATED:g} is a problem, above {NOTICED:g} a notice",
+    source=CALIBRATION_SOURCE,
+    basis="heuristic",
+    reference="accuracy - confidence above the reference network's by 0.05, interval against interval",
+    suggestions=(
+        Suggestion(
+            treatment="data.augment=light",
+            paper="Park & Kim 2022, Fig. F.1",
+            why="Strong augmentation (mixed images, smoothed labels) is what makes predictions under-confident.",
+        ),
+    ),
+)
+def under_confidence(evidence: Evidence) -> Verdict | None:
+    """More often right than sure."""
+    return _miscalibrated(evidence, sign=-1)
+
+
+def _miscalibrated(evidence: Evidence, sign: int) -> Verdict | None:
+    confidence, accuracy = evidence.number("accuracy.confidence"), evidence.number("accuracy.accuracy")
+    if confidence is None or accuracy is None:
+        return None
+    found = _gap(evidence, confidence, accuracy, sign)
+    if found is None:
+        return None
+    numbers = {"accuracy.confidence": confidence, "accuracy.accuracy": accuracy}
+    if (error := evidence.number("accuracy.ece")) is not None:
+        numbers["accuracy.ece"] = error
+    statement = f"Mean confidence is {shown(confidence)}, accuracy {shown(accuracy)}{found.tail}."
+    return Verdict(found.severity, statement, numbers, found.worse)
+
+
+def _gap(evidence: Evidence, confidence: Scalar, accuracy: Scalar, sign: int) -> Comparison | None:
+    ours = difference(confidence, accuracy) if sign > 0 else difference(accuracy, confidence)
+    their_confidence, their_accuracy = evidence.theirs("accuracy.confidence"), evidence.theirs("accuracy.accuracy")
+    theirs = None
+    if their_confidence is not None and their_accuracy is not None:
+        pair = (their_confidence, their_accuracy) if sign > 0 else (their_accuracy, their_confidence)
+        theirs = difference(*pair)
+    found = compared(ours, theirs, problem=MISCALIBRATED, notice=NOTICED, margin=0.05)
+    if found is None or theirs is None:
+        return found
+    tail = f"; of their difference, {shown(ours)}, the reference network has {shown(theirs)}"
+    return Comparison(found.severity, found.worse, tail)

@@ -1,0 +1,136 @@
+"""How alike the states after a network's units are [park2022 Fig. 10a, D.3]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import plotly.graph_objects as go
+
+from vitclinic.measurement import Measurement, UnitRow
+from vitclinic.reports.colours import KIND_MARKS, SEQUENTIAL
+from vitclinic.reports.contents import Examined
+from vitclinic.reports.escaping import plain
+from vitclinic.reports.figure import Figure, Table, draws, measured
+from vitclinic.reports.figures.drawing import CLEAR, Floats, canvas, finite, label
+from vitclinic.reports.figures.units import KIND_NAMES
+
+_SIDE = 350
+"""Pixels of height of a row of matrices, with their titles."""
+_BAR = {
+    "title": {"text": "CKA", "side": "right"},
+    "orientation": "h",
+    "len": 0.5,
+    "x": 0.5,
+    "y": 1,
+    "yref": "container",
+    "yanchor": "top",
+}
+_BORDER = "rgba(255, 255, 255, 0.9)"
+
+Matrices = Sequence[tuple[int, str, Measurement]]
+
+
+@draws("cka")
+def cka(examined: Sequence[Examined]) -> list[Figure]:
+    found = [one for one in measured(examined, "cka") if _is_whole(one[2])]
+    if not found:
+        return []
+    return [
+        Figure(
+            name="cka-units",
+            title="Similarity of units",
+            reading="Each cell is the CKA between the states after two units of one network, from 0 (nothing in"
+            " common) to 1; the strips at the axes are the kinds of units, white lines part stages. Bright squares"
+            " along the diagonal are stages that work on their own, which Park and Kim found in networks of several"
+            " stages; a plain ViT changes evenly.",
+            paper="Park and Kim 2022, Fig. 10a, D.3 (P9)",
+            table=_table(found),
+            plot=_plot(found),
+        )
+    ]
+
+
+def _is_whole(one: Measurement) -> bool:
+    """Whether the matrix is there, with a row for each unit."""
+    matrix = one.arrays.get("cka")
+    return matrix is not None and matrix.shape == (len(one.units), len(one.units)) and bool(one.units)
+
+
+def _plot(found: Matrices) -> go.Figure:
+    columns = min(2, len(found))
+    rows = -(-len(found) // columns)
+    kinds = [kind for kind in KIND_NAMES if any(unit.kind == kind for _, _, one in found for unit in one.units)]
+    height = (_SIDE if len(found) > 1 else 400) * rows + 150
+    titles = [label(name, one) for _, name, one in found] if len(found) > 1 else ()
+    plot = canvas(height, rows, columns, titles, vertical_spacing=90 / height, horizontal_spacing=0.08)
+    for number, (_, _, one) in enumerate(found):
+        _matrix(plot, number // columns + 1, number % columns + 1, one)
+    plot.update_xaxes(title_text="unit")
+    plot.update_yaxes(title_text="unit", col=1)
+    for kind in kinds:
+        mark = {"color": KIND_MARKS[kind], "symbol": "square", "size": 10}
+        plot.add_trace(go.Scatter(x=[None], y=[None], mode="markers", marker=mark, name=KIND_NAMES[kind]))
+    everything = np.concatenate([finite(one.arrays["cka"]).ravel() for _, _, one in found])
+    lowest = float(np.nanmin(everything, initial=0.0))
+    plot.update_layout(coloraxis={"colorscale": SEQUENTIAL, "cmin": lowest, "cmax": 1, "colorbar": _BAR}, margin_t=90)
+    return plot
+
+
+def _matrix(plot: go.Figure, row: int, column: int, one: Measurement) -> None:
+    units = one.units
+    names = [f"{number} {plain(unit.name)}" for number, unit in enumerate(units)]  # numbered: categories are unique
+    cells = go.Heatmap(
+        x=names,
+        y=names,
+        z=finite(one.arrays["cka"]),
+        coloraxis="coloraxis",
+        hovertemplate="%{x}<br>%{y}<br>CKA %{z:.3f}<extra></extra>",
+    )
+    plot.add_trace(cells, row, column)
+    thickness = 0.045 * len(units)
+    shown = list(range(0, len(units), -(-len(units) // 8)))
+    axis = {
+        "type": "category",
+        "range": [-0.5 - 1.3 * thickness, len(units) - 0.5],
+        "showgrid": False,
+        "showline": False,
+    }
+    axis |= {"tickvals": shown, "ticktext": [str(number) for number in shown], "constrain": "domain"}
+    plot.update_xaxes(**axis, row=row, col=column)
+    plot.update_yaxes(**axis, row=row, col=column)
+    x_axis = plot.data[-1].xaxis or "x"
+    plot.update_yaxes(scaleanchor=x_axis, constraintoward="top", row=row, col=column)
+    _strips(plot, row, column, units, thickness)
+    _borders(plot, row, column, units)
+
+
+def _strips(plot: go.Figure, row: int, column: int, units: Sequence[UnitRow], thickness: float) -> None:
+    """The kinds of units along both axes."""
+    outer, inner = -0.5 - 1.3 * thickness, -0.5 - 0.3 * thickness
+    for number, unit in enumerate(units):
+        style = {"fillcolor": KIND_MARKS.get(unit.kind, CLEAR), "line_width": 0, "row": row, "col": column}
+        start, end = number - 0.46, number + 0.46
+        plot.add_shape(type="rect", x0=start, x1=end, y0=outer, y1=inner, **style)
+        plot.add_shape(type="rect", x0=outer, x1=inner, y0=start, y1=end, **style)
+
+
+def _borders(plot: go.Figure, row: int, column: int, units: Sequence[UnitRow]) -> None:
+    """Lines between stages."""
+    last = len(units) - 0.5
+    for number, (one, other) in enumerate(pairwise(units)):
+        if one.stage != other.stage:
+            style = {"line": {"color": _BORDER, "width": 1.5}, "row": row, "col": column}
+            plot.add_shape(type="line", x0=number + 0.5, x1=number + 0.5, y0=-0.5, y1=last, **style)
+            plot.add_shape(type="line", x0=-0.5, x1=last, y0=number + 0.5, y1=number + 0.5, **style)
+
+
+def _table(found: Matrices) -> Table:
+    rows = []
+    for _, name, one in found:
+        matrix: Floats = np.asarray(one.arrays["cka"], dtype=np.float64)
+        for first, values in zip(one.units, matrix, strict=True):
+            for second, value in zip(one.units, values, strict=True):
+                rows.append((name, first.name, first.kind, second.name, second.kind, float(value)))
+    return Table(("network", "unit", "kind", "other unit", "other kind", "cka"), rows)

@@ -1,0 +1,206 @@
+"""Numbers of units by their depth: lines or bars, behind them the kinds of units in shades, as in [park2022 Fig. 8-10].
+
+Networks that have the same units share a panel. Where networks with other units are to share one, too (`overlaid`),
+depth is the share of the way from the first unit drawn to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from vitclinic.measurement import UnitRow
+from vitclinic.reports.colours import KIND_SYMBOLS, KINDS, of_network, with_opacity
+from vitclinic.reports.figures.drawing import GREY, Floats, band, canvas, ends, error_bars, finite, line, number, of_one
+from vitclinic.reports.figures.units import KIND_NAMES, Anatomy, Series, unit_names
+
+PANEL = 210
+"""Pixels of height of a panel, with what is written at its axes."""
+SHARE = "depth (first unit 0, last 1)"
+_TITLE = 44
+"""Characters that a phone has room for above a panel."""
+
+
+def shaded_lines(found: Sequence[Series], axis: str, log: bool = False) -> go.Figure:
+    """Numbers of states, joined: between two states the shade of the unit that leads from the one to the other."""
+    panels = _by_anatomy(found)
+    plot = _panels(panels, axis, margin=0.4)
+    for row, panel in enumerate(panels, start=1):
+        for one in panel:
+            for trace in (*_line(one, one.depths, shown=True), _points(one, one.depths)):
+                plot.add_trace(trace, row, 1)
+        _shade(plot, row, panel[0].measurement.units, before=1.0)
+    _kind_entries(plot, found, shades=True)
+    plot.update_yaxes(type="log" if log else "linear")
+    return plot
+
+
+def shaded_bars(found: Sequence[Series], axis: str, share: bool = False) -> go.Figure:
+    """Numbers of units themselves, on one scale: a bar from zero with its interval, on the unit's shade."""
+    panels = _by_anatomy(found)
+    plot = _panels(panels, axis, margin=0.55)
+    for row, panel in enumerate(panels, start=1):
+        width = 0.7 / len(panel)
+        for turn, one in enumerate(panel):
+            x = one.depths + (turn - (len(panel) - 1) / 2) * width
+            plot.add_trace(_bars(one, x, 0.9 * width), row, 1)
+            plot.add_trace(_points(one, x, share, intervals=True, size=8 if len(panel) < 4 else 5), row, 1)
+        _shade(plot, row, panel[0].measurement.units, before=0.5)
+    _kind_entries(plot, found, shades=True)
+    plot.update_yaxes(zeroline=True, zerolinecolor=GREY, zerolinewidth=1, tickformat=".0%" if share else None)
+    for row in range(2, len(panels) + 1):
+        plot.update_yaxes(matches="y", row=row)
+    plot.update_layout(barmode="overlay")
+    return plot
+
+
+def overlaid(
+    panels: Mapping[str, Sequence[Series]], unit: str, share: bool = False, height: int = PANEL + 70
+) -> go.Figure:
+    """All networks in one panel for each number, whose axis titles are the keys; `unit` is what a point is one of."""
+    everything = [one for found in panels.values() for one in found]
+    shared = same_units(everything)
+    total = height * len(panels) + _legend_height(everything)
+    plot = canvas(total, len(panels), shared_xaxes=True, vertical_spacing=0.06)
+    known: set[int] = set()
+    for row, (axis, found) in enumerate(panels.items(), start=1):
+        for one in found:
+            x = places(one, shared)
+            for trace in (*_line(one, x, shown=one.place not in known), _points(one, x, share)):
+                plot.add_trace(trace, row, 1)
+            known.add(one.place)
+        plot.update_yaxes(title_text=axis, tickformat=".0%" if share else None, row=row)
+    plot.update_xaxes(title_text=unit if shared else SHARE, row=len(panels))
+    if shared:
+        plot.update_xaxes(tick0=1, dtick=_step(len(everything[0].anatomy)))
+    _kind_entries(plot, everything, shades=False)
+    return plot
+
+
+def same_units(found: Iterable[Series]) -> bool:
+    return len({one.anatomy for one in found}) <= 1
+
+
+def places(one: Series, shared: bool) -> Floats:
+    """Where a network's units are on the axis: numbered if all networks have the same, else by share of the depth."""
+    depths = [depth for _, _, depth in one.anatomy]
+    if shared:
+        return (1 + np.searchsorted(depths, one.depths)).astype(np.float64)
+    return (one.depths - depths[0]) / max(depths[-1] - depths[0], 1)
+
+
+def _by_anatomy(found: Sequence[Series]) -> list[list[Series]]:
+    groups: dict[Anatomy, list[Series]] = {}
+    for one in found:
+        groups.setdefault(one.anatomy, []).append(one)
+    return list(groups.values())
+
+
+def _panels(panels: Sequence[Sequence[Series]], axis: str, margin: float) -> go.Figure:
+    """Empty panels one below another, headed by the networks in them; beside the units a margin on either side."""
+    several = len(panels) > 1
+    height = (PANEL if several else PANEL + 90) * len(panels)
+    height += _legend_height([one for panel in panels for one in panel])
+    titles = [_title(panel) for panel in panels] if several else ()
+    plot = canvas(height, len(panels), titles=titles, vertical_spacing=62 / height if several else 0)
+    for row, panel in enumerate(panels, start=1):
+        depths = [depth for _, _, depth in panel[0].anatomy]
+        ends = [depths[0] - margin, depths[-1] + margin]
+        plot.update_xaxes(range=ends, dtick=_step(len(depths)), showgrid=False, row=row)
+    plot.update_yaxes(title_text=axis)
+    plot.update_xaxes(title_text="unit", row=len(panels))
+    return plot
+
+
+def _step(units: int) -> int:
+    """Between the numbers at an axis, so that they have room on a phone."""
+    return -(-units // 14)
+
+
+def _title(panel: Sequence[Series]) -> str:
+    """The networks of a panel, as far as there is room."""
+    if sum(len(one.name) for one in panel) <= _TITLE:
+        return ", ".join(one.label for one in panel)
+    return panel[0].label if len(panel) == 1 else f"{panel[0].label} and {len(panel) - 1} more"
+
+
+def _legend_height(found: Sequence[Series]) -> int:
+    """Of two entries a line, as on a phone."""
+    entries = len({one.place for one in found}) + len({unit.kind for one in found for unit in one.units})
+    return 60 + 11 * entries
+
+
+def _line(one: Series, x: Floats, shown: bool) -> list[go.Scatter]:
+    values, low, high = ends(one.scalars)
+    style = {"mode": "lines", "hoverinfo": "skip", "legendrank": one.place}
+    return [band(one.place, x, low, high), line(one.place, one.label, x, values, shown, **style)]
+
+
+def _points(one: Series, x: Floats, share: bool = False, intervals: bool = False, size: int = 8) -> go.Scatter:
+    """A point for each unit, whose symbol is that of its kind."""
+    values, low, high = ends(one.scalars)
+    symbols = [KIND_SYMBOLS.get(unit.kind, "circle") for unit in one.units]
+    numbers = [number(scalar, ".1%" if share else ".4g") for scalar in one.scalars]
+    return go.Scatter(
+        x=x,
+        y=finite(values),
+        mode="markers",
+        marker={"color": of_network(one.place), "symbol": symbols, "size": size},
+        error_y=error_bars(values, low, high, one.place) if intervals else None,
+        customdata=list(zip(unit_names(one.units), numbers, strict=True)),
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]}",
+        **of_one(one.place, one.label, shown=False),
+    )
+
+
+def _bars(one: Series, x: Floats, width: float) -> go.Bar:
+    return go.Bar(
+        x=x,
+        y=finite(ends(one.scalars)[0]),
+        width=width,
+        marker={"color": with_opacity(one.place, 0.45), "line": {"width": 1, "color": of_network(one.place)}},
+        hoverinfo="skip",
+        legendrank=one.place,
+        **of_one(one.place, one.label),
+    )
+
+
+def _shade(plot: go.Figure, row: int, units: Sequence[UnitRow], before: float) -> None:
+    """The kinds of units behind a panel, each unit reaching from `before` its depth on, and lines between stages."""
+    for unit in units:
+        if unit.kind in KINDS:
+            start = unit.depth - before
+            _span(plot, row, start, start + 1, fillcolor=KINDS[unit.kind], line_width=0)
+    for one, other in pairwise(units):
+        if other.stage != one.stage:
+            border = other.depth - before
+            _span(plot, row, border, border, line={"color": GREY, "width": 1.5, "dash": "dot"})
+
+
+def _span(plot: go.Figure, row: int, start: float, end: float, **style: Any) -> None:
+    kind = "line" if start == end else "rect"
+    plot.add_shape(type=kind, x0=start, x1=end, y0=0, y1=1, yref="y domain", layer="below", row=row, col=1, **style)
+
+
+def _kind_entries(plot: go.Figure, found: Sequence[Series], shades: bool) -> None:
+    """What the symbols and shades mean, in the legend; of a single kind there is nothing to tell."""
+    present = {unit.kind for one in found for unit in one.units}
+    if len(present) < 2 and not shades:
+        return
+    for kind in (kind for kind in KIND_NAMES if kind in present):
+        shade = {"fill": "toself", "fillcolor": KINDS[kind]} if shades and kind in KINDS else {}
+        plot.add_trace(
+            go.Scatter(
+                x=[None],
+                y=[None],
+                mode="markers",
+                marker={"color": GREY, "symbol": KIND_SYMBOLS[kind], "size": 8},
+                name=KIND_NAMES[kind],
+                hoverinfo="skip",
+                **shade,
+            )
+        )

@@ -1,0 +1,189 @@
+"""What the figures share: an empty plot that suits light and dark pages, labels, lines with bands, points with bars.
+
+Nothing here has a colour of its own for texts or background: the page gives them. Legends lie below the plot, which
+has a height but no width, so that it also fits a phone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import ArrayLike, NDArray
+from plotly.subplots import make_subplots
+
+from vitclinic.measurement import Measurement, Scalar
+from vitclinic.reports.colours import DASHES, MARKERS, of_network, with_opacity
+from vitclinic.reports.escaping import plain
+
+GREY = "rgba(128, 128, 128, 0.9)"
+GRID = "rgba(128, 128, 128, 0.22)"
+CLEAR = "rgba(0, 0, 0, 0)"
+LONGEST = 40
+"""Characters of a network's name in a legend."""
+PANEL_LONGEST = 20
+"""Above a panel, of which there are two beside each other on a phone."""
+LEGEND_LINE = 19
+"""Pixels."""
+WIDE = 50.0
+"""Where the largest value is so many times the smallest, an axis is logarithmic."""
+
+_AXIS = {
+    **{"gridcolor": GRID, "linecolor": GREY, "zeroline": False, "automargin": True, "title": {"standoff": 8}},
+    **{"ticks": "outside", "ticklen": 4, "tickcolor": CLEAR},  # a little space before the labels
+}
+_SCENE_AXIS = {"gridcolor": GREY, "showbackground": False, "zeroline": False}
+_LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yanchor": "bottom", "yref": "container"}
+_COLOUR_BAR = {
+    **{"orientation": "h", "x": 0.5, "xanchor": "center", "y": 0, "yanchor": "bottom", "yref": "container"},
+    **{"len": 0.8, "thickness": 12, "outlinewidth": 0},
+}
+_TEMPLATE = go.layout.Template(
+    layout={
+        "paper_bgcolor": CLEAR,
+        "plot_bgcolor": CLEAR,
+        "font": {"size": 12},
+        "margin": {"l": 8, "r": 16, "t": 10, "b": 8},
+        "legend": {**_LEGEND, "bgcolor": CLEAR},
+        "xaxis": _AXIS,
+        "yaxis": _AXIS,
+        "scene": {f"{axis}axis": _SCENE_AXIS for axis in "xyz"},
+        "polar": {
+            "bgcolor": CLEAR,
+            "angularaxis": {"gridcolor": GRID, "linecolor": GREY},
+            "radialaxis": {"gridcolor": GRID},
+        },
+        "coloraxis": {"colorbar": {**_COLOUR_BAR, "title": {"side": "top"}}},
+        "annotationdefaults": {"showarrow": False},
+    }
+)
+
+COLOUR_BAR_HEIGHT = 70
+"""Pixels of the bar of colours below a plot, with its labels."""
+
+Floats = NDArray[np.float64]
+
+
+def canvas(
+    height: int, rows: int = 1, columns: int = 1, titles: Sequence[str] = (), *, legend: int = 0, **options: Any
+) -> go.Figure:
+    """An empty plot of so many panels; `titles` are those of the panels, safe for plotly, `options` make_subplots'.
+
+    `height` is that without the legend, of which there are so many lines on a phone.
+    """
+    figure = make_subplots(rows, columns, subplot_titles=list(titles) or None, **options)
+    figure.update_layout(template=_TEMPLATE, height=height + LEGEND_LINE * legend)
+    figure.update_annotations(font_size=13)
+    if titles:
+        figure.update_layout(margin_t=30)
+    return figure
+
+
+def label(name: str, measurement: Measurement | None = None, numbers: str = "", longest: int = LONGEST) -> str:
+    """A network in a legend: its name, as plotly may have it, whether its measurement has converged, and some numbers.
+
+    These are on a second line, for a phone.
+    """
+    half = longest // 2
+    cut = name if len(name) <= longest else f"{name[: half - 1]}…{name[-half:]}"
+    unfinished = measurement is not None and measurement.status == "not_converged"
+    return plain(cut) + (" (not converged)" if unfinished else "") + (f"<br>{numbers}" if numbers else "")
+
+
+def short(value: float, form: str = ".3g") -> str:
+    """A number in a few characters: 0.0123, 12.3, 12,345."""
+    return f"{value:,.0f}" if form == ".3g" and 1000 <= abs(value) < 1e6 else f"{value:{form}}"
+
+
+def number(scalar: Scalar | None, form: str = ".3g") -> str:
+    """A scalar in words: `3.2 [2.9, 3.5]`; a bound where its interval is open."""
+    if scalar is None:
+        return "unknown"
+    if scalar.low is None or scalar.high is None or math.isnan(scalar.low) or math.isnan(scalar.high):
+        return short(scalar.value, form)
+    if math.isinf(scalar.high):
+        return f"at least {short(scalar.low, form)}"
+    return f"{short(scalar.value, form)} [{short(scalar.low, form)}, {short(scalar.high, form)}]"
+
+
+def finite(values: ArrayLike) -> Floats:
+    """The numbers with a gap, NaN, where one is not finite."""
+    numbers = np.asarray(values, dtype=np.float64)
+    return np.where(np.isfinite(numbers), numbers, np.nan)
+
+
+def is_wide(values: ArrayLike) -> bool:
+    """Whether the numbers ask for a logarithmic axis: all positive, and of more than one and a half orders."""
+    numbers = finite(values)
+    known = numbers[~np.isnan(numbers)]
+    return bool(known.size) and bool((known > 0).all()) and bool(known.max() > WIDE * known.min())
+
+
+def line_style(place: int) -> dict[str, Any]:
+    return {"color": of_network(place), "dash": DASHES[place % len(DASHES)], "width": 2}
+
+
+def marker_style(place: int, size: int = 7) -> dict[str, Any]:
+    return {"color": of_network(place), "symbol": MARKERS[place % len(MARKERS)], "size": size}
+
+
+def of_one(place: int, label: str, shown: bool = True) -> dict[str, Any]:
+    """What all traces of one network share: one entry of the legend switches them together."""
+    return {"name": label, "legendgroup": str(place), "showlegend": shown}
+
+
+def line(place: int, label: str, x: ArrayLike, y: ArrayLike, shown: bool = True, **options: Any) -> go.Scatter:
+    """A network's line, with markers."""
+    style = {"mode": "lines+markers", "line": line_style(place), "marker": marker_style(place)}
+    return go.Scatter(x=np.asarray(x), y=finite(y), **of_one(place, label, shown), **(style | options))
+
+
+def band(place: int, x: ArrayLike, low: ArrayLike, high: ArrayLike) -> go.Scatter:
+    """The area between two curves, in the network's colour; it has a gap wherever one of them has."""
+    across, below, above = np.asarray(x), finite(low), finite(high)
+    known = ~(np.isnan(below) | np.isnan(above))
+    outline: list[tuple[float, float]] = []
+    for run in np.split(np.arange(len(known)), np.flatnonzero(np.diff(known)) + 1):
+        if len(run) and known[run[0]]:
+            back = run[::-1]
+            outline += [*zip(across[run], above[run], strict=True), *zip(across[back], below[back], strict=True)]
+            outline.append((math.nan, math.nan))
+    xs, ys = np.array(outline[:-1]).T if outline else (np.zeros(0), np.zeros(0))
+    return go.Scatter(
+        x=xs,
+        y=ys,
+        mode="lines",
+        line={"width": 0},
+        fill="toself",
+        fillcolor=with_opacity(place, 0.18),
+        hoverinfo="skip",
+        legendgroup=str(place),
+        showlegend=False,
+    )
+
+
+def error_bars(values: ArrayLike, low: ArrayLike, high: ArrayLike, place: int | None = None) -> dict[str, Any]:
+    """Plotly's error bars from the ends of intervals; none where an end is not known."""
+    middle, below, above = finite(values), finite(low), finite(high)
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": np.nan_to_num(np.maximum(above - middle, 0)),
+        "arrayminus": np.nan_to_num(np.maximum(middle - below, 0)),
+        "thickness": 1.5,
+        "width": 4,
+        "color": GREY if place is None else of_network(place),
+    }
+
+
+def ends(scalars: Sequence[Scalar | None]) -> tuple[Floats, Floats, Floats]:
+    """Values, lower and upper ends of some scalars, NaN where there is none."""
+    rows = [
+        (math.nan,) * 3 if s is None else (s.value, *(math.nan if e is None else e for e in (s.low, s.high)))
+        for s in scalars
+    ]
+    values, low, high = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+    return values, low, high

@@ -1,0 +1,164 @@
+"""Largest eigenvalue of the Hessian by component and by block, its trace, and the density of all eigenvalues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from vitclinic.reports.colours import of_network
+from vitclinic.reports.contents import Examined
+from vitclinic.reports.figure import Figure, Table, draws, measured
+from vitclinic.reports.figures.compared import COLUMNS, Measured, beside, known, scalar_table
+from vitclinic.reports.figures.drawing import (
+    Floats,
+    canvas,
+    ends,
+    error_bars,
+    is_wide,
+    label,
+    line,
+    line_style,
+    of_one,
+)
+
+_COMPONENTS = {
+    "lambda_max": "whole network",
+    "lambda_max_embedding": "embedding",
+    "lambda_max_msa": "MSAs",
+    "lambda_max_mlp": "MLPs",
+    "lambda_max_conv": "Convs",
+}
+_PAPER = "Chen et al. 2022, Table 4 (C1, C4)"
+_POINTS = 400
+_SMALLEST = 1e-8
+"""The least density that is drawn, as a share of the highest."""
+
+
+@draws("sharpness")
+def sharpness(examined: Sequence[Examined]) -> list[Figure]:
+    found = measured(examined, "sharpness")
+    in_blocks = [each for each in found if any("lambda_max" in unit.values for unit in each[2].units)]
+    with_density = [each for each in found if {"density_nodes", "density_weights"} <= each[2].arrays.keys()]
+    figures = [
+        *(_components(found) if known(found, _COMPONENTS) else []),
+        *(_blocks(in_blocks) if in_blocks else []),
+        *(_trace(found) if known(found, {"trace": ""}) else []),
+        *(_density(with_density) if with_density else []),
+    ]
+    return figures
+
+
+def _components(found: Measured) -> list[Figure]:
+    groups = known(found, _COMPONENTS)
+    return [
+        Figure(
+            name="sharpness-components",
+            title="Sharpness, whole and by component",
+            reading="The largest eigenvalue of the Hessian of the training loss, of all weights and of the weights of"
+            " one kind of component alone; smaller is flatter. Its interval is the error of the iteration, often too"
+            " small to be seen; a negative value says that the steepest curvature bends down, and there is no minimum.",
+            paper=_PAPER,
+            table=scalar_table(found, {**groups, "loss": ""}),
+            plot=beside(found, groups, "largest eigenvalue λ<sub>max</sub>"),
+        )
+    ]
+
+
+def _blocks(found: Measured) -> list[Figure]:
+    figure = canvas(340, legend=len(found))
+    rows, everything = [], []
+    for place, name, one in found:
+        units = [unit for unit in one.units if "lambda_max" in unit.values]
+        values, low, high = ends([unit.values["lambda_max"] for unit in units])
+        curve = line(
+            place,
+            label(name, one),
+            np.arange(1, len(units) + 1),
+            values,
+            error_y=error_bars(values, low, high, place),
+            hovertemplate="block %{x}: %{y:.4g}",
+        )
+        figure.add_trace(curve)
+        everything += values.tolist()
+        rows += [(name, unit.name, *row, None) for unit, *row in zip(units, values, low, high, strict=True)]
+        if "lambda_max" in one.scalars:
+            whole = one.scalars["lambda_max"]
+            figure.add_hline(y=whole.value, line={"color": of_network(place), "width": 1, "dash": "dot"})
+            everything.append(whole.value)
+            rows.append((name, "whole network", whole.value, whole.low, whole.high, whole.n))
+    figure.update_xaxes(title_text="block", rangemode="tozero", tickformat="d")
+    log = is_wide(everything)
+    figure.update_yaxes(title_text="largest eigenvalue λ<sub>max</sub>", type="log" if log else "linear")
+    figure.update_yaxes(exponentformat="power", rangemode="normal" if log else "tozero")
+    return [
+        Figure(
+            name="sharpness-blocks",
+            title="Sharpness by depth",
+            reading="The largest eigenvalue of the Hessian over the weights of one block alone, from the first block to"
+            " the last; the dotted line is that of the whole network. The paper finds the lower blocks sharper.",
+            paper=_PAPER,
+            table=Table(COLUMNS, rows),
+            plot=figure,
+        )
+    ]
+
+
+def _trace(found: Measured) -> list[Figure]:
+    groups = {"trace": "trace"}
+    return [
+        Figure(
+            name="sharpness-trace",
+            title="Trace of the Hessian",
+            reading="The sum of all eigenvalues, estimated with random vectors, with its 95% interval. Where the"
+            " largest eigenvalue is the curvature in the steepest direction, the trace is that in all together:"
+            " smaller is flatter.",
+            paper="Chen et al. 2022, App. F (C1)",
+            table=scalar_table(found, groups),
+            plot=beside(found, groups, "trace of the Hessian"),
+        )
+    ]
+
+
+def _density(found: Measured) -> list[Figure]:
+    figure = canvas(340, legend=len(found))
+    rows = []
+    nodes = np.concatenate([one.arrays["density_nodes"] for _, _, one in found])
+    width = 0.01 * float(np.ptp(nodes)) or 1.0
+    across = np.linspace(nodes.min() - 4 * width, nodes.max() + 4 * width, _POINTS)
+    for place, name, one in found:
+        places, weights = one.arrays["density_nodes"], one.arrays["density_weights"]
+        density = smoothed(across, places, weights, width)
+        figure.add_trace(
+            go.Scatter(
+                x=across,
+                y=np.where(density > _SMALLEST * density.max(), density, np.nan),
+                mode="lines",
+                line=line_style(place),
+                hovertemplate="eigenvalue %{x:.3g}: density %{y:.2g}",
+                **of_one(place, label(name, one)),
+            )
+        )
+        rows += [(name, *row) for row in zip(places.tolist(), weights.tolist(), strict=True)]
+    figure.update_xaxes(title_text="eigenvalue")
+    figure.update_yaxes(title_text="density (log)", type="log", exponentformat="power", dtick=2)
+    return [
+        Figure(
+            name="sharpness-density",
+            title="Density of all Hessian eigenvalues",
+            reading="How the eigenvalues of the whole Hessian are distributed, each node of the estimate drawn a"
+            f" little wide (a standard deviation of {width:.2g}), on a logarithmic axis: nearly all are near zero."
+            " Bumps far to the right are the few sharp directions, anything left of zero is curvature that bends down.",
+            paper="after Ghorbani et al. 2019; Chen et al. 2022, App. F",
+            table=Table(("network", "node", "weight"), rows),
+            plot=figure,
+        )
+    ]
+
+
+def smoothed(x: Floats, nodes: Floats, weights: Floats, width: float) -> Floats:
+    """The density of Gaussians of these weights at the nodes."""
+    away = (x[:, None] - nodes[None]) / width
+    density: Floats = np.exp(-0.5 * away**2) @ weights / (width * np.sqrt(2 * np.pi))
+    return density

@@ -1,0 +1,201 @@
+"""A run's metrics over its steps: loss, accuracy, gradient norm, learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from vitclinic.reports.colours import of_network
+from vitclinic.reports.contents import Examined
+from vitclinic.reports.figure import Figure, Table, draws
+from vitclinic.reports.figures.drawing import (
+    Floats,
+    band,
+    canvas,
+    error_bars,
+    finite,
+    is_wide,
+    label,
+    line,
+    line_style,
+    marker_style,
+    of_one,
+)
+
+POINTS = 300
+"""At most so many on a curve; of more steps, each point stands for several."""
+_EXPLODED = 10.0
+"""As training has it: a loss of so many times the first is a divergence."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A value over steps, in groups of steps: the mean of each, its least and its greatest."""
+
+    step: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What a row of the figure shows."""
+
+    kind: str
+    key: str
+    title: str
+
+
+_PANELS = (
+    Panel("train", "loss", "loss"),
+    Panel("val", "accuracy", "accuracy on val"),
+    Panel("train", "grad_norm", "gradient norm"),
+    Panel("train", "lr", "learning rate"),
+)
+
+
+@draws("training")
+def training(examined: Sequence[Examined]) -> list[Figure]:
+    found = [(place, one) for place, one in enumerate(examined) if _series(one, "train", "loss") is not None]
+    if not found:
+        return []
+    panels = [panel for panel in _PANELS if any(_series(one, panel.kind, panel.key) for _, one in found)]
+    return [
+        Figure(
+            name="training",
+            title="Training curves",
+            reading="Loss of the training batches (line: the mean of some steps; band: from their lowest to their"
+            " highest) and on val (markers), then accuracy, gradient norm and learning rate, over the same steps. A val"
+            " loss that turns up while the training loss falls is overfitting; a vertical line marks a divergence.",
+            paper="Chen et al. 2022, Fig. 2",
+            table=_table(found),
+            plot=_plot(found, panels),
+        )
+    ]
+
+
+def _series(one: Examined, kind: str, key: str) -> tuple[Floats, Floats] | None:
+    """Steps and values of one metric; None where no row has it. A value that is not finite is NaN."""
+    rows = [row for row in one.training if row.get("kind") == kind and "step" in row and key in row]
+    values = np.array([_number(row[key]) for row in rows])
+    if not rows or np.isnan(values).all():
+        return None
+    return np.array([float(row["step"]) for row in rows]), values
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def thinned(step: Floats, values: Floats, points: int = POINTS) -> Curve:
+    """At most so many points, each of the values in a range of steps."""
+    groups = np.array_split(np.arange(len(step)), min(points, len(step)))
+    means, lows, highs = [], [], []
+    for group in groups:
+        known = values[group][~np.isnan(values[group])]
+        for found, of in ((means, np.mean), (lows, np.min), (highs, np.max)):
+            found.append(float(of(known)) if known.size else math.nan)
+    return Curve(np.array([step[group[-1]] for group in groups]), *(np.array(each) for each in (means, lows, highs)))
+
+
+def divergence(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The step at which the loss was no longer finite, or was ten times the first; None if it never was."""
+    losses = [row for row in rows if row.get("kind") in ("train", "val") and "loss" in row]
+    first = next((_number(row["loss"]) for row in losses if row["kind"] == "train"), math.nan)
+    limit = _EXPLODED * max(abs(first), 1.0)
+    for row in losses:
+        loss = _number(row["loss"])
+        if math.isnan(loss) or (row["kind"] == "train" and loss > limit):
+            return float(row.get("step", 0))
+    return None
+
+
+def _plot(found: Sequence[tuple[int, Examined]], panels: Sequence[Panel]) -> go.Figure:
+    heights = [2.0 if panel.key == "loss" else 1.0 for panel in panels]
+    height = 60 + 135 * int(sum(heights))
+    spacing = 26 / height
+    figure = canvas(
+        height, len(panels), legend=len(found), shared_xaxes=True, row_heights=heights, vertical_spacing=spacing
+    )
+    for row, panel in enumerate(panels, start=1):
+        everything: list[float] = []
+        for place, one in found:
+            for trace in _traces(place, one, panel, shown=row == 1):
+                figure.add_trace(trace, row, 1)
+                everything += [float(y) for y in trace.y]
+        log = panel.key != "accuracy" and panel.key != "lr" and is_wide(everything)
+        figure.update_yaxes(title_text=panel.title, type="log" if log else "linear", row=row, col=1)
+        figure.update_yaxes(exponentformat="power", row=row, col=1)
+        if not log and panel.key != "loss":
+            figure.update_yaxes(rangemode="tozero", row=row, col=1)
+        if panel.key == "accuracy":
+            figure.update_yaxes(tickformat=".0%", row=row, col=1)
+    for place, one in found:
+        if (step := divergence(one.training)) is not None:
+            figure.add_vline(x=step, line={"color": of_network(place), "dash": "dash", "width": 1.5})
+            figure.update_layout(margin_t=26)
+            figure.add_annotation(
+                x=step, y=1, yref="paper", yanchor="bottom", text="diverged", font={"color": of_network(place)}
+            )
+    figure.update_xaxes(title_text="step", row=len(panels), col=1)
+    return figure
+
+
+def _traces(place: int, one: Examined, panel: Panel, shown: bool) -> list[go.Scatter]:
+    text = label(one.name)
+    traces = []
+    series = _series(one, panel.kind, panel.key)
+    if panel.key == "accuracy":
+        return [] if series is None else [_validation(place, one, "accuracy", text, shown)]
+    if series is not None:
+        curve = thinned(*series)
+        if panel.key != "lr" and len(series[0]) > len(curve.step):
+            traces.append(band(place, curve.step, curve.low, curve.high))
+        traces.append(
+            go.Scatter(
+                x=curve.step,
+                y=finite(curve.mean),
+                mode="lines",
+                line=line_style(place) | {"width": 1.5},
+                hovertemplate=f"step %{{x}}: {panel.title} %{{y:.4g}}",
+                **of_one(place, text, shown),
+            )
+        )
+    if panel.key == "loss" and _series(one, "val", "loss") is not None:
+        traces.append(_validation(place, one, "loss", text, shown=False))
+    return traces
+
+
+def _validation(place: int, one: Examined, key: str, text: str, shown: bool) -> go.Scatter:
+    series = _series(one, "val", key)
+    assert series is not None
+    step, values = series
+    options: dict[str, Any] = {"hovertemplate": f"step %{{x}}: val {key} %{{y:.4g}}", "marker": marker_style(place, 8)}
+    if key == "accuracy":
+        ends = [_series(one, "val", f"accuracy_{end}") for end in ("low", "high")]
+        if all(end is not None and len(end[1]) == len(values) for end in ends):
+            low, high = (end[1] for end in ends if end is not None)
+            options["error_y"] = error_bars(values, low, high, place)
+    return line(place, text, step, values, shown, line=line_style(place) | {"width": 1}, **options)
+
+
+def _table(found: Sequence[tuple[int, Examined]]) -> Table:
+    """The points drawn, with what each of them stands for."""
+    rows = []
+    for _, one in found:
+        for kind, key in [(panel.kind, panel.key) for panel in _PANELS] + [("val", "loss")]:
+            series = _series(one, kind, key)
+            if series is None:
+                continue
+            curve = thinned(*series)
+            columns = (each.tolist() for each in (curve.step, curve.mean, curve.low, curve.high))
+            rows += [(one.name, kind, key, *row) for row in zip(*columns, strict=True)]
+        if (step := divergence(one.training)) is not None:
+            rows.append((one.name, "train", "divergence", step, None, None, None))
+    return Table(("network", "kind", "metric", "step", "mean", "lowest", "highest"), rows)
