@@ -121,7 +121,7 @@ def test_an_option_that_is_set_puts_its_probe_first() -> None:
         ({"budget": "soon"}, "'budget': write a time such as 90s, 3m or 1h30m (got 'soon')."),
         ({"budget": 0}, "'budget' must be longer than nothing"),
         ({"budget": -1}, "'budget': write a time"),
-        ({"settings": {"landscpe": {"points": 5}}}, "'landscpe', which is not among the probes"),
+        ({"settings": {"landscpe": {"points": 5}}}, "Did you mean 'landscape'?"),
         ({"settings": {"landscape": {"pionts": 5}}}, "Did you mean 'points'?"),
         ({"probes": []}, "'probes' is empty"),
     ],

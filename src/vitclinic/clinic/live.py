@@ -137,7 +137,7 @@ def _plan_lines(schedule: Schedule) -> list[str]:
         steps = [step for step in schedule.steps if step.label == label and step.seconds != 0]
         probe, subject = steps[0].probes[0], steps[0].subject
         view = seen_by(probe, subject)
-        which = f" ({', '.join(probe.name for probe in steps[0].probes)})" if len(steps[0].probes) > 1 else ""
+        which = f" ({', '.join(probe.name for probe in steps[0].probes)})" if label != probe.name else ""
         own = view is not subject or subject is not schedule.subjects[steps[0].place]
         images = f" on {_images(view)}" if own else ""
         lines.append(f"  {label}{which}{images}: {spoken(sum(step.seconds for step in steps))}")

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from vitclinic.config import Config, validate
 from vitclinic.durations import seconds
-from vitclinic.errors import RecipeError
+from vitclinic.errors import RecipeError, did_you_mean
 from vitclinic.measurement import Number
 from vitclinic.probes import Probe, StreamingProbe, known_probes, parse_probes, usual_probes
 
@@ -94,7 +94,8 @@ def _with_settings(probes: list[Probe], settings: Mapping[str, Mapping[str, Any]
     names = [probe.name for probe in probes]
     for name in settings:
         if name not in names:
-            raise RecipeError(f"An option is set of '{name}', which is not among the probes ({', '.join(names)}).")
+            hint = did_you_mean(name, names)
+            raise RecipeError(f"An option is set, and '{name}' is not among the probes ({', '.join(names)}).{hint}")
     return [
         parse_probes([{probe.name: {**given(probe), **settings[probe.name]}}])[0] if probe.name in settings else probe
         for probe in probes
