@@ -32,6 +32,7 @@ def test_the_surface_grows_on_purpose():
         "examine": sorted(
             [
                 *("targets", "--data", "--probes", "--set", "--split", "--limit", "--size", "--batch-size", "--seed"),
+                *("--budget", "--quick", "--full", "--report", "--no-report", "--no-images"),
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),

@@ -11,7 +11,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitclinic.clinic import Exam, examine
+    from vitclinic.clinic import Exam, Exams
+    from vitclinic.clinic.examine import examine  # from where it is: mypy takes the package's name for the module
     from vitclinic.clinic.reporting import report
     from vitclinic.data import Dataset, open_data
     from vitclinic.measurement import Measurement
@@ -23,6 +24,7 @@ __version__ = version("vitclinic")
 
 _HOMES = {
     "Exam": "vitclinic.clinic",
+    "Exams": "vitclinic.clinic",
     "examine": "vitclinic.clinic",
     "report": "vitclinic.clinic.reporting",
     "Measurement": "vitclinic.measurement",
@@ -42,6 +44,7 @@ _HOMES = {
 __all__ = [
     "Dataset",
     "Exam",
+    "Exams",
     "Measurement",
     "Observer",
     "Recipe",

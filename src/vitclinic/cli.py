@@ -23,7 +23,7 @@ from vitclinic.errors import RecipeError, VitclinicError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vitclinic.clinic import Exam
+    from vitclinic.clinic import Exams
     from vitclinic.training import Run
 
 DIVERGED = 5
@@ -132,7 +132,10 @@ def demo(
 def examine(
     targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="What to examine; see below.")],
     data: Annotated[str | None, typer.Option(metavar="D", help="Data to measure on; a run has its own.")] = None,
-    probes: Annotated[str | None, typer.Option(metavar="A,B", help="Which probes; quick ones unless given.")] = None,
+    probes: Annotated[str | None, typer.Option(metavar="A,B", help="Which probes; else those in time.")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="TIME", help="Of all targets together; else 5m.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what one pass over the images shows.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All probes that apply, whatever they take.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="An option of a probe.")
     ] = None,
@@ -145,15 +148,20 @@ def examine(
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Do not ask for pretrained ones.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where results go; a run's own exams/, or ./exams.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is stored.")] = False,
+    report: Annotated[Path | None, typer.Option(help="The page; report.html of one run, or of ./exams.")] = None,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write no page.")] = False,
+    no_images: Annotated[bool, typer.Option("--no-images", help="Leave your pictures out of the page.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run probes on one or several networks, print their results side by side and store them.
+    """Run the probes that apply on one or several networks, within a budget, and write one page about them.
 
     \b
     vitclinic examine runs/photos-...                       a run, on its own test images
-    vitclinic examine runs/a runs/b --probes norms          two of them, one probe
+    vitclinic examine runs/a runs/b --budget 20m            two of them side by side, the first as the reference
+    vitclinic examine runs/a --quick                        only what one pass over the images shows
+    vitclinic examine runs/a --probes norms,landscape       these probes
     vitclinic examine timm:resnet18 --data photos/          a timm network with its published weights
     vitclinic examine 'timm:NAME?img_size=32@FILE' --data D  keywords, and a checkpoint
     vitclinic examine torchvision:NAME hf:NAME mynets:build --data D
@@ -161,47 +169,64 @@ def examine(
 
     Probes: `vitclinic list probes`. What is stored is not measured again: docs/examine.md.
     """
-    exams: list[Exam] = []
     with _resumable():  # the imports, too, are long enough to be interrupted
-        from vitclinic.clinic import Examination
-        from vitclinic.clinic.display import Display
+        from rich.markup import escape
+
+        from vitclinic.clinic import Examination, Exams
+        from vitclinic.clinic.live import Display
         from vitclinic.training.distributed import joined_world, pick_device
 
         console = _console(verbose, quiet or as_json)
-        try:
-            with Display(console) as display, joined_world(pick_device(device)):
-                examination = Examination(
-                    data,
-                    probes=_probe_entries(probes, settings or []),
-                    split=split,
-                    limit=limit,
-                    size=size,
-                    batch_size=batch_size,
-                    seed=seed,
-                    device=device,
-                    random_weights=random_weights,
-                    out=out,
-                    fresh=fresh,
-                    together=True,
-                    watcher=display,
-                )
-                for target in targets:
-                    exams.append(examination.of(target))
-        except VitclinicError:
-            if exams:  # one target's mistake does not hide the others' results
-                _show(exams, console, as_json)
-            raise
-        _show(exams, console, as_json)
+        patients, mistakes = [], []
+        with Display(console) as display, joined_world(pick_device(device)):
+            examination = Examination(
+                data,
+                probes=_names(probes),
+                budget=budget,
+                quick=quick,
+                full=full,
+                settings=_settings(settings or []),
+                split=split,
+                limit=limit,
+                size=size,
+                batch_size=batch_size,
+                seed=seed,
+                device=device,
+                random_weights=random_weights,
+                out=out,
+                fresh=fresh,
+                together=True,
+                watcher=display,
+            )
+            for target in targets:
+                try:
+                    patients.append(examination.patient(target))
+                except VitclinicError as error:  # one target's mistake does not hide the others' results
+                    mistakes.append(error)
+            exams = examination.of_all(patients) if patients else Exams()
+        _show(exams, console, as_json, whole=probes is not None)
+        if exams and not no_report and not _follows():
+            page = exams.report(report or _report_path(exams, out), images=not no_images)
+            console.print(f"report: [bold]{escape(str(page))}[/]", soft_wrap=True, highlight=False)
+    if mistakes:
+        raise mistakes[0]
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
         raise typer.Exit(PROBE_FAILED)
 
 
-def _show(exams: list[Exam], console: Console, as_json: bool) -> None:
+def _report_path(exams: Exams, out: Path | None) -> Path:
+    """`report.html` of the run that was examined or, where there is none or several, of the folder of exams."""
+    if out is None and len(exams) == 1 and exams[0].run is not None:
+        return exams[0].run.path / "report.html"
+    return (out or Path("exams")) / "report.html"
+
+
+def _show(exams: Exams, console: Console, as_json: bool, whole: bool) -> None:
     from vitclinic.clinic.display import plain, show_exams
 
     if as_json and not _follows():
         typer.echo(json.dumps([plain(exam) for exam in exams], indent=2, allow_nan=False))
-    show_exams(exams, console)
+    show_exams(exams, console, whole=whole)
 
 
 @contextmanager
@@ -214,22 +239,22 @@ def _resumable(kept: str = "what has been measured is stored") -> Iterator[None]
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _probe_entries(names: str | None, settings: list[str]) -> list[dict[str, dict[str, Any]]]:
-    """`a,b` and `b.option=value` as {name: options}; options of a probe that is not named are a mistake."""
-    from vitclinic.probes import usual_probes
+def _names(probes: str | None) -> list[str] | None:
+    return None if probes is None else [name.strip() for name in probes.split(",") if name.strip()]
+
+
+def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
+    """`probe.option=value` as {probe: {option: value}}."""
     from vitclinic.training.overrides import parse_yaml
 
-    chosen = usual_probes() if names is None else [name.strip() for name in names.split(",") if name.strip()]
-    options: dict[str, dict[str, Any]] = {name: {} for name in chosen}
-    for setting in settings:
-        path, equals, value = setting.partition("=")
+    options: dict[str, dict[str, Any]] = {}
+    for word in words:
+        path, equals, value = word.partition("=")
         probe, dot, option = path.partition(".")
         if not (equals and dot and option):
-            raise RecipeError(f"--set takes PROBE.OPTION=VALUE (got '{setting}').")
-        if probe not in options:
-            raise RecipeError(f"--set {setting}: '{probe}' is not among the probes ({', '.join(options)}).")
-        options[probe][option] = parse_yaml(value, f"--set {setting}")
-    return [{name: options[name]} for name in chosen]
+            raise RecipeError(f"--set takes PROBE.OPTION=VALUE (got '{word}').")
+        options.setdefault(probe, {})[option] = parse_yaml(value, f"--set {word}")
+    return options
 
 
 @app.command()
@@ -291,7 +316,7 @@ def corrupt(
     The same command goes on where it was interrupted. What the corruptions are: docs/corrupt.md.
     """
     with _resumable("what has been written is kept"):
-        from vitclinic.clinic.display import Display
+        from vitclinic.clinic.live import Display
         from vitclinic.data.corruptions.copying import corrupt_data
 
         console = _console(verbose, quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated
 
@@ -22,6 +23,22 @@ def seconds(text: str | int | float) -> float:
         raise ValueError("write a time such as 90s, 3m or 1h30m")
     hours, minutes, rest = (float(part or 0) for part in match.groups())
     return 3600 * hours + 60 * minutes + rest
+
+
+def spoken(span: float) -> str:
+    """Seconds as one says them.
+
+    Example:
+        >>> spoken(0.2), spoken(42.4), spoken(200), spoken(9000)
+        ('under 1 s', '42 s', '3 min', '2.5 h')
+    """
+    if not math.isfinite(span):
+        return "an unknown time"
+    if span < 1:
+        return "under 1 s"
+    if span < 90:
+        return f"{round(span)} s"
+    return f"{round(span / 60)} min" if span < 5400 else f"{span / 3600:.1f} h"
 
 
 def _checked_time(value: str | int | float) -> str | int | float:

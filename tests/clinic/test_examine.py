@@ -265,7 +265,9 @@ def test_the_command_compares_and_stores(tmp_path, command):
     table = [line.split("\t") for line in out.splitlines() if "\t" in line]
     assert table[0] == ["measured", "nets:build", "nets:deep"]
     assert {row[0] for row in table} >= {"cost.flops", "cost.parameters", "norms.weight_norm"}
-    assert "nets:build on 6 test images of shapes:60: cost, norms, about 1 s" in out
+    assert "nets:build, nets:deep on 6 test images of shapes:60: about" in out
+    assert "shared pass (norms): under 1 s" in out
+    assert (tmp_path / "exams" / "report.html").is_file()
     assert "\x1b" not in out
     exams = json.loads(command(*words, "--json")[1])
     assert [exam["target"] for exam in exams] == ["nets:build", "nets:deep"]
@@ -280,7 +282,7 @@ def test_one_targets_mistake_does_not_hide_the_others_results(tmp_path, command)
         "def good():\n    return Unknown()\n"
         "def bad():\n    return Unknown().to('meta')\n"
     )
-    words = ["examine", "fair:good", "fair:bad", "--data", "shapes:60", "--limit", "4", "--set", "cost.repeats=1"]
+    words = ["examine", "fair:good", "fair:bad", "--data", "shapes:60", "--limit", "4", "--quick"]
     code, out, error = command(*words)
     assert code == 2
     assert "cost.parameters\t" in out
@@ -291,7 +293,7 @@ def test_one_targets_mistake_does_not_hide_the_others_results(tmp_path, command)
 
 def test_grey_data_become_what_the_network_takes(tmp_path, command):
     (tmp_path / "coloured.py").write_text("from tests.probes.subjects import Unknown as build\n")
-    words = ["examine", "coloured:build", "--data", "digits", "--limit", "4", "--set", "cost.repeats=1"]
+    words = ["examine", "coloured:build", "--data", "digits", "--limit", "4", "--quick"]
     code, out, error = command(*words)
     assert code == 0, error
     assert "cost.flops\t" in out
@@ -303,7 +305,7 @@ def test_ctrl_c_is_not_a_traceback(moment, command, monkeypatch):
         raise KeyboardInterrupt
 
     if moment == "measuring":
-        monkeypatch.setattr("vitclinic.clinic.Examination.of", interrupt)
+        monkeypatch.setattr("vitclinic.clinic.Examination.patient", interrupt)
     else:
         interrupted = types.ModuleType("vitclinic.clinic.display")
         interrupted.__getattr__ = interrupt
@@ -347,9 +349,8 @@ def test_a_network_that_fails_in_a_batch_fails_its_probes_and_not_the_exam(comma
     )
     code, out, _ = command("examine", "brittle:build", "--data", "shapes:60", "--limit", "6", "--probes", "cost,norms")
     assert code == 6
-    assert "cost, norms, about an unknown time" in out
-    for probe in ("cost", "norms"):
-        assert f"{probe} failed (brittle:build): RuntimeError: one at a time" in out
+    assert "shared pass (norms): an unknown time" in out
+    assert "cost, norms failed (brittle:build): RuntimeError: one at a time" in out
 
 
 def test_a_run_on_data_whose_classes_are_called_otherwise(tmp_path):

@@ -78,4 +78,4 @@ def test_peak_memory_holds_weights_input_and_activations():
 
 def test_the_estimate_knows_that_batches_are_capped():
     (probe,) = parse_probes([{"cost": {"repeats": 7, "batch": 32}}])
-    assert probe.forwards(subject("vit", batch_size=4)) == 9 * 5 + 1
+    assert probe.forwards(subject("vit", batch_size=4)) == 9 * (4 + 8) + 16

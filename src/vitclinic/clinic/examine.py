@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from numbers import Integral
 from pathlib import Path
@@ -11,14 +12,21 @@ from typing import Any, overload
 
 from torch import nn
 
+from vitclinic.clinic.case import Case
+from vitclinic.clinic.exam import Exam, Exams, Measured
 from vitclinic.clinic.pictures import draw
-from vitclinic.clinic.store import REUSED, Store
+from vitclinic.clinic.plan import Plan, candidates
+from vitclinic.clinic.planning import Patient, Planner
+from vitclinic.clinic.store import Store
 from vitclinic.clinic.targets import Target, resolve
+from vitclinic.clinic.watching import Schedule, Step, Watcher
+from vitclinic.config import validate
 from vitclinic.data import DataConfig, Dataset, open_data
 from vitclinic.data.decoding import Size
-from vitclinic.errors import RecipeError, did_you_mean
+from vitclinic.durations import spoken
+from vitclinic.errors import RecipeError
 from vitclinic.measurement import Measurement
-from vitclinic.probes import Probe, Subject, estimated_seconds, measure, parse_probes
+from vitclinic.probes import OwningProbe, StreamingProbe, Subject, measure
 from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.training import Run
 from vitclinic.training.distributed import pick_device
@@ -27,64 +35,18 @@ What = str | Path | Run | nn.Module
 Data = str | DataConfig | Dataset
 
 
-@dataclass(frozen=True)
-class Exam(Mapping[str, Measurement]):
-    """The measurements of one subject, by probe: `exam["norms"].scalars["weight_norm"].value`."""
-
-    name: str
-    subject: str
-    """Digest of the network."""
-    folder: Path
-    """Where the measurements are stored."""
-    measurements: dict[str, Measurement]
-    files: dict[str, Path] = field(default_factory=dict)
-    reused: frozenset[str] = frozenset()
-    """The probes whose measurements had been made before."""
-    pictures: dict[str, Path] = field(default_factory=dict)
-    """The folders with pictures, of the probes that draw some."""
-
-    def __getitem__(self, probe: str) -> Measurement:
-        if probe not in self.measurements:
-            raise KeyError(f"'{probe}' was not measured.{did_you_mean(probe, self.measurements)}")
-        return self.measurements[probe]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.measurements)
-
-    def __len__(self) -> int:
-        return len(self.measurements)
-
-    def __repr__(self) -> str:
-        found = ", ".join(f"{name}: {measurement.status}" for name, measurement in self.measurements.items())
-        return f"Exam({self.name}; {found})"
-
-
-class Watcher:
-    """Told what goes on; the command line's display is one."""
-
-    def on_reading(self, what: str, done: int, total: int) -> None:
-        """Images are being decoded."""
-
-    def on_subject(self, subject: Subject, to_do: Sequence[Probe], seconds: float) -> None:
-        """A subject's turn: these probes are not stored yet, and will take about so long."""
-
-    def on_progress(self, what: str, done: int, total: int) -> None:
-        """Images have passed through the network."""
-
-    def on_measurement(self, subject: Subject, measurement: Measurement) -> None:
-        """A measurement is made and stored."""
-
-
 @overload
 def examine(targets: What, data: Data | None = None, **options: Any) -> Exam: ...
 @overload
-def examine(targets: Sequence[What], data: Data | None = None, **options: Any) -> list[Exam]: ...
-def examine(targets: What | Sequence[What], data: Data | None = None, **options: Any) -> Exam | list[Exam]:
-    """Measure one network (an `Exam`) or several (a list of them) on some data.
+def examine(targets: Sequence[What], data: Data | None = None, **options: Any) -> Exams: ...
+def examine(targets: What | Sequence[What], data: Data | None = None, **options: Any) -> Exam | Exams:
+    """Measure one network (an `Exam`) or several (`Exams`, a list of them) on some data, within five minutes.
 
     Example:
-        >>> exam = examine(network, data="photos/", probes=["norms"])  # doctest: +SKIP
+        >>> exam = examine(network, data="photos/", budget="2m")  # doctest: +SKIP
         >>> exam["norms"].scalars["weight_norm"].value  # doctest: +SKIP
+        >>> exam["fourier"].figure()  # doctest: +SKIP
+        >>> exam.report("report.html")  # doctest: +SKIP
 
     `targets` are networks that take pixels in [0, 1], or TARGETs (see `vitclinic.clinic.targets`); `data` is what
     `open_data` takes or returns, for a run by default its own. Options are those of `Examination`.
@@ -94,17 +56,21 @@ def examine(targets: What | Sequence[What], data: Data | None = None, **options:
         return examination.of(targets)
     if not targets:
         raise RecipeError("There is nothing to examine: name a target.")
-    return [examination.of(target) for target in targets]
+    return examination.of_all([examination.patient(target) for target in targets])
 
 
 class Examination:
     """What is measured, on what and where it is stored: the same for all targets.
 
-    `probes` are names or {name: {option: value}}, by default those that take seconds; `split` and `limit` (at most so
-    many images) say what of the data is used (curvature probes have their own say in that), `size` at how many pixels a
-    side if the network leaves that open; `out` is where results go instead of `exams/`; with `fresh` stored results are
-    not reused; `random_weights` is for library targets. With `together` all processes of torch.distributed's group,
-    each of which does this, measure together, and the leading one stores; else a process measures by itself.
+    Which probes: those that fit into `budget` (five minutes for all targets together, unless given), in forms that do;
+    or the `quick` ones, which share one pass; or, in `full`, all; or `probes`, as names or {name: {option: value}}, and
+    within a budget only if one is given. `settings` are options of some of them, {name: {option: value}}.
+
+    `split` and `limit` (at most so many images) say what of the data is used (many probes have their own say in that),
+    `size` at how many pixels a side if the network leaves that open; `out` is where results go instead of `exams/`;
+    with `fresh` stored results are not reused; `random_weights` is for library targets. With `together` all processes
+    of torch.distributed's group, each of which does this, measure together, and the leading one stores; else a process
+    measures by itself.
     """
 
     def __init__(
@@ -112,6 +78,10 @@ class Examination:
         data: Data | None = None,
         *,
         probes: Sequence[Any] | None = None,
+        budget: str | float | None = None,
+        quick: bool = False,
+        full: bool = False,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
         split: str = "test",
         limit: int | None = None,
         size: int | None = None,
@@ -127,7 +97,8 @@ class Examination:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
             _check_count(name, count)
         self.data = data
-        self.probes = parse_probes([probes] if isinstance(probes, str) else probes)
+        named = [probes] if isinstance(probes, str) else probes
+        self.probes, self.budget = candidates(named, budget, quick, full, settings or {})
         self.split, self.limit, self.size = split, limit, size
         self.batch_size, self.seed, self.fresh = batch_size, seed, fresh
         self.device = pick_device(device)
@@ -139,27 +110,88 @@ class Examination:
 
     def of(self, what: What) -> Exam:
         """The exam of one target."""
+        return self.of_all([self.patient(what)])[0]
+
+    def patient(self, what: What) -> Patient:
+        """A target with its images, ready to be examined."""
         target = resolve(what, self.device, self.random_weights)
         subject = self.subject(target)
-        store = Store.of(subject, target.run, self.out)
-        files = {probe.name: store.path(probe, subject) for probe in self.probes}
-        subject.scratch.update({name: path.with_suffix(".partial") for name, path in files.items()})
-        found = self.processes.leading(lambda: self._found(store, subject))
-        to_do = [probe for probe in self.probes if probe.name not in found]
-        made = self._measured(subject, to_do, files) if to_do else {}
-        measurements = {probe.name: (found | made)[probe.name] for probe in self.probes}
-        pictures = self.processes.leading(lambda: self._drawn(measurements, files, made))
-        return Exam(subject.name, subject.digest, store.folder, measurements, files, frozenset(found), pictures)
+        patient = Patient(target, subject, Store.of(subject, target.run, self.out))
+        planned = self.budget is not None or self.fresh
+        if planned or not all(patient.path(probe, None).is_file() for probe in self.probes):
+            subject.outputs  # noqa: B018 (a network that does not take these images is an error before all else)
+        return patient
 
-    def _drawn(
-        self, measurements: Mapping[str, Measurement], files: Mapping[str, Path], made: Container[str]
-    ) -> dict[str, Path]:
-        """The folders of the probes that draw pictures, by probe."""
-        folders = {
-            probe.name: draw(probe, measurements[probe.name], files[probe.name], anew=probe.name in made)
-            for probe in self.probes
-        }
-        return {name: folder for name, folder in folders.items() if folder is not None}
+    def of_all(self, patients: Sequence[Patient]) -> Exams:
+        """The exams of all patients, for which there is one plan; the first is what the others are compared with."""
+        planner = Planner(patients, self.probes, fresh=self.fresh, limited=self.limit is not None)
+        plan = validate(Plan, self.processes.leading(lambda: self._plan(planner).model_dump(mode="json")))
+        probes = [planner.restored(entry) for entry in plan.entries]
+        cases = [Case(patient, probes, plan.limit) for patient in patients]
+        for case in cases:
+            case.found = self.processes.leading(partial(case.stored, self.fresh))
+        schedule = self._schedule(cases, plan)
+        self.watcher.on_schedule(schedule)
+        ends = math.inf if self.budget is None else time.monotonic() + self.budget
+        for number, step in enumerate(schedule.steps):
+            if number and self.processes.any(time.monotonic() >= ends):
+                self._skip(cases[step.place], step)
+            else:
+                self._take(cases[step.place], step)
+        return Exams.of([self._exam(case, schedule) for case in cases])
+
+    def _plan(self, planner: Planner) -> Plan:
+        return planner.fixed() if self.budget is None else planner.within(self.budget)
+
+    def _schedule(self, cases: Sequence[Case], plan: Plan) -> Schedule:
+        """What is to be done: the shared pass of each, then probe by probe, so that what is cut off is so in all."""
+        steps = []
+        for place, case in enumerate(cases):
+            if shared := case.to_do(StreamingProbe):
+                steps.append(Step(place, case.patient.seen(shared[0], plan.limit), shared, plan.shared[place]))
+        for entry in plan.entries:
+            for place, case in enumerate(cases):
+                for probe in case.to_do(OwningProbe):
+                    if probe.name == entry.probe:
+                        steps.append(Step(place, case.patient.subject, [probe], entry.seconds[place]))
+        stored = [list(case.found) for case in cases]
+        return Schedule([case.patient.subject for case in cases], steps, stored, self.budget, plan.left_out)
+
+    def _take(self, case: Case, step: Step) -> None:
+        def keep(measurement: Measurement) -> None:
+            self.processes.leading(partial(case.store, measurement))
+            self.watcher.on_measurement(step, measurement)
+
+        self.watcher.on_step(step)
+        case.made |= {found.probe: found for found in measure(step.subject, step.probes, keep)}
+
+    def _skip(self, case: Case, step: Step) -> None:
+        reason = f"the budget of {spoken(self.budget or 0)} had run out; the same again goes on."
+        case.skipped |= {probe.name: reason for probe in step.probes}
+        self.watcher.on_skipped(step, reason)
+
+    def _exam(self, case: Case, schedule: Schedule) -> Exam:
+        subject, files = case.patient.subject, case.files
+        measurements = case.found | case.made
+        probes = [probe for probe in case.probes if probe.name in measurements]
+        pictures = self.processes.leading(
+            lambda: {
+                probe.name: folder
+                for probe in probes
+                if (folder := draw(probe, measurements[probe.name], files[probe.name], probe.name in case.made))
+            }
+        )
+        return Exam(
+            name=subject.name,
+            subject=subject.digest,
+            folder=case.patient.store.folder,
+            measurements={probe.name: Measured.of(measurements[probe.name], subject.name) for probe in probes},
+            files={probe.name: files[probe.name] for probe in probes},
+            reused=frozenset(case.found),
+            pictures=pictures,
+            run=case.patient.target.run,
+            left_out=case.skipped | {name: _no_time(seconds) for name, seconds in schedule.left_out.items()},
+        )
 
     def subject(self, target: Target) -> Subject:
         """The target's network with the images that it will be measured on."""
@@ -176,28 +208,6 @@ class Examination:
             progress=self.watcher.on_progress,
             processes=self.processes,
         )
-
-    def _found(self, store: Store, subject: Subject) -> dict[str, Measurement]:
-        """What is stored and may be reused: if nothing may, unfinished work goes, too."""
-        if self.fresh:
-            _remove(subject.scratch.values())
-            return {}
-        stored = {probe.name: store.find(probe, subject) for probe in self.probes}
-        return {name: measurement for name, measurement in stored.items() if measurement is not None}
-
-    def _measured(self, subject: Subject, probes: list[Probe], files: dict[str, Path]) -> dict[str, Measurement]:
-        def keep(measurement: Measurement) -> None:
-            self.processes.leading(partial(store, measurement))
-            self.watcher.on_measurement(subject, measurement)
-
-        def store(measurement: Measurement) -> None:
-            measurement.write(files[measurement.probe])
-            if measurement.status in REUSED:  # after a failure, the next attempt goes on from there
-                _remove([subject.scratch[measurement.probe]])
-
-        subject.outputs  # noqa: B018 (a network that does not take these images is an error before all else)
-        self.watcher.on_subject(subject, probes, estimated_seconds(subject, probes))
-        return {measurement.probe: measurement for measurement in measure(subject, probes, keep)}
 
     def _dataset(self, target: Target) -> Dataset:
         data = self.data if self.data is not None else target.data
@@ -225,9 +235,8 @@ class Examination:
         return mine[0] if mine else opened()
 
 
-def _remove(files: Iterable[Path]) -> None:
-    for path in files:
-        path.unlink(missing_ok=True)
+def _no_time(seconds: float) -> str:
+    return f"there was no time for it: at least {spoken(max(1, seconds))}."
 
 
 def _check_count(name: str, count: Any) -> None:

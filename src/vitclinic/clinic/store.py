@@ -2,16 +2,19 @@
 
 A run directory keeps those of its network in `exams/`; those of other networks are in `exams/NAME-DIGEST/` of the
 current directory, or wherever the user says. A file is named after its probe and the digest of what the result
-depends on: network, data, options (without those at their defaults), seed, the probe's revision and conditions.
+depends on: network, data, options (without those at their defaults), seed, the probe's revision and conditions. How
+long a probe may take (`budget`) is no part of that: it says how far a result goes, not what it is.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 
 from vitclinic.data.source import fingerprint
+from vitclinic.durations import seconds
 from vitclinic.errors import RunError
 from vitclinic.measurement import SCHEMA, Measurement
 from vitclinic.probes import Probe, Subject, conditions_of, seen_by
@@ -41,7 +44,7 @@ class Store:
     def path(self, probe: Probe, subject: Subject) -> Path:
         """Where the measurement of `subject` by `probe` is, or will be."""
         subject = seen_by(probe, subject)
-        options = probe.model_dump(mode="json", exclude_defaults=True)
+        options = probe.model_dump(mode="json", exclude_defaults=True, exclude={"budget"})
         identity = [probe.revision, options, conditions_of(probe, subject), subject.seed]
         key = fingerprint(SCHEMA, probe.name, subject.digest, subject.data_digest, *identity)
         return self.folder / f"{probe.name}-{key[:12]}.json"
@@ -58,4 +61,20 @@ class Store:
             return None
         # The batch may have been halved since the path was named, and the result be another's.
         same = stored.conditions == conditions_of(probe, subject)
-        return stored if same and stored.status in REUSED else None
+        return stored if same and stored.status in REUSED and _far_enough(stored, probe) else None
+
+
+def is_final(measurement: Measurement) -> bool:
+    """Whether more time would not change it: then its unfinished work is of no more use."""
+    return measurement.status == "ok" or (measurement.status == "not_converged" and _allowed(measurement) == math.inf)
+
+
+def _far_enough(stored: Measurement, probe: Probe) -> bool:
+    """Whether it has come to its end, or had as long as `probe` may take."""
+    wanted = getattr(probe, "budget", None)
+    return is_final(stored) or _allowed(stored) >= (math.inf if wanted is None else seconds(wanted))
+
+
+def _allowed(measurement: Measurement) -> float:
+    budget = measurement.config.get("budget")
+    return math.inf if budget is None else seconds(budget)

@@ -29,6 +29,7 @@ from vitclinic.probes.features.sparsity import Sparsity
 from vitclinic.probes.features.token_similarity import TokenSimilarity
 from vitclinic.probes.features.variance import Variance
 from vitclinic.probes.norms import Norms
+from vitclinic.probes.pace import Pace, estimated_seconds
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import (
     DoesNotApply,
@@ -44,7 +45,7 @@ from vitclinic.probes.probe import (
 from vitclinic.probes.records import conditions_of, seen_by
 from vitclinic.probes.registry import known_probes, parse_probes, register, usual_probes
 from vitclinic.probes.restoring import left_as_it_was
-from vitclinic.probes.running import estimated_seconds, measure
+from vitclinic.probes.running import measure
 from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "Norms",
     "Occlusion",
     "OwningProbe",
+    "Pace",
     "PastWeights",
     "Probe",
     "Result",

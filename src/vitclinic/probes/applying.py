@@ -16,6 +16,7 @@ def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
     try:
         subject = probe.view(subject)
         _check_applies(probe, subject)
+        probe.check(subject)
         probe.forwards(subject)
         stated_conditions(probe, subject)
     except NoImages as error:  # of a split of the probe's own choice: the exam's has some

@@ -19,10 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitclinic.anatomy import double_differentiable
 from vitclinic.measurement import Scalar
 from vitclinic.probes.footprint import peak_bytes
-from vitclinic.probes.probe import OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import median_interval
+
+_ALONE = 8
+"""An image that goes through alone takes as long as so many of a batch."""
 
 
 @register
@@ -34,12 +37,14 @@ class Cost(OwningProbe):
     """
 
     name: ClassVar[str] = "cost"
+    cheaper: ClassVar[Cheaper] = ({"repeats": 3, "batch": 4},)
 
     repeats: Annotated[int, Field(ge=1)] = Field(10, description="how often each time is taken")
     batch: Annotated[int, Field(ge=1)] = Field(32, description="images at a time, for images/s and memory")
 
     def forwards(self, subject: Subject) -> float:
-        return (self.repeats + 2) * (min(self.batch, subject.batch_size) + 1) + 1
+        batch = min(self.batch, subject.batch_size)
+        return float((self.repeats + 2) * (batch + _ALONE) + 2 * _ALONE)
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """Speed is a property of the machine, too, and of how many images come at a time."""

@@ -24,6 +24,7 @@ from vitclinic.measurement import Measurement, Scalar, UnitRow
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
 
+Cheaper = tuple[Mapping[str, Any], ...]
 Need = Literal["labels", "anatomy", "attention", "gradients"]
 
 
@@ -53,7 +54,9 @@ class Probe(Config):
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
     by_default: ClassVar[bool] = True
-    """Whether it is meant where no probe is named; one that takes minutes is not."""
+    """Whether it is one of the quick ones; one that takes minutes is not."""
+    cheaper: ClassVar[Cheaper] = ()
+    """Options with which it costs less, the cheapest first: an exam within a budget chooses one, or the defaults."""
     revision: ClassVar[int] = 1
     """To be raised when the same options come to mean another number: stored results are then not reused."""
 
@@ -67,6 +70,9 @@ class Probe(Config):
     def view(self, subject: Subject) -> Subject:
         """What it measures, where an owning probe has its own choice of images: `subject.on("train", 256)`."""
         return subject
+
+    def check(self, subject: Subject) -> None:
+        """Raise `DoesNotApply` where it has no meaning, beyond what `needs` says, if that shows before measuring."""
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """What else than subject, data, options and seed the result depends on, as plain data."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from vitclinic.durations import seconds as in_seconds
 from vitclinic.measurement import Measurement
 from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.memory import halving
@@ -19,11 +17,6 @@ from vitclinic.probes.sharing import Outcome, shared_pass
 from vitclinic.probes.subject import Subject
 
 log = logging.getLogger(__name__)
-
-_TRIAL = 16
-"""How many images are timed before measuring."""
-_QUICK = 0.2
-"""Where a whole batch takes so many seconds at most, it is timed: an image among many costs a small network less."""
 
 
 def measure(
@@ -79,34 +72,6 @@ def _streamed(subject: Subject, probes: dict[str, StreamingProbe]) -> dict[str, 
 
 def _measured(subject: Subject, probe: OwningProbe) -> dict[str, Outcome]:
     return {probe.name: probe.measure(subject)}
-
-
-def estimated_seconds(subject: Subject, probes: Iterable[Probe]) -> float:
-    """What measuring will take: the shared pass, and each probe's own work, in forward passes timed beforehand.
-
-    NaN if the network fails in being timed: that is then the reason why its probes fail.
-    """
-    applicable = [probe for probe in probes if obstacle_to(probe, subject) is None]
-    shared = len(subject) if any(isinstance(probe, StreamingProbe) for probe in applicable) else 0
-    batch_size, subject.batch_size = subject.batch_size, min(_TRIAL, subject.batch_size)
-    try:
-        seconds = halving(subject, f"{subject.name}, a trial", subject.seconds_per_image)
-        if seconds * batch_size <= _QUICK and subject.batch_size < batch_size:
-            subject.batch_size = batch_size
-            seconds = halving(subject, f"{subject.name}, a trial", subject.seconds_per_image)
-    except Exception as error:  # the network may raise anything
-        log.info("%s cannot be timed", subject.name, exc_info=error)
-        return math.nan
-    finally:
-        subject.batch_size = batch_size
-    own = (min(seconds * probe.forwards(probe.view(subject)), _most_seconds(probe)) for probe in applicable)
-    return seconds * shared + sum(own)
-
-
-def _most_seconds(probe: Probe) -> float:
-    """A probe's own budget, where it has one."""
-    budget = getattr(probe, "budget", None)
-    return math.inf if budget is None else in_seconds(budget)
 
 
 def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[str, Outcome]]) -> dict[str, Outcome]:

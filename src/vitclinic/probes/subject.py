@@ -100,6 +100,7 @@ class Subject:
         self._whole = dataset
         self._views: dict[tuple[str, int | None], Subject] = {}
         self._elsewhere: dict[tuple[str, int | None], Subject] = {}
+        self._origin: Subject = self
         self.batch_size = batch_size
         self.seed = seed
         self.output_names = output_names
@@ -136,7 +137,7 @@ class Subject:
         return self._with(dataset, self.split, None, self.output_names)
 
     def _with(self, dataset: Dataset, split: str, limit: int | None, output_names: tuple[str, ...] | None) -> Subject:
-        return Subject(
+        view = Subject(
             self.network,
             dataset,
             name=self.name,
@@ -150,6 +151,8 @@ class Subject:
             progress=self.progress,
             processes=self.processes,
         )
+        view._origin = self._origin  # what is true of the network is found out once
+        return view
 
     def __len__(self) -> int:
         return len(self.images)
@@ -227,9 +230,10 @@ class Subject:
     @property
     def anatomy(self) -> Anatomy:
         """The network as units; an AnatomyError where its structure is not known."""
-        if isinstance(self._anatomy, AnatomyError):
-            raise self._anatomy
-        return self._anatomy
+        found = self._origin._anatomy
+        if isinstance(found, AnatomyError):
+            raise found
+        return found
 
     @cached_property
     def _anatomy(self) -> Anatomy | AnatomyError:
@@ -239,9 +243,13 @@ class Subject:
         except AnatomyError as error:
             return error
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """SHA-256 of what the network computes: its structure, settings, code, hooks and weights."""
+        return self._origin._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return network_digest(self.network)
 
     @cached_property

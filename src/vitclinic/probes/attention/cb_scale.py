@@ -46,13 +46,15 @@ class CBScale(OwningProbe):
         """No image passes; sorting some hundred numbers a layer is less than one pass."""
         return 0.1
 
-    def measure(self, subject: Subject) -> Result:
-        found = list(_scales(subject.anatomy.units))
-        if not found:
+    def check(self, subject: Subject) -> None:
+        if not any(_scales(subject.anatomy.units)):
             raise DoesNotApply(
                 "no layer has Context Broadcasting with learned scales"
                 " (the treatment context_broadcasting with scaled: true)."
             )
+
+    def measure(self, subject: Subject) -> Result:
+        found = list(_scales(subject.anatomy.units))
         rows, ratios = [], []
         for unit, scale in found:
             if not np.isfinite(scale).all():

@@ -16,7 +16,7 @@ from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.attack import Attack, inside, on_surface
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
 from vitclinic.probes.estimates import Correct, accuracy, drop, share
-from vitclinic.probes.probe import Result
+from vitclinic.probes.probe import Cheaper, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -147,6 +147,7 @@ class PGD(AttackProbe):
     """Accuracy under projected gradient descent, 10 steps by default [chen2022 App. B; Madry et al. 2018]."""
 
     name: ClassVar[str] = "pgd"
+    cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})
 
     steps: Annotated[int, Field(ge=1)] = Field(10, description="steps of each attempt")
     step: Annotated[float, Field(gt=0, le=_FARTHEST)] = Field(

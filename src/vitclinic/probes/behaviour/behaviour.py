@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitclinic.errors import ModelError
 from vitclinic.probes.estimates import Correct
-from vitclinic.probes.probe import Need, OwningProbe
+from vitclinic.probes.probe import Cheaper, Need, OwningProbe
 from vitclinic.probes.subject import Subject
 
 T = TypeVar("T")
@@ -23,6 +23,7 @@ class BehaviourProbe(OwningProbe):
 
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"images": 128},)
 
     images: Annotated[int, Field(ge=1)] = Field(512, description="at most so many images, stratified")
 

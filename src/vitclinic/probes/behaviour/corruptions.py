@@ -18,7 +18,7 @@ from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, 
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
 from vitclinic.probes.estimates import accuracy, mean_over
 from vitclinic.probes.partial import Partial
-from vitclinic.probes.probe import DoesNotApply, Result
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -67,6 +67,7 @@ class Corruptions(BehaviourProbe):
     """
 
     name: ClassVar[str] = "corruptions"
+    cheaper: ClassVar[Cheaper] = ({"images": 100}, {"images": 300})
 
     kinds: Literal[15, 19] = Field(15, description="the 15 of the benchmark, or with the 4 kept for validation")
     images: Annotated[int, Field(ge=1)] = Field(1000, description="at most so many images, stratified")
@@ -78,10 +79,12 @@ class Corruptions(BehaviourProbe):
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) * (1 + self.kinds * len(SEVERITIES)))
 
-    def measure(self, subject: Subject) -> Result:
+    def check(self, subject: Subject) -> None:
         if min(subject.dataset.size) < SMALLEST:
             side = " x ".join(map(str, subject.dataset.size))
             raise DoesNotApply(f"corruptions are defined from {SMALLEST} pixels a side, and the images are {side}.")
+
+    def measure(self, subject: Subject) -> Result:
         outcomes = Outcomes(self.corruptions, len(subject))
         identity = f"{self.kinds} {subject.seed} {subject.data_digest}"
         partial = Partial(subject.scratch.get(self.name), identity, subject.processes)

@@ -14,7 +14,7 @@ from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
 from vitclinic.probes.behaviour.behaviour import predicted, see_together
 from vitclinic.probes.estimates import share
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -29,6 +29,7 @@ class MissingRate(OwningProbe):
     name: ClassVar[str] = "missing_rate"
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"pairs": 256},)
 
     pairs: Annotated[int, Field(ge=1)] = Field(1024, description="at most so many pairs of training images")
 

@@ -15,7 +15,7 @@ from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import fitted
 from vitclinic.probes.behaviour.behaviour import predicted, see_together
 from vitclinic.probes.estimates import share
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -31,6 +31,7 @@ class ShapeBias(OwningProbe):
     name: ClassVar[str] = "shape_bias"
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"images": 180}, {"images": 450})
 
     images: Annotated[int, Field(ge=1)] = Field(900, description="how many; every 90 hold each pair of classes once")
 
@@ -40,9 +41,11 @@ class ShapeBias(OwningProbe):
     def forwards(self, subject: Subject) -> float:
         return float(self.images)
 
-    def measure(self, subject: Subject) -> Result:
+    def check(self, subject: Subject) -> None:
         if subject.classes != shapes.CLASSES:
             raise DoesNotApply("the network's classes are not those of the `shapes` set.")
+
+    def measure(self, subject: Subject) -> Result:
         chosen, shape, texture = (np.zeros(self.images, np.int64) for _ in range(3))
 
         def see(rows: NDArray[np.int64]) -> int:

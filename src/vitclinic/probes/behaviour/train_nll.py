@@ -12,7 +12,7 @@ from torch import Tensor
 from vitclinic.data import Batch
 from vitclinic.probes.behaviour.behaviour import finite, see_together
 from vitclinic.probes.estimates import mean_over
-from vitclinic.probes.probe import Need, OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -28,6 +28,7 @@ class TrainNLL(OwningProbe):
     name: ClassVar[str] = "train_nll"
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"images": 512},)
 
     images: Annotated[int, Field(ge=1)] = Field(2048, description="the first so many of the augmented stream")
     augment: bool = Field(True, description="the images as the run's training showed them, where that is known")

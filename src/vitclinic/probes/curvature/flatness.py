@@ -16,7 +16,7 @@ from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.displacement import Displacement
 from vitclinic.probes.curvature.surface import LossSurface
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Result
+from vitclinic.probes.probe import Cheaper, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -71,6 +71,7 @@ class Flatness(CurvatureProbe):
     """
 
     name: ClassVar[str] = "flatness"
+    cheaper: ClassVar[Cheaper] = ({"images": 64, "draws": 20}, {"images": 64})
 
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         0.01, description="standard deviation of the noise; the same for all networks that are compared"

@@ -27,7 +27,7 @@ from vitclinic.probes.curvature.hessian import free_memory
 from vitclinic.probes.curvature.path import coordinates, displacements, principal_directions
 from vitclinic.probes.curvature.surface import LossSurface
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import DoesNotApply, Result
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import PastWeights, Subject
 
@@ -105,6 +105,7 @@ class Landscape(CurvatureProbe):
     """
 
     name: ClassVar[str] = "landscape"
+    cheaper: ClassVar[Cheaper] = ({"points": 11, "images": 64}, {"points": 15, "images": 128})
 
     dimensions: Literal[1, 2] = Field(2, description="a line or a plane")
     points: Annotated[int, Field(ge=3), AfterValidator(_odd)] = Field(21, description="on each axis; odd")

@@ -22,7 +22,7 @@ from vitclinic.probes.curvature.curvature import Clock
 from vitclinic.probes.curvature.standins import batch_norms, measured_statistics, relu_for_gelu
 from vitclinic.probes.curvature.tangent_kernel import GIBIBYTE, Conditioning, TangentKernel, conditioning
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -41,6 +41,7 @@ class NTK(OwningProbe):
     name: ClassVar[str] = "ntk"
     needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"images": 96}, {"images": 240})
 
     split: Literal["train", "val", "test"] = Field("train", description="which images")
     images: Annotated[int, Field(ge=2)] = Field(480, description="how many of them; what fills no block is left out")
@@ -58,9 +59,9 @@ class NTK(OwningProbe):
     def forwards(self, subject: Subject) -> float:
         m = min(self.block, len(subject))
         groups = len(self._kernel(subject).groups(m))
-        # A forward and a backward pass of all images for each group, each image by itself and with the plain attention
-        # kernel, which is slower; and the products of the gradients.
-        return len(subject) // m * m * (5.0 * groups + 2)
+        # A forward and a backward pass of all images for each group, each image by itself, which is slower (convolutions
+        # most of all, and the plain attention kernel); and the products of the gradients.
+        return len(subject) // m * m * (9.0 * groups + 2)
 
     def measure(self, subject: Subject) -> Result:
         clock = Clock(self.budget, processes=subject.processes)

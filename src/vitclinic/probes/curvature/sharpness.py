@@ -28,7 +28,7 @@ from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs, quadrature
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Result
+from vitclinic.probes.probe import Cheaper, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean
@@ -51,6 +51,11 @@ class Sharpness(CurvatureProbe):
     """Largest Hessian eigenvalue, whole and per component, trace and spectral density [chen2022 App. F]."""
 
     name: ClassVar[str] = "sharpness"
+    cheaper: ClassVar[Cheaper] = (
+        {"images": 32, "components": False, "density_draws": 0},
+        {"images": 32},
+        {"images": 64},
+    )
 
     images: Annotated[int, Field(ge=1)] = Field(128, description="how many of them")
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(1e-3, description="relative error of the eigenvalues")

@@ -34,7 +34,7 @@ from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface, Mode
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Need, OwningProbe, Result
+from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import share_interval
@@ -53,6 +53,7 @@ class HessianSpectrum(OwningProbe):
     name: ClassVar[str] = "hessian_spectrum"
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"batches": 4}, {"batches": 8})
 
     batches: Count = Field(16, description="how many mini-batches")
     batch: Count = Field(16, description="images in each")

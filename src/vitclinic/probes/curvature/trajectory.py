@@ -102,23 +102,28 @@ class Trajectory(OwningProbe):
         past = _past(subject)
         return {} if past is None else {"weights": past.digest(), "finished": past.finished}
 
-    def measure(self, subject: Subject) -> Result:
+    def check(self, subject: Subject) -> None:
         past = _past(subject)
         if past is None:
             raise DoesNotApply(f"only a run has weights of several epochs; {_ADVICE}, and examine its directory.")
         reasons = []
         if self.source != "projections":
-            shortage = _shortage(past.weights)
-            if shortage is None:
-                return self._from_checkpoints(subject, past)
+            if (shortage := _shortage(past.weights)) is None:
+                return
             reasons.append(f"its checkpoints {shortage}")
         if self.source != "checkpoints":
-            projections = past.projections()
-            shortage = _shortage(projections)
-            if shortage is None:
-                return _from_projections(projections, past)
+            if (shortage := _shortage(past.projections())) is None:
+                return
             reasons.append(f"its projections {shortage}")
         raise DoesNotApply(f"{' and '.join(reasons)}; {_ADVICE}.")
+
+    def measure(self, subject: Subject) -> Result:
+        self.check(subject)
+        past = _past(subject)
+        assert past is not None  # `check` has passed
+        if self.source != "projections" and _shortage(past.weights) is None:
+            return self._from_checkpoints(subject, past)
+        return _from_projections(past.projections(), past)
 
     def _from_checkpoints(self, subject: Subject, past: PastWeights) -> Result:
         names = [name for name, p in subject.network.named_parameters() if p.is_floating_point()]

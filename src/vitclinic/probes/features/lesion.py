@@ -19,7 +19,7 @@ from vitclinic.measurement import Scalar, UnitRow
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.features.replay import Replay, stretches
 from vitclinic.probes.partial import Partial
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, unit_row
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, unit_row
 from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 
@@ -40,6 +40,7 @@ class Lesion(OwningProbe):
     name: ClassVar[str] = "lesion"
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "anatomy"})
     by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})
 
     split: Literal["train", "val", "test"] = Field("test", description="which images")
     images: Annotated[int, Field(ge=1)] = Field(512, description="how many of them")

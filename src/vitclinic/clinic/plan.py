@@ -1,0 +1,192 @@
+"""Which probes, and how thorough, within a budget of time.
+
+Every probe is first planned in its cheapest form, in the order of what it tells; then, round by round and in the same
+order, what is left of the budget makes them more thorough. What does not fit is left out by name.
+
+A plan that was made once is remembered, so that the same command does the same again however the timings fall out; and
+a form in which a probe is stored already is kept, for it costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from vitclinic.config import Config, validate
+from vitclinic.durations import seconds
+from vitclinic.errors import RecipeError, did_you_mean
+from vitclinic.measurement import Number
+from vitclinic.probes import Probe, StreamingProbe, known_probes, parse_probes, usual_probes
+
+BUDGET = "5m"
+"""Unless the user gives one: what an exam of all targets together may take."""
+
+ORDER = (
+    *("accuracy", "cost", "norms", "fourier", "variance", "cka", "token_similarity", "sparsity"),
+    *("attention_entropy", "attention_distance", "attention_maps", "cb_scale", "trajectory"),
+    *("hessian_spectrum", "sharpness", "train_nll", "corruptions", "landscape", "lesion", "frequency_noise"),
+    *("shape_bias", "flatness", "fgsm", "occlusion", "missing_rate", "pgd", "ntk"),
+)
+"""What a reader wants to know first. Those that cost next to nothing come early; those of other packages come last."""
+
+ASKED_FOR = frozenset({"shift"})
+"""Only if named: without another data set to look at it repeats the accuracy."""
+
+LIMITS = (64, 256, 1024, 4096)
+"""Images of the shared pass in its cheaper forms, unless the user has said how many."""
+
+SHARED = "shared pass"
+"""The name of the offer that all streaming probes are."""
+
+_PATIENCE, _LEAST = 3, 10
+"""A probe that can be cut off is, after so many times its estimate, and no sooner than after so many seconds."""
+
+
+class Entry(Config):
+    """A probe with its options, and what its own work takes for each target (NaN where that is not known)."""
+
+    probe: str
+    options: dict[str, Any]
+    seconds: list[Number]
+
+
+class Plan(Config):
+    """What is measured, in order; streaming probes share a pass of at most `limit` images."""
+
+    limit: int | None = None
+    shared: list[Number]
+    """Seconds of that pass for each target."""
+    entries: list[Entry]
+    left_out: dict[str, Number] = Field(default_factory=dict)
+    """Seconds of the cheapest form of what does not fit."""
+
+
+def candidates(
+    probes: Sequence[Any] | None,
+    budget: str | float | None,
+    quick: bool,
+    full: bool,
+    settings: Mapping[str, Mapping[str, Any]],
+) -> tuple[list[Probe], float | None]:
+    """What may be measured, and within how many seconds (None: whatever it takes), from what the user said.
+
+    `settings` are options of probes that are meant anyway; the user's interest in those puts them first.
+    """
+    if sum((probes is not None, quick, full)) > 1:
+        raise RecipeError("Give one of probes, quick and full: each of them says what is measured.")
+    if budget is not None and (quick or full):
+        raise RecipeError(f"A budget has no meaning with {'quick' if quick else 'full'}, which says what is measured.")
+    if probes is not None:
+        chosen = _with_settings(parse_probes(probes), settings)
+    else:
+        names = usual_probes() if quick else [name for name in known_probes() if name not in ASKED_FOR]
+        names.sort(key=lambda name: (name not in settings, _rank(name)))
+        chosen = _with_settings(parse_probes(names), settings)
+        budget = budget if budget is not None or quick or full else BUDGET
+    return chosen, None if budget is None else _checked(budget)
+
+
+def _with_settings(probes: list[Probe], settings: Mapping[str, Mapping[str, Any]]) -> list[Probe]:
+    names = [probe.name for probe in probes]
+    for name in settings:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise RecipeError(f"An option is set, and '{name}' is not among the probes ({', '.join(names)}).{hint}")
+    return [
+        parse_probes([{probe.name: {**given(probe), **settings[probe.name]}}])[0] if probe.name in settings else probe
+        for probe in probes
+    ]
+
+
+def _rank(name: str) -> int:
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def _checked(budget: str | float) -> float:
+    try:
+        found = seconds(budget)
+    except ValueError as error:
+        raise RecipeError(f"'budget': {error} (got {budget!r}).") from None
+    if not found:
+        raise RecipeError("'budget' must be longer than nothing; --quick is the least that there is.")
+    return found
+
+
+def given(probe: Probe) -> dict[str, Any]:
+    """The options that were given, of which none is changed to save time."""
+    return {name: getattr(probe, name) for name in sorted(probe.model_fields_set)}
+
+
+def forms(probe: Probe) -> list[Probe]:
+    """The probe as thorough as it is, after its cheaper forms, the cheapest first; without repetitions."""
+    fixed = given(probe)
+    cheaper = (validate(type(probe), {**options, **fixed}, where=probe.name) for options in probe.cheaper)
+    found: list[Probe] = []
+    for form in (*cheaper, probe):
+        if form not in found:
+            found.append(form)
+    return found
+
+
+def limits(images: int) -> list[int | None]:
+    """How many images the shared pass may have: cheaper numbers first, at last all (None)."""
+    return [*(limit for limit in LIMITS if limit < images), None]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Something that may be measured, in one of several forms."""
+
+    name: str
+    seconds: Sequence[float]
+    """What each form costs, the cheapest first; NaN counts as nothing, for what cannot be timed fails at once."""
+    stored: int | None = None
+    """The most thorough form of which something is stored."""
+
+    def cost(self, form: int) -> float:
+        return 0.0 if math.isnan(self.seconds[form]) else self.seconds[form]
+
+
+def choose(offers: Sequence[Offer], budget: float) -> dict[str, int]:
+    """The form of each offer that is taken, by its name; offers are in the order of what they tell.
+
+    Example:
+        >>> choose([Offer("a", [1, 5]), Offer("b", [2, 3]), Offer("c", [9])], budget=7)
+        {'a': 1, 'b': 0}
+    """
+    taken: dict[str, int] = {}
+    left = budget
+    for offer in offers:
+        kept = offer.stored is not None and offer.cost(offer.stored) <= left
+        form = offer.stored if kept and offer.stored is not None else 0
+        if offer.cost(form) <= left:
+            taken[offer.name] = form
+            left -= offer.cost(form)
+    raisable = [offer for offer in offers if offer.name in taken and taken[offer.name] != offer.stored]
+    for _ in range(max((len(offer.seconds) for offer in raisable), default=0)):
+        for offer in raisable:
+            form = taken[offer.name]
+            more = offer.cost(form + 1) - offer.cost(form) if form + 1 < len(offer.seconds) else math.inf
+            if more <= left:
+                taken[offer.name] = form + 1
+                left -= more
+    return taken
+
+
+def capped(probe: Probe, longest: float) -> Probe:
+    """The probe with a budget of its own, if it can have one and was not given any: its estimate may be wrong."""
+    if "budget" not in type(probe).model_fields or "budget" in probe.model_fields_set or math.isnan(longest):
+        return probe
+    return validate(type(probe), {**given(probe), "budget": max(_LEAST, math.ceil(_PATIENCE * longest))})
+
+
+def streaming(probes: Sequence[Probe]) -> list[Probe]:
+    return [probe for probe in probes if isinstance(probe, StreamingProbe)]
+
+
+def owning(probes: Sequence[Probe]) -> list[Probe]:
+    return [probe for probe in probes if not isinstance(probe, StreamingProbe)]
