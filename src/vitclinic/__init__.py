@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitclinic.data import Dataset, open_data
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
+    from vitclinic.prescribing import Prescription, prescribe
     from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
     from vitclinic.treatments import treat
 
@@ -27,6 +28,8 @@ _HOMES = {
     "Dataset": "vitclinic.data",
     "open_data": "vitclinic.data",
     "create_model": "vitclinic.models",
+    "Prescription": "vitclinic.prescribing",
+    "prescribe": "vitclinic.prescribing",
     "Observer": "vitclinic.training",
     "Recipe": "vitclinic.training",
     "Run": "vitclinic.training",
@@ -42,6 +45,7 @@ __all__ = [
     "Exam",
     "Measurement",
     "Observer",
+    "Prescription",
     "Recipe",
     "Run",
     "__version__",
@@ -50,6 +54,7 @@ __all__ = [
     "examine",
     "load",
     "open_data",
+    "prescribe",
     "resume",
     "train",
     "treat",
