@@ -259,15 +259,15 @@ def prescribe(
     training time. Ends in a recipe file, or says that nothing helped. Interrupted, the same command goes on:
     docs/prescribe.md.
     """
+    recipe, changes = _recipe_and_changes(words or [])
+    if data is None and recipe is None and not any(word.startswith("data") for word in changes):
+        raise RecipeError("Say which data to try on: --data D, or a recipe that names it.")
     with _resumable("every trial that has ended is stored"):
         from vitclinic.prescribing import prescribe as try_treatments
         from vitclinic.prescribing.display import Display, show_prescription
         from vitclinic.training.overrides import parse_yaml
 
         console = _console(verbose, quiet)
-        recipe, changes = _recipe_and_changes(words or [])
-        if data is None and recipe is None and not any(word.startswith("data") for word in changes):
-            raise RecipeError("Say which data to try on: --data D, or a recipe that names it.")
         with Display(console) as display:
             found = try_treatments(
                 recipe,

@@ -12,16 +12,24 @@ import pytest
 
 from .made import RECIPE
 
+PROGRAM = """
+from vitclinic.prescribing import plan
+plan.SELECTION_SEEDS, plan.FINAL_SEEDS = 1, (3, 3)
+from vitclinic.cli import main
+main()
+"""
+"""The command with few seeds: a trial here is mostly the making of its directory."""
+
 
 @pytest.fixture
 def command(tmp_path):
-    """`vitclinic prescribe` on a recipe so short that only the making of trials takes time."""
+    """`vitclinic prescribe`, with a recipe of four steps."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({**RECIPE, "steps": 4, "optimizer": {"name": "sgd", "lr": 0.1}}))
     options = ["--budget", "10m", "--treatments", "gap_head,{context_broadcasting: {scaled: true}}"]
 
     def make(out):
-        return [sys.executable, "-m", "vitclinic", "prescribe", str(recipe), *options, "--out", str(tmp_path / out)]
+        return [sys.executable, "-c", PROGRAM, "prescribe", str(recipe), *options, "--out", str(tmp_path / out)]
 
     return make
 

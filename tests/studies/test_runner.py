@@ -61,6 +61,19 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
             assert one.run.results == other.run.results
 
 
+def test_a_signal_that_comes_too_late_to_stop_one_run_stops_those_after_it(tmp_path):
+    class Late(Watcher):
+        def on_progress(self, done, total):
+            if done == 1:  # the last step of the first run
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all([tiny(seed=0), tiny(seed=1)], Pool(tmp_path), watcher=Late())
+    pool = Pool(tmp_path)
+    assert pool.find(tiny(seed=0)).status["status"] == "finished"
+    assert not pool.path(tiny(seed=1)).exists()
+
+
 LEADER = """
 import sys
 from tests.studies.networks import tiny

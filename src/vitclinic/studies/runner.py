@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vitclinic.studies.store import Pool
 from vitclinic.training import Observer, Recipe, Run
+from vitclinic.training.interrupts import listening
 
 if TYPE_CHECKING:
     from vitclinic.training.loop import Trainer
@@ -83,13 +84,17 @@ def run_all(
 
 
 def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer]) -> Outcome:
-    """Train, or say why that failed."""
-    try:
-        return outcome_of(recipe, pool.trained(recipe, observers))
-    except Exception as error:  # whatever one run dies of, the others go on
-        log.info("a run failed", exc_info=error)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Outcome(recipe, "failed", reason=reason)
+    """Train, or say why that failed. A signal is raised as KeyboardInterrupt, also where the run ended by itself."""
+    with listening() as interrupt:
+        try:
+            outcome = outcome_of(recipe, pool.trained(recipe, observers))
+        except Exception as error:  # whatever one run dies of, the others go on
+            log.info("a run failed", exc_info=error)
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            outcome = Outcome(recipe, "failed", reason=reason)
+    if interrupt.signal is not None:
+        raise KeyboardInterrupt
+    return outcome
 
 
 def outcome_of(recipe: Recipe, run: Run) -> Outcome:
