@@ -43,7 +43,7 @@ def test_the_surface_grows_on_purpose():
         ),
         "prescribe": sorted(
             [
-                *("words", "--data", "--budget", "--treatments", "--seed", "--out"),
+                *("words", "--data", "--budget", "--treatments", "--from", "--seed", "--out"),
                 *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),

@@ -243,6 +243,10 @@ def prescribe(
     treatments: Annotated[
         str | None, typer.Option(metavar="A,B", help="Which to try; all that apply unless given.")
     ] = None,
+    examined: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="An examined run: what its findings suggest comes first."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Other seeds for the trials.")] = 0,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it goes; prescriptions/NAME.")] = None,
     verbose: Verbose = False,
@@ -254,6 +258,7 @@ def prescribe(
     vitclinic prescribe --data photos/ --budget 1h
     vitclinic prescribe --data photos/ --budget 30m --treatments conv_stem,sam
     vitclinic prescribe my.yaml optimizer.lr=3e-4 --budget 4h
+    vitclinic prescribe --data photos/ --from runs/a        what its findings suggest comes first
 
     Selects on val by successive halving; the winner and the plain recipe then meet on fresh seeds, on test, at the same
     training time. Ends in a recipe file, or says that nothing helped. Interrupted, the same command goes on:
@@ -268,6 +273,7 @@ def prescribe(
         from vitclinic.training.overrides import parse_yaml
 
         console = _console(verbose, quiet)
+        first = [] if examined is None else _suggested(examined)
         with Display(console) as display:
             found = try_treatments(
                 recipe,
@@ -275,11 +281,18 @@ def prescribe(
                 data=data,
                 budget=budget,
                 treatments=None if treatments is None else parse_yaml(f"[{treatments}]", "--treatments"),
+                first=first,
                 seed=seed,
                 out=out,
                 watcher=display,
             )
         show_prescription(found, console)
+
+
+def _suggested(run: Path) -> list[str]:
+    from vitclinic.prescribing.suggested import suggested_treatments
+
+    return suggested_treatments(run)
 
 
 class Form(StrEnum):
