@@ -41,7 +41,7 @@ def page(found: dict[str, Any], command: str) -> str:
         "# A prescription for 3,000 images of CIFAR-10",
         "",
         f"`{command}` on {machine}, {found['date']}; written by benchmarks/prescribed.py, all numbers:",
-        "[prescribe.json](prescribe.json). 3,000 training images (JPEG quality 75) and crop and flip; val are 5,000 other",
+        "[prescribe.json](prescribe.json). 3,000 training images (JPEG quality 75), crop and flip; val are 5,000 other",
         "training images, test the 10,000 test images. What the stages are: [docs/prescribe.md](../prescribe.md).",
         "",
         f"**{found['statement']}**",

@@ -273,7 +273,11 @@ def prescribe(
         from vitclinic.training.overrides import parse_yaml
 
         console = _console(verbose, quiet)
-        first = [] if examined is None else _suggested(examined)
+        first: list[str] = []
+        if examined is not None:
+            from vitclinic.prescribing.suggested import suggested_treatments
+
+            first = suggested_treatments(examined)
         with Display(console) as display:
             found = try_treatments(
                 recipe,
@@ -287,12 +291,6 @@ def prescribe(
                 watcher=display,
             )
         show_prescription(found, console)
-
-
-def _suggested(run: Path) -> list[str]:
-    from vitclinic.prescribing.suggested import suggested_treatments
-
-    return suggested_treatments(run)
 
 
 class Form(StrEnum):
