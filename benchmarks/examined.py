@@ -3,7 +3,7 @@
     python benchmarks/examined.py CIFAR10 POOL GROUP... [--seeds 3] [--threads 2] [--train-only]
 
 A group is a set of arms (recipes, some at an early epoch), each trained once per seed in the pool
-(benchmarks/pool.py), and of probes. Writes every scalar and every unit's values to docs/results/GROUP.json; what is
+(vitclinic.studies.Pool), and of probes. Writes every scalar and every unit's values to docs/results/GROUP.json; what is
 stored in the pool is not measured again. Three seeds are exploratory: no verdicts.
 
   minima  AdamW and SAM twins on 2,000 images, trained until AdamW fits them [chen2022 Tables 1, 4]
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 import vitclinic
-from pool import trained
 from remedies import arms as remedy_arms
 from vitclinic.measurement import Measurement
+from vitclinic.studies import Pool
 
 Numbers = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -100,7 +100,7 @@ def subjects(group: str, options: argparse.Namespace, seed: int) -> Iterator[tup
             yield name, {}, untrained(name, seed), {"data": options.data, "out": options.pool / "initial"}
         return
     for arm in arms(group, options.data):
-        run = trained(options.pool, {**arm.recipe, "seed": seed})
+        run = Pool(options.pool).trained(vitclinic.build_recipe({**arm.recipe, "seed": seed}))
         yield arm.name, {"digest": run.path.name, "test": run.results["test"]}, f"{run.path}@{arm.checkpoint}", {}
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/remedies.py CIFAR10 POOL [--seeds 3] [--only sam stem depth] [--threads 1]
 
-Trains what is not yet in the pool (benchmarks/pool.py), measures every run, writes docs/results/remedies.json and
+Trains what is not yet in the pool (vitclinic.studies.Pool), measures every run, writes docs/results/remedies.json and
 prints the tables of docs/results/remedies.md. Three seeds are exploratory: no verdicts.
 
   sam    AdamW against SAM on 2,000 images without augmentation, epochs enough that AdamW fits them [chen2022]
@@ -27,9 +27,9 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from pool import trained
 from vitclinic.anatomy import Anatomy, AttentionMap, record_attention, stream
 from vitclinic.data import Dataset, evaluation_batches, open_data
+from vitclinic.studies import Pool
 from vitclinic.training import Run, build_recipe, load
 
 Numbers = dict[str, Any]
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    pool = Pool(options.pool)
     results: Numbers = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     for group in options.only:
         rows: dict[str, list[Numbers]] = {}
@@ -214,7 +215,7 @@ def main() -> None:
             if not fnmatch(name, options.arms or "*"):
                 continue
             data = open_data(build_recipe(recipe).data)
-            runs = [trained(options.pool, {**recipe, "seed": seed}) for seed in range(options.seeds)]
+            runs = [pool.trained(build_recipe({**recipe, "seed": seed})) for seed in range(options.seeds)]
             rows[name] = [measured(run, group, data) for run in runs]
         table(group, rows)
         if options.arms is None:

@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitclinic.statistics import RunningMean, median_interval, paired_share_interval, share_interval
+from vitclinic.statistics import (
+    RunningMean,
+    holm,
+    median_interval,
+    paired_difference,
+    paired_share_interval,
+    share_interval,
+    t_interval,
+)
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 10), (3, 10), (10, 10), (540, 1000)])
@@ -85,3 +93,59 @@ def test_the_paired_interval_covers_at_its_nominal_rate():
     counts = random.multinomial(120, [0.12, 0.05, 0.83], size=4000)
     inside = [low <= 0.07 <= high for low, high in (paired_share_interval(int(a), int(b), 120) for a, b, _ in counts)]
     assert 0.935 < np.mean(inside) < 0.975
+
+
+@pytest.mark.parametrize("pairs", [2, 5, 30])
+def test_the_paired_difference_against_scipy(pairs):
+    random = np.random.default_rng(pairs)
+    first, second = random.normal(size=(2, pairs))
+    found, expected = paired_difference(first, second), stats.ttest_rel(second, first)
+    interval = expected.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.p == pytest.approx(expected.pvalue)
+    assert found.mean == pytest.approx(np.mean(second - first))
+    assert found.pairs == pairs
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 5])
+def test_the_paired_interval_covers_at_its_nominal_rate_even_with_few_pairs(pairs):
+    random = np.random.default_rng(0)
+    seeds = random.normal(size=(4000, pairs))  # what two runs with one seed share
+    intervals = [
+        paired_difference(shared + random.normal(0, 0.5, pairs), shared + random.normal(0.3, 0.5, pairs))
+        for shared in seeds
+    ]
+    assert np.mean([found.low <= 0.3 <= found.high for found in intervals]) == pytest.approx(0.95, abs=0.011)
+
+
+def test_several_arms_hold_together_and_holm_errs_in_one_of_twenty_at_most():
+    random = np.random.default_rng(1)
+    together, wrong = [], []
+    for _ in range(2000):
+        plain = random.normal(size=5)
+        found = [paired_difference(plain, random.normal(size=5), arms=4) for _ in range(4)]
+        together.append(all(arm.low <= 0 <= arm.high for arm in found))
+        wrong.append(min(holm([arm.p for arm in found])) < 0.05)
+    assert np.mean(together) >= 0.95
+    assert np.mean(wrong) <= 0.05
+    assert np.mean(wrong) > 0.02  # nor does it err never
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_against_its_definition(p_values):
+    adjusted = holm(p_values)
+    for alpha in (0.01, 0.05, 0.2):
+        rejected = set()
+        for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+            if p_values[index] * (len(p_values) - rank) > alpha:
+                break
+            rejected.add(index)
+        assert {i for i, p in enumerate(adjusted) if p <= alpha} == rejected
+
+
+def test_the_same_difference_in_every_pair():
+    assert paired_difference([1, 2], [1, 2]).p == 1
+    assert paired_difference([1, 2], [2, 3]).p == 0
+    with pytest.raises(ValueError, match="two pairs"):
+        paired_difference([1], [2])
+    assert t_interval([1.0]) is None

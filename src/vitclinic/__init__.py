@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitclinic.data import Dataset, open_data
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
+    from vitclinic.prescribing import Prescription, prescribe
     from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
     from vitclinic.treatments import treat
 
@@ -31,6 +32,8 @@ _HOMES = {
     "Dataset": "vitclinic.data",
     "open_data": "vitclinic.data",
     "create_model": "vitclinic.models",
+    "Prescription": "vitclinic.prescribing",
+    "prescribe": "vitclinic.prescribing",
     "Observer": "vitclinic.training",
     "Recipe": "vitclinic.training",
     "Run": "vitclinic.training",
@@ -47,6 +50,7 @@ __all__ = [
     "Exams",
     "Measurement",
     "Observer",
+    "Prescription",
     "Recipe",
     "Run",
     "__version__",
@@ -55,6 +59,7 @@ __all__ = [
     "examine",
     "load",
     "open_data",
+    "prescribe",
     "report",
     "resume",
     "train",

@@ -92,7 +92,7 @@ def train(
     torchrun --nproc-per-node 4 -m vitclinic train data=photos/
 
     Keys: model, data, treatments, loss, optimizer, schedule, epochs or steps or max_time, batch_size, accumulate,
-    clip, ema, precision, compile, checkpoint, validation, seed, out, workers, device, logging.
+    clip, ema, precision, compile, checkpoint, validation, test, seed, out, workers, device, logging.
 
     Sections have keys of their own, as in data.limit=500: docs/train.md lists them all. Values are YAML.
     """
@@ -283,6 +283,67 @@ def report(
     console = _console(verbose, quiet)
     page = write(targets, out, title=title, images=not no_images)
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def prescribe(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="The plain recipe, as `train` takes it."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="D", help="Data to try on; as data=D.")] = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Such as 30m or 2h.")] = "1h",
+    treatments: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Which to try; all that apply unless given.")
+    ] = None,
+    examined: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="An examined run: what its findings suggest comes first."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Other seeds for the trials.")] = 0,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where it goes; prescriptions/NAME.")] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try treatments on your own data, in short paired trials, and see whether one really helps.
+
+    \b
+    vitclinic prescribe --data photos/ --budget 1h
+    vitclinic prescribe --data photos/ --budget 30m --treatments conv_stem,sam
+    vitclinic prescribe my.yaml optimizer.lr=3e-4 --budget 4h
+    vitclinic prescribe --data photos/ --from runs/a        what its findings suggest comes first
+
+    Selects on val by successive halving; the winner and the plain recipe then meet on fresh seeds, on test, at the same
+    training time. Ends in a recipe file, or says that nothing helped. Interrupted, the same command goes on:
+    docs/prescribe.md.
+    """
+    recipe, changes = _recipe_and_changes(words or [])
+    if data is None and recipe is None and not any(word.startswith("data") for word in changes):
+        raise RecipeError("Say which data to try on: --data D, or a recipe that names it.")
+    with _resumable("every trial that has ended is stored"):
+        from vitclinic.prescribing import prescribe as try_treatments
+        from vitclinic.prescribing.display import Display, show_prescription
+        from vitclinic.training.overrides import parse_yaml
+
+        console = _console(verbose, quiet)
+        first: list[str] = []
+        if examined is not None:
+            from vitclinic.prescribing.suggested import suggested_treatments
+
+            first = suggested_treatments(examined)
+        with Display(console) as display:
+            found = try_treatments(
+                recipe,
+                *changes,
+                data=data,
+                budget=budget,
+                treatments=None if treatments is None else parse_yaml(f"[{treatments}]", "--treatments"),
+                first=first,
+                seed=seed,
+                out=out,
+                watcher=display,
+            )
+        show_prescription(found, console)
 
 
 class Form(StrEnum):

@@ -1,1 +1,7 @@
-"""The verb `prescribe`: which treatments help on the data at hand, with the evidence."""
+"""Prescribing: which treatments help on the user's own data, with evidence."""
+
+from vitclinic.prescribing.prescribe import prescribe
+from vitclinic.prescribing.prescription import Prescription
+from vitclinic.prescribing.watching import Watcher
+
+__all__ = ["Prescription", "Watcher", "prescribe"]

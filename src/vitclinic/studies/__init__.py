@@ -1,1 +1,6 @@
-"""Studies: the same training over arms and seeds, every run made once and found again by its digest."""
+"""Studies: many runs over arms and seeds, each trained once, and what they say."""
+
+from vitclinic.studies.runner import Outcome, Watcher, run_all
+from vitclinic.studies.store import ENDED, Pool, drop_weights
+
+__all__ = ["ENDED", "Outcome", "Pool", "Watcher", "drop_weights", "run_all"]

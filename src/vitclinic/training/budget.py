@@ -1,4 +1,4 @@
-"""`max_time`: from a time to a number of steps, measured once."""
+"""`max_time`: from a time to a number of steps, by the measured cost of a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import bisect
 import math
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +21,33 @@ from vitclinic.training.schedule import in_steps
 _WARM_UP, _MEASURED = 2, 5
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What the parts of a run take, in seconds."""
+
+    step: float
+    image: float
+    """To score one image, without gradients."""
+    start: float = 0.0
+    """To build the network and what trains it."""
+
+    def seconds(self, steps: int, recipe: Recipe, counts: Mapping[str, int]) -> float:
+        """`steps` steps, the validations between them and the final test; `counts` are the images of the splits."""
+        interval = max(1.0, in_steps(recipe.validation.every, counts["train"] / recipe.batch_size, steps))
+        validated = math.ceil(steps / interval - 1e-9) * counts["val"]
+        return steps * self.step + self.image * (validated + (counts["test"] if recipe.test else 0))
+
+    def steps_within(self, budget: float, recipe: Recipe, counts: Mapping[str, int]) -> int:
+        """The most steps that, with their validations and the test, fit into `budget` seconds."""
+        lengths = range(1, max(0, int(budget / self.step)) + 1)
+        return bisect.bisect_right(lengths, budget, key=lambda steps: self.seconds(steps, recipe, counts))
+
+
+def image_counts(dataset: Dataset) -> dict[str, int]:
+    """How many images each split has."""
+    return {split: len(images) for split, images in dataset.splits.items()}
+
+
 def total_steps(recipe: Recipe, dataset: Dataset, world: World, device: torch.device) -> int:
     """How many steps the recipe asks for; with `max_time`, how many the measured cost of a step allows."""
     if recipe.steps is not None:
@@ -26,29 +55,38 @@ def total_steps(recipe: Recipe, dataset: Dataset, world: World, device: torch.de
     if recipe.max_time is None:
         epochs = recipe.epochs if recipe.epochs is not None else DEFAULT_EPOCHS
         return max(1, math.ceil(epochs * len(dataset.train) / recipe.batch_size - 1e-9))
-    return int(world.agree(_steps_within(seconds(recipe.max_time), recipe, dataset, world, device)))
+    cost = measure_cost(recipe, dataset, world, device)
+    steps = cost.steps_within(seconds(recipe.max_time), recipe, image_counts(dataset))
+    return int(world.agree(max(1, steps)))
 
 
-def _steps_within(budget: float, recipe: Recipe, dataset: Dataset, world: World, device: torch.device) -> int:
-    """Steps, with the validations between them and the final test, that fit into `budget` seconds.
+def measure_cost(recipe: Recipe, dataset: Dataset, world: World, device: torch.device) -> Cost:
+    """The cost of a run's parts, as `measure_costs` does it."""
+    return measure_costs([recipe], dataset, world, device)[0]
 
-    The cost is measured on a trainer of its own, which is then thrown away: the run itself starts untouched.
+
+def measure_costs(recipes: Sequence[Recipe], dataset: Dataset, world: World, device: torch.device) -> list[Cost]:
+    """The costs of several runs' parts, on trainers that are then thrown away: the runs themselves start untouched.
+
+    A step's is the median of five, after two to warm up. The recipes take turns, so that whatever else the machine is
+    doing meanwhile slows all of them alike.
     """
-    trainer = Trainer(recipe, dataset, _WARM_UP + _MEASURED, world, device)
-    times = []
-    for _ in range(trainer.total_steps):
-        started = time.perf_counter()
-        trainer.advance()
-        times.append(time.perf_counter() - started)
-    step_cost = statistics.median(times[_WARM_UP:])
-    image_cost = _evaluation_cost(trainer, dataset) / world.size
-
-    def cost(steps: int) -> float:
-        interval = max(1.0, in_steps(recipe.validation.every, trainer.steps_per_epoch, steps))
-        validations = steps / interval + 1
-        return steps * step_cost + image_cost * (validations * len(dataset.val) + len(dataset.test))
-
-    return max(1, bisect.bisect_right(range(1, int(budget / step_cost) + 1), budget, key=cost))
+    trainers, starts = [], []
+    for recipe in recipes:
+        began = time.perf_counter()
+        trainers.append(Trainer(recipe, dataset, _WARM_UP + _MEASURED, world, device))
+        starts.append(time.perf_counter() - began)
+    times: list[list[float]] = [[] for _ in trainers]
+    for _ in range(_WARM_UP + _MEASURED):
+        for trainer, taken in zip(trainers, times, strict=True):
+            began = time.perf_counter()
+            trainer.advance()
+            taken.append(time.perf_counter() - began)
+    images = [_evaluation_cost(trainer, dataset) / world.size for trainer in trainers]
+    for trainer in trainers:
+        trainer.close()
+    steps = [statistics.median(taken[_WARM_UP:]) for taken in times]
+    return [Cost(*parts) for parts in zip(steps, images, starts, strict=True)]
 
 
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:

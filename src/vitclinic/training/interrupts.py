@@ -15,9 +15,16 @@ class Interrupt:
     signal: signal.Signals | None = None
 
 
+_listeners: list[Interrupt] = []
+
+
 @contextmanager
 def listening() -> Iterator[Interrupt]:
-    """Note SIGINT and SIGTERM instead of dying of them. Outside the main thread, signals are left alone."""
+    """Note SIGINT and SIGTERM instead of dying of them. Outside the main thread, signals are left alone.
+
+    Whoever listens around another listener hears the same: a signal that comes too late to stop one run stops those
+    that would have followed.
+    """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
@@ -26,11 +33,14 @@ def listening() -> Iterator[Interrupt]:
     def note(number: int, frame: FrameType | None) -> None:
         if interrupt.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        interrupt.signal = signal.Signals(number)
+        for listener in _listeners:
+            listener.signal = signal.Signals(number)
 
+    _listeners.append(interrupt)
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _listeners.remove(interrupt)

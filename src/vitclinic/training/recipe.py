@@ -106,6 +106,7 @@ class Recipe(Config):
     compile: bool = False
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
+    test: bool = Field(True, description="score the best checkpoint on the test images at the end")
     seed: int = 0
     out: str | None = Field(None, description="run directory; named after model, data and digest unless given")
     workers: Annotated[int, Field(ge=0)] | None = Field(None, description="reading processes; chosen unless given")

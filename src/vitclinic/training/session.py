@@ -125,7 +125,7 @@ class Session:
             self.world.wait()
             self.trainer.evaluated.load_state_dict(self.run.checkpoints.read_model("best"))
             rows["val"] = self.best
-        if len(self.trainer.dataset.test):
+        if self.trainer.recipe.test and len(self.trainer.dataset.test):
             rows["test"] = {**self._score("test"), "step": rows.get("val", {}).get("step", self.trainer.step)}
         of_training = {"kind", "epoch", "loss", "losses", "lr", "grad_norm"}
         return {split: {key: row[key] for key in row if key not in of_training} for split, row in rows.items()}

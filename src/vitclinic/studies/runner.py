@@ -1,0 +1,134 @@
+"""Many runs on one machine: in this process one after another, or in several processes that divide the cores."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from vitclinic.studies.store import Pool
+from vitclinic.training import Observer, Recipe, Run
+from vitclinic.training.interrupts import listening
+
+if TYPE_CHECKING:
+    from vitclinic.training.loop import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run of a recipe ended. A divergence is a result; a failure is why there is none."""
+
+    recipe: Recipe
+    status: Literal["finished", "diverged", "failed"]
+    path: Path | None = None
+    reason: str | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run directory; only of a run that did not fail."""
+        assert self.path is not None
+        return Run.open(self.path)
+
+
+class Watcher:
+    """Hears of a list of runs as they go on. Override what you need."""
+
+    def on_progress(self, done: float, total: int) -> None:
+        """`done` of `total` runs are done, those at work by the share of their steps."""
+
+    def on_outcome(self, outcome: Outcome) -> None:
+        """A run has ended, or was found ended."""
+
+
+def run_all(
+    recipes: Sequence[Recipe],
+    pool: Pool,
+    *,
+    processes: int = 1,
+    threads: int | None = None,
+    watcher: Watcher | None = None,
+) -> list[Outcome]:
+    """The outcomes of recipes, in their order; what the pool has is not trained again, nor a recipe listed twice.
+
+    With several `processes`, each has `threads` threads (its share of the cores unless given). A run's numbers depend
+    on the number of its threads in their last bits, and on nothing else here: not on how many run beside it. One that
+    fails is reported, and the others go on. Ctrl-C stops when all that are at work are saved, and is raised.
+    """
+    watcher = watcher or Watcher()
+    ended: dict[Path, Outcome] = {}
+    waiting: dict[Path, Recipe] = {}
+    for recipe in recipes:
+        path = pool.path(recipe)
+        found = pool.find(recipe)
+        if found is None:
+            waiting[path] = recipe
+        elif path not in ended:
+            ended[path] = outcome_of(recipe, found)
+            watcher.on_outcome(ended[path])
+    tally = Tally(len(ended), len(ended) + len(waiting), watcher)
+    if processes == 1:
+        for path, recipe in waiting.items():
+            ended[path] = attempt(pool, recipe, [StepShare(tally, path)])
+            tally.end(path, ended[path])
+    else:
+        from vitclinic.studies.workers import in_processes
+
+        share = threads or max(1, (os.cpu_count() or 1) // processes)
+        ended |= in_processes(waiting, pool.folder, min(processes, len(waiting)), share, tally)
+    return [ended[pool.path(recipe)] for recipe in recipes]
+
+
+def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer]) -> Outcome:
+    """Train, or say why that failed. A signal is raised as KeyboardInterrupt, also where the run ended by itself."""
+    with listening() as interrupt:
+        try:
+            outcome = outcome_of(recipe, pool.trained(recipe, observers))
+        except Exception as error:  # whatever one run dies of, the others go on
+            log.info("a run failed", exc_info=error)
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            outcome = Outcome(recipe, "failed", reason=reason)
+    if interrupt.signal is not None:
+        raise KeyboardInterrupt
+    return outcome
+
+
+def outcome_of(recipe: Recipe, run: Run) -> Outcome:
+    status = run.status
+    return Outcome(recipe, status["status"], run.path, status.get("reason"))
+
+
+class Tally:
+    """How far all runs together are."""
+
+    def __init__(self, done: int, total: int, watcher: Watcher) -> None:
+        self.done, self.total, self.watcher = done, total, watcher
+        self.shares: dict[Path, float] = {}
+        self._tell()
+
+    def advance(self, path: Path, share: float) -> None:
+        self.shares[path] = share
+        self._tell()
+
+    def end(self, path: Path, outcome: Outcome) -> None:
+        self.shares.pop(path, None)
+        self.done += 1
+        self.watcher.on_outcome(outcome)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.watcher.on_progress(self.done + sum(self.shares.values()), self.total)
+
+
+class StepShare(Observer):
+    """Tells a tally which share of a run's steps is done."""
+
+    def __init__(self, tally: Tally, path: Path) -> None:
+        self.tally, self.path = tally, path
+
+    def on_step(self, trainer: Trainer) -> None:
+        self.tally.advance(self.path, trainer.step / trainer.total_steps)

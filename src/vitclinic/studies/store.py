@@ -1,0 +1,71 @@
+"""A pool of runs: a recipe is trained once per digest, whoever asks for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitclinic.data import open_data
+from vitclinic.training import Observer, Recipe, Run, resume, train
+
+ENDED = ("finished", "diverged")
+"""Statuses that the same recipe would end in again: a divergence is a result like any other."""
+
+
+def drop_weights(run: Run) -> None:
+    """Keep of an ended run what was measured, not what was learnt: many short trials fill a disk."""
+    shutil.rmtree(run.checkpoints.folder, ignore_errors=True)
+
+
+class Pool:
+    """A folder with one run directory for each recipe's digest; studies and benchmarks may share it.
+
+    Example:
+        >>> pool = Pool("runs/pool")
+        >>> run = pool.trained(build_recipe("shapes", ["seed=1"]))  # doctest: +SKIP
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._data_digests: dict[tuple[object, ...], str] = {}
+
+    def path(self, recipe: Recipe) -> Path:
+        """Where the run of a recipe is, or will be."""
+        return self.folder / recipe.digest(self._data_digest(recipe))[:16]
+
+    def find(self, recipe: Recipe) -> Run | None:
+        """The run of a recipe, if it is there and has ended."""
+        path = self.path(recipe)
+        if not (path / "recipe.yaml").is_file():
+            return None
+        run = Run.open(path)
+        return run if run.status["status"] in ENDED else None
+
+    def trained(self, recipe: Recipe, observers: Sequence[Observer] = ()) -> Run:
+        """The ended run of a recipe: found, resumed if it was interrupted or failed, or trained.
+
+        A signal that stopped the training, once that is saved, is raised as KeyboardInterrupt.
+        """
+        found = self.find(recipe)
+        if found is not None:
+            return found
+        path = self.path(recipe)
+        if (path / "recipe.yaml").is_file():
+            # Where the same data lies by now, and what changes no number, is the asking recipe's to say.
+            words = [f"data.source={json.dumps(recipe.data.source)}", f"device={recipe.device}"]
+            run = resume(path, *words, observers=observers)
+        else:
+            run = train(recipe.model_copy(update={"out": str(path)}), observers=observers)
+        if run.status["status"] not in ENDED:
+            raise KeyboardInterrupt(f"'{path}' was interrupted; it goes on when it is asked for again")
+        return run
+
+    def _data_digest(self, recipe: Recipe) -> str:
+        """The digest of a recipe's data, which is opened once however many recipes share it."""
+        key = (recipe.data.model_dump_json(), recipe.image_size, recipe.model.in_chans)
+        if key not in self._data_digests:
+            data = open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans)
+            self._data_digests[key] = data.digest
+        return self._data_digests[key]

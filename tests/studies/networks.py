@@ -1,0 +1,20 @@
+"""A recipe that trains in a tenth of a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vitclinic.training import Recipe, build_recipe
+
+TINY = {
+    "model": {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2},
+    "data": {"source": "digits", "limit": 60, "augment": "none"},
+    "batch_size": 20,
+    "steps": 6,
+    "workers": 0,
+    "checkpoint": "2 steps",
+}
+
+
+def tiny(**changes: Any) -> Recipe:
+    return build_recipe({**TINY, **changes})
