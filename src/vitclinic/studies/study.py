@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from vitclinic.config import Config, validate
 from vitclinic.errors import RecipeError, did_you_mean
 from vitclinic.training import Recipe, build_recipe
-from vitclinic.training.overrides import merge, parse_word
+from vitclinic.training.overrides import laid_over, merge
 
 Two = Field(min_length=2, max_length=2)
 Term = str | float | Annotated[list[str], Two]
@@ -151,13 +151,10 @@ class Study(Config):
     def recipes(self, words: tuple[str, ...] = (), paper: bool = False) -> dict[str, Recipe]:
         """The recipe of each arm, without a seed of its own, changed by `key=value` words."""
         scale = self.paper_scale if paper else Scale()
-        base = merge(Recipe, merge(Recipe, {}, self.base), scale.base)
+        base = laid_over(self.base, scale.base)
         found = {}
         for name, changes in self.all_arms():
-            arm = merge(Recipe, merge(Recipe, base, changes), scale.arms.get(name, {}))
-            for word in words:
-                arm = merge(Recipe, arm, parse_word(word))
-            found[name] = build_recipe(arm)
+            found[name] = build_recipe(laid_over(laid_over(base, changes), scale.arms.get(name, {})), words)
         return found
 
 
