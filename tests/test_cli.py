@@ -41,6 +41,12 @@ def test_the_surface_grows_on_purpose():
                 *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "prescribe": sorted(
+            [
+                *("words", "--data", "--budget", "--treatments", "--seed", "--out"),
+                *("--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "list": ["--json", "pattern", "what"],
     }
 

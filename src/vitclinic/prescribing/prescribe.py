@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vitclinic.data import Dataset, open_data
-from vitclinic.data.source import fingerprint
-from vitclinic.durations import seconds
-from vitclinic.errors import DataError, RecipeError, RunError, VitclinicError
-from vitclinic.files import write_errors
+from vitclinic.errors import RecipeError, RunError
 from vitclinic.prescribing.arms import PLAIN, Arm, Entry, Trials, candidates, pairs
-from vitclinic.prescribing.ledger import FILE, Decided, Ledger
+from vitclinic.prescribing.costs import Costs
+from vitclinic.prescribing.ledger import Decided, Ledger
 from vitclinic.prescribing.plan import Stage, halved, make_plan, most_candidates, needed_budget, shrunk
 from vitclinic.prescribing.prescription import Prescription
+from vitclinic.prescribing.request import budget_seconds, check_data, folder_of, plain_recipe
 from vitclinic.prescribing.selection import Trial, Tried, effect, verdict
 from vitclinic.prescribing.watching import Watcher, written_time
 from vitclinic.studies import Outcome, Pool, drop_weights, run_all
 from vitclinic.studies import Watcher as RunsWatcher
-from vitclinic.training import Recipe, Run, build_recipe
-from vitclinic.training.budget import Cost, image_counts, measure_cost, total_steps
-from vitclinic.training.distributed import World, pick_device
+from vitclinic.training import Recipe, Run
+from vitclinic.training.budget import image_counts
 
-log = logging.getLogger(__name__)
-
-LEAST_IMAGES = 50
-"""Of val and of test: fewer cannot tell arms apart."""
-LEAST_STEPS, ENOUGH_STEPS = 10, 100
-"""A trial has an epoch, or `ENOUGH_STEPS` if an epoch is longer, and never less than `LEAST_STEPS`."""
 FRESH = 100
 """The final comparison's seeds begin so far above the selection's."""
 APART = 1000
@@ -64,20 +51,20 @@ def prescribe(
     watcher = watcher or Watcher()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("prescribe runs in one process; start it without torchrun.")
-    resolved = _resolved(recipe, words, data)
-    time = _budget(budget)
+    resolved = plain_recipe(recipe, words, data)
+    time = budget_seconds(budget)
     arms = candidates(resolved, treatments, first)
     dataset = open_data(
         resolved.data, size=resolved.image_size, channels=resolved.model.in_chans, progress=watcher.on_reading
     )
-    _check_data(dataset)
+    check_data(dataset)
     identity = {
         "recipe": resolved.digest(dataset.digest),
         "budget": time,
         "candidates": [arm.name for arm in arms],
         "seed": seed,
     }
-    folder = _folder(out, resolved, dataset, identity)
+    folder = folder_of(out, resolved, dataset, identity)
     with Run(folder).locked():
         return _Prescriber(folder, resolved, dataset, arms, time, seed, watcher, identity).prescription()
 
@@ -98,15 +85,13 @@ class _Prescriber:
     ) -> None:
         self.folder, self.recipe, self.dataset, self.wanted = folder, recipe, dataset, wanted
         self.budget, self.seed, self.watcher = budget, seed, watcher
-        self.device = pick_device(recipe.device)
         self.counts = image_counts(dataset)
         self.pool = Pool(folder / "runs")
         self.ledger = Ledger(folder, identity)
+        self.costs = Costs(recipe, dataset, self.ledger)
+        self.trials = Trials(recipe, self.costs.own_steps(), self.counts)
 
     def prescription(self) -> Prescription:
-        if not self._cost(Arm()):
-            raise RecipeError(f"The recipe itself cannot be trained: {self.ledger.left_out[PLAIN]}")
-        self.trials = Trials(self.recipe, self._own_steps(), self.counts)
         arms = self._candidates()
         self.watcher.on_plan(self.ledger.plan, arms, self.ledger.left_out, self.ledger.used, self.budget)
         rungs = []
@@ -154,9 +139,9 @@ class _Prescriber:
         ledger = self.ledger
         if ledger.candidates is not None:
             return ledger.candidates
-        plain, trial = ledger.costs[PLAIN], self.trials.recipe_of(Arm(), 1, 0, test=True)
+        plain, trial = self.costs.plain, self.trials.recipe_of(Arm(), 1, 0, test=True)
         longest = plain.seconds(self.trials.own_steps, trial, self.counts)
-        least = plain.seconds(self._least_steps(), trial, self.counts)
+        least = plain.seconds(self.costs.least_steps(), trial, self.counts)
         most = most_candidates(len(self.wanted), self.budget - ledger.used, plain.start, longest, least)
         if most == 0:
             raise RecipeError(self._too_small(plain.start, longest, least))
@@ -165,7 +150,7 @@ class _Prescriber:
             self.watcher.on_measuring(arm.name, number, len(self.wanted))
             if len(arms) == most:
                 ledger.left_out[arm.name] = "the budget has no time for it"
-            elif self._cost(arm):
+            elif self.costs.of(arm):
                 arms.append(arm)
         if not arms:
             reasons = " ".join(f"{name}: {reason}" for name, reason in ledger.left_out.items())
@@ -181,26 +166,10 @@ class _Prescriber:
         """Every two of the best that go together, in the order in which they do."""
         found = []
         for orders in pairs(best):
-            fitting = next((arm for arm in orders if self._cost(arm)), None)
+            fitting = next((arm for arm in orders if self.costs.of(arm)), None)
             if fitting is not None:
                 found.append(fitting)
         return found
-
-    def _cost(self, arm: Arm) -> Cost | None:
-        """What a step of an arm costs, measured once; None, with the reason in the ledger, if it does not apply."""
-        ledger = self.ledger
-        if arm.name not in ledger.costs and arm.name not in ledger.left_out:
-            recipe = self.recipe.model_copy(update={"treatments": [*self.recipe.treatments, *arm.treatments]})
-            try:
-                with torch.random.fork_rng():
-                    ledger.costs[arm.name] = measure_cost(recipe, self.dataset, World(), self.device)
-            except VitclinicError as error:
-                ledger.left_out[arm.name] = str(error)
-            except Exception as error:  # a treatment of somebody's own may raise anything, and the others go on
-                log.info("%s cannot be tried", arm.name, exc_info=error)
-                ledger.left_out[arm.name] = f"{type(error).__name__}: {error}"
-            ledger.save()
-        return ledger.costs.get(arm.name)
 
     def _tried(self, number: int, arms: Sequence[Arm]) -> Tried:
         """The trials of a stage, of which those that have ended are not repeated."""
@@ -268,72 +237,12 @@ class _Prescriber:
         score = run.results[split]
         return Trial(arm, seed, steps, "finished", score["accuracy"], score["nll"], run.path.name)
 
-    def _own_steps(self) -> int:
-        """The recipe's own length; that of `max_time` by the cost that is measured already."""
-        if self.recipe.max_time is None:
-            return total_steps(self.recipe, self.dataset, World(), self.device)
-        cost = self.ledger.costs[PLAIN]
-        return max(1, cost.steps_within(seconds(self.recipe.max_time), self.recipe, self.counts))
-
-    def _least_steps(self) -> int:
-        epoch = math.ceil(self.counts["train"] / self.recipe.batch_size)
-        return min(self.trials.own_steps, max(LEAST_STEPS, min(epoch, ENOUGH_STEPS)))
-
     def _too_small(self, overhead: float, longest: float, least: float) -> str:
         """What would be needed instead; a tenth more than the sum, for measuring."""
         one, all_ = (1.1 * needed_budget(n, overhead, longest, least) for n in (1, len(self.wanted)))
         more = f", and about {written_time(all_)} for all {len(self.wanted)} treatments" if len(self.wanted) > 1 else ""
         return (
-            f"A budget of {written_time(self.budget)} is too small: a step takes {self.ledger.costs[PLAIN].step:.2g} s,"
-            f" and a trial is to have {self._least_steps()} steps at least. Comparing one treatment needs about"
+            f"A budget of {written_time(self.budget)} is too small: a step takes {self.costs.plain.step:.2g} s,"
+            f" and a trial is to have {self.costs.least_steps()} steps at least. Comparing one treatment needs about"
             f" {written_time(one)}{more}; or give a smaller network, or fewer images (data.limit)."
         )
-
-
-def _resolved(recipe: Recipe | str | Path | Mapping[str, Any] | None, words: Sequence[str], data: str | None) -> Recipe:
-    """The plain recipe. Its seed is the prescription's to choose."""
-    if isinstance(recipe, Recipe):
-        recipe = recipe.plain()
-    resolved = build_recipe(recipe, words)
-    if data is not None:
-        resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"source": data})})
-    if resolved.out is not None:
-        raise RecipeError("out= is for one run; say where a prescription goes with --out (Python: out=).")
-    if not resolved.test:
-        raise RecipeError("test=false leaves the final comparison without its measure; remove it.")
-    return resolved.model_copy(update={"seed": 0})
-
-
-def _budget(budget: str | float) -> float:
-    try:
-        time = seconds(budget)
-    except ValueError as error:
-        raise RecipeError(f"--budget: {error} (got '{budget}').") from None
-    if time <= 0:
-        raise RecipeError("--budget: the time must be longer than nothing.")
-    return time
-
-
-def _check_data(dataset: Dataset) -> None:
-    dataset.check_trainable()
-    for split, use in (("val", "selects"), ("test", "compares in the end")):
-        count = len(dataset.splits[split])
-        if count < LEAST_IMAGES:
-            raise DataError(
-                f"'{dataset.name}' has {count} {split} images, and prescribe {use} on them: {LEAST_IMAGES} are needed"
-                f" at least ({10 * LEAST_IMAGES} images in all, where a tenth of them is held out)."
-            )
-
-
-def _folder(out: str | Path | None, recipe: Recipe, dataset: Dataset, identity: Mapping[str, Any]) -> Path:
-    """Where it goes: the same place for the same question, so that the same command goes on."""
-    if out is None:
-        name = "-".join([Path(dataset.name).name, recipe.model.name, fingerprint(identity)[:8]])
-        folder = Path("prescriptions") / re.sub(r"[^\w.,=-]+", "-", name)
-    else:
-        folder = Path(out).expanduser()
-    if not (folder / FILE).is_file():
-        Run(folder).refuse_foreign_files()
-    with write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder

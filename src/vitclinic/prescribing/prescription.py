@@ -96,8 +96,8 @@ class Prescription:
         steps = {trial.arm: trial.steps for trial in self.final.trials}
         return [
             self.statement,
-            f"Trials of {self.final.seconds:.0f} s: {steps[self.winner.name]} steps, and {steps[PLAIN]} of the plain"
-            f" recipe, whose step costs 1 / {self.cost_ratio:.2f} as much.",
+            f"Trials of {self.final.seconds:.0f} s each: {steps[self.winner.name]} steps, {steps[PLAIN]} of the plain"
+            f" recipe; a step costs {self.cost_ratio:.2f} plain ones.",
             f"The length below is the recipe's own, {self.own_steps} steps.",
             "command: vitclinic train prescription.yaml",
         ]

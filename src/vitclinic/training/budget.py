@@ -6,7 +6,7 @@ import bisect
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,21 +61,32 @@ def total_steps(recipe: Recipe, dataset: Dataset, world: World, device: torch.de
 
 
 def measure_cost(recipe: Recipe, dataset: Dataset, world: World, device: torch.device) -> Cost:
-    """The cost of a run's parts, on a trainer of its own, which is then thrown away: the run itself starts untouched.
+    """The cost of a run's parts, as `measure_costs` does it."""
+    return measure_costs([recipe], dataset, world, device)[0]
 
-    A step's is the median of five, after two to warm up.
+
+def measure_costs(recipes: Sequence[Recipe], dataset: Dataset, world: World, device: torch.device) -> list[Cost]:
+    """The costs of several runs' parts, on trainers that are then thrown away: the runs themselves start untouched.
+
+    A step's is the median of five, after two to warm up. The recipes take turns, so that whatever else the machine is
+    doing meanwhile slows all of them alike.
     """
-    began = time.perf_counter()
-    trainer = Trainer(recipe, dataset, _WARM_UP + _MEASURED, world, device)
-    start = time.perf_counter() - began
-    times = []
-    for _ in range(trainer.total_steps):
-        started = time.perf_counter()
-        trainer.advance()
-        times.append(time.perf_counter() - started)
-    image = _evaluation_cost(trainer, dataset) / world.size
-    trainer.close()
-    return Cost(statistics.median(times[_WARM_UP:]), image, start)
+    trainers, starts = [], []
+    for recipe in recipes:
+        began = time.perf_counter()
+        trainers.append(Trainer(recipe, dataset, _WARM_UP + _MEASURED, world, device))
+        starts.append(time.perf_counter() - began)
+    times: list[list[float]] = [[] for _ in trainers]
+    for _ in range(_WARM_UP + _MEASURED):
+        for trainer, taken in zip(trainers, times, strict=True):
+            began = time.perf_counter()
+            trainer.advance()
+            taken.append(time.perf_counter() - began)
+    images = [_evaluation_cost(trainer, dataset) / world.size for trainer in trainers]
+    for trainer in trainers:
+        trainer.close()
+    steps = [statistics.median(taken[_WARM_UP:]) for taken in times]
+    return [Cost(*parts) for parts in zip(steps, images, starts, strict=True)]
 
 
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:
