@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+After = Callable[[Run], dict[str, float]]
+"""What is measured of a run that has ended, where it was trained; it can be pickled."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -27,6 +30,8 @@ class Outcome:
     status: Literal["finished", "diverged", "failed"]
     path: Path | None = None
     reason: str | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What was measured of it, if that was asked for."""
 
     @property
     def run(self) -> Run:
@@ -51,50 +56,64 @@ def run_all(
     *,
     processes: int = 1,
     threads: int | None = None,
+    ray: str | None = None,
+    after: After | None = None,
     watcher: Watcher | None = None,
 ) -> list[Outcome]:
     """The outcomes of recipes, in their order; what the pool has is not trained again, nor a recipe listed twice.
 
     With several `processes`, each has `threads` threads (its share of the cores unless given). A run's numbers depend
-    on the number of its threads in their last bits, and on nothing else here: not on how many run beside it. One that
-    fails is reported, and the others go on. Ctrl-C stops when all that are at work are saved, and is raised.
+    on the number of its threads in their last bits, and on nothing else here: not on how many run beside it. With
+    `ray`, the address of a Ray cluster (`auto`: the one at hand), they are its tasks, `threads` cores each. One that
+    fails is reported, and the others go on. Ctrl-C stops when all that are at work are saved, and is raised. `after` is
+    called with each run that has ended, also with those that had before.
     """
     watcher = watcher or Watcher()
     ended: dict[Path, Outcome] = {}
     waiting: dict[Path, Recipe] = {}
     for recipe in recipes:
         path = pool.path(recipe)
-        found = pool.find(recipe)
+        found = pool.find(recipe) if after is None else None
         if found is None:
             waiting[path] = recipe
         elif path not in ended:
             ended[path] = outcome_of(recipe, found)
             watcher.on_outcome(ended[path])
     tally = Tally(len(ended), len(ended) + len(waiting), watcher)
-    if processes == 1:
+    if ray is not None:
+        from vitclinic.studies.cluster import in_cluster
+
+        ended |= in_cluster(waiting, pool.folder, ray, threads or 1, after, tally)
+    elif processes == 1:
         for path, recipe in waiting.items():
-            ended[path] = attempt(pool, recipe, [StepShare(tally, path)])
+            ended[path] = attempt(pool, recipe, [StepShare(tally, path)], after)
             tally.end(path, ended[path])
     else:
         from vitclinic.studies.workers import in_processes
 
         share = threads or max(1, (os.cpu_count() or 1) // processes)
-        ended |= in_processes(waiting, pool.folder, min(processes, len(waiting)), share, tally)
+        ended |= in_processes(waiting, pool.folder, min(processes, len(waiting)), share, after, tally)
     return [ended[pool.path(recipe)] for recipe in recipes]
 
 
-def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer]) -> Outcome:
-    """Train, or say why that failed. A signal is raised as KeyboardInterrupt, also where the run ended by itself."""
+def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer], after: After | None = None) -> Outcome:
+    """Train and measure, or say why that failed. A signal is raised as KeyboardInterrupt, also where the run has ended."""
     with listening() as interrupt:
-        try:
-            outcome = outcome_of(recipe, pool.trained(recipe, observers))
-        except Exception as error:  # whatever one run dies of, the others go on
-            log.info("a run failed", exc_info=error)
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            outcome = Outcome(recipe, "failed", reason=reason)
+        outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, observers)))
     if interrupt.signal is not None:
         raise KeyboardInterrupt
-    return outcome
+    if after is None or outcome.status == "failed":
+        return outcome
+    return _caught(recipe, lambda: replace(outcome, numbers=after(outcome.run)))
+
+
+def _caught(recipe: Recipe, action: Callable[[], Outcome]) -> Outcome:
+    """What the action returns, or its failure: whatever one run dies of, the others go on."""
+    try:
+        return action()
+    except Exception as error:  # a network, a probe or a disk may raise anything
+        log.info("a run failed", exc_info=error)
+        return Outcome(recipe, "failed", reason=str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 def outcome_of(recipe: Recipe, run: Run) -> Outcome:

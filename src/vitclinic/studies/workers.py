@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitclinic.studies.runner import Outcome, Tally, attempt
+from vitclinic.studies.runner import After, Outcome, Tally, attempt
 from vitclinic.studies.store import Pool
 from vitclinic.training import Observer, Recipe
 
@@ -31,7 +31,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def in_processes(
-    waiting: Mapping[Path, Recipe], folder: Path, processes: int, threads: int, tally: Tally
+    waiting: Mapping[Path, Recipe], folder: Path, processes: int, threads: int, after: After | None, tally: Tally
 ) -> dict[Path, Outcome]:
     """The outcomes of all that is `waiting`, trained by `processes` workers."""
     to_do = list(waiting.items())[::-1]
@@ -41,7 +41,7 @@ def in_processes(
         while to_do or any(worker.path for worker in workers):
             workers = [worker for worker in workers if worker.process.is_alive()]
             while len(workers) < min(processes, len(to_do) + sum(worker.path is not None for worker in workers)):
-                workers.append(_Worker(folder, threads))
+                workers.append(_Worker(folder, threads, after))
             for worker in workers:
                 if worker.path is None and to_do:
                     worker.give(*to_do.pop())
@@ -59,10 +59,10 @@ def in_processes(
 class _Worker:
     """The leader's end of a worker."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, after: After | None) -> None:
         context = mp.get_context("spawn")  # a fork would inherit torch's threads in whatever state they are
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, folder, threads), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, folder, threads, after), daemon=True)
         with _environment({name: str(threads) for name in _THREADS}):
             self.process.start()
         theirs.close()
@@ -130,7 +130,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(connection: Connection, folder: Path, threads: int) -> None:
+def _serve(connection: Connection, folder: Path, threads: int, after: After | None) -> None:
     """The worker: train what comes, until nothing more does or a signal says so."""
     import torch
 
@@ -140,7 +140,7 @@ def _serve(connection: Connection, folder: Path, threads: int) -> None:
     with suppress(KeyboardInterrupt, EOFError, OSError):
         while True:
             recipe: Recipe = connection.recv()
-            connection.send(attempt(pool, recipe, [_Reporter(connection)]))
+            connection.send(attempt(pool, recipe, [_Reporter(connection)], after))
 
 
 def _stop_with_the_leader() -> None:

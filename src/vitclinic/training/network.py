@@ -26,7 +26,7 @@ def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
     """
     case = Case(len(dataset.classes), dataset.channels, dataset.size)
     statistics = {} if recipe.model.pretrained else dict(zip(("mean", "std"), dataset.statistics, strict=True))
-    network = _build(recipe, case, recipe.model.pretrained, **statistics)
+    network = network_for(recipe, case, recipe.model.pretrained, **statistics)
     check_fit(network, case.channels, case.size, case.classes)
     return network
 
@@ -64,13 +64,14 @@ def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
     run = Run.open(path)
     facts = run.data_facts
     case = Case(len(facts["classes"]), facts["channels"], (facts["size"][0], facts["size"][1]))
-    network = _build(run.recipe, case, pretrained=False)
+    network = network_for(run.recipe, case)
     name = checkpoint or ("best" if "best" in run.checkpoints.names() else "last")
     load_network_state(network, run.checkpoints.read_model(name), f"'{path}'")
     return network.eval()
 
 
-def _build(recipe: Recipe, case: Case, pretrained: bool, **statistics: Sequence[float]) -> Normalised:
+def network_for(recipe: Recipe, case: Case, pretrained: bool = False, **statistics: Sequence[float]) -> Normalised:
+    """The network of a recipe for such images, treated, with the weights that its seed draws."""
     keywords: dict[str, Any] = {
         "num_classes": case.classes,
         "in_chans": case.channels,

@@ -32,11 +32,18 @@ def build_recipe(base: str | Path | Mapping[str, Any] | None = None, words: Sequ
     upper: dict[str, Any] = {}
     for word in words:
         upper = merge(Recipe, upper, parse_word(word))
-    if any(upper.get(length) is not None for length in LENGTHS):  # the words' own way to say how long to train
-        lower = {key: value for key, value in lower.items() if key not in LENGTHS}
-    if _name(upper) not in (None, _name(lower)):  # the keywords were written for another network
-        lower.pop("model", None)
-    return validate(Recipe, merge(Recipe, lower, upper))
+    return validate(Recipe, laid_over(lower, upper))
+
+
+def laid_over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a recipe changed by another, which has its own way to say how long to train, and on what network."""
+    kept = merge(Recipe, {}, lower)
+    changes = merge(Recipe, {}, upper)
+    if any(changes.get(length) is not None for length in LENGTHS):
+        kept = {key: value for key, value in kept.items() if key not in LENGTHS}
+    if _name(changes) not in (None, _name(kept)):  # the keywords were written for another network
+        kept.pop("model", None)
+    return merge(Recipe, kept, changes)
 
 
 def _name(recipe: Mapping[str, Any]) -> Any:

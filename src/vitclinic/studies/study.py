@@ -1,0 +1,170 @@
+"""A study file: which runs, what is measured of them, and what is expected, all said before anything is run.
+
+    claim: C6
+    title: SAM lowers the missing rate between training points
+    paper: chen2022
+    source: Table 6, 57.9 -> 39.6%
+    base: {model: {...}, data: {limit: 2000, augment: none}, epochs: 60}
+    arms:
+      AdamW: {}
+      SAM: {treatments: [{sam: {rho: 0.1}}]}
+    measures:
+      missing_rate: {probe: missing_rate, scalar: missing_rate}
+    expectations:
+      - {says: SAM lowers the missing rate, measure: missing_rate, less: [SAM, AdamW]}
+    paper_scale: {base: {...}, seeds: 3}
+
+An arm is what it changes of `base`. `axes` is short for all combinations of values of recipe keys, each an arm named
+after them (`optimizer.lr=0.001, model.depth=6`). Everything is plain data, checked strictly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from vitclinic.config import Config, validate
+from vitclinic.errors import RecipeError, did_you_mean
+from vitclinic.training import Recipe, build_recipe
+from vitclinic.training.overrides import laid_over, merge
+
+Two = Field(min_length=2, max_length=2)
+Term = str | float | Annotated[list[str], Two]
+"""An arm; a number; or two arms, of which the second is taken from the first."""
+
+
+class Measure(Config):
+    """A number of one run: of a probe, of its results, or the difference of two other measures."""
+
+    probe: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    scalar: str | None = Field(None, description="which of the probe's scalars")
+    value: str | None = Field(None, description="which of the probe's values of each unit")
+    units: str | None = Field(None, description="only units of this kind, such as msa")
+    over_units: Literal["mean", "first", "last", "trend"] = Field(
+        "mean", description="one number of all units; trend is Kendall's tau with depth"
+    )
+    checkpoint: str = Field("last", description="whose weights: best, last or epoch-N")
+    limit: Annotated[int, Field(ge=1)] = Field(1000, description="images of probes that have no say of their own")
+    result: str | None = Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), diverged")
+    difference: Annotated[list[str], Two] | None = Field(None, description="of two measures, the first less the second")
+    log: bool = Field(False, description="its logarithm to base 10, so that differences are ratios")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Measure:
+        if sum(source is not None for source in (self.probe, self.result, self.difference)) != 1:
+            raise ValueError("give one of probe, result and difference")
+        if self.probe is not None and (self.scalar is None) == (self.value is None):
+            raise ValueError("give one of scalar and value")
+        return self
+
+
+class Expectation(Config):
+    """One comparison that the claim makes, on one measure, with its direction."""
+
+    says: str
+    measure: str
+    greater: Annotated[list[Term], Two] | None = None
+    less: Annotated[list[Term], Two] | None = None
+    grows: dict[float, Term] | None = Field(None, description="with the number that stands for each arm")
+    falls: dict[float, Term] | None = None
+    power: bool = Field(False, description="the trend is an exponent: log of the measure by log of the number")
+
+    @model_validator(mode="after")
+    def _one_comparison(self) -> Expectation:
+        if sum(kind is not None for kind in (self.greater, self.less, self.grows, self.falls)) != 1:
+            raise ValueError("give one of greater, less, grows and falls")
+        trend = self.grows or self.falls
+        if trend is not None and (len(trend) < 2 or min(trend) <= 0):
+            raise ValueError("a trend needs at least two numbers, all above 0")
+        return self
+
+    @property
+    def direction(self) -> Literal[1, -1]:
+        """1 if the comparison should be above 0."""
+        return 1 if self.greater is not None or self.grows is not None else -1
+
+    def terms(self) -> Iterator[Term]:
+        yield from self.greater or self.less or ()
+        yield from (self.grows or self.falls or {}).values()
+
+
+class Scale(Config):
+    """What another scale changes: of the base, of arms by name, and how often."""
+
+    base: dict[str, Any] = Field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    seeds: Annotated[int, Field(ge=1)] | None = None
+    images: Annotated[int, Field(ge=1)] = Field(1_281_167, description="training images, for the estimate of FLOPs")
+    classes: Annotated[int, Field(ge=1)] = 1000
+
+
+class Study(Config):
+    """A claim as an experiment."""
+
+    claim: str
+    title: str
+    paper: str
+    source: str = Field(description="figure or table, and the paper's numbers")
+    base: dict[str, Any]
+    arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    axes: dict[str, list[Any]] = Field(default_factory=dict)
+    seeds: Annotated[int, Field(ge=1)] = 5
+    measures: dict[str, Measure]
+    expectations: Annotated[list[Expectation], Field(min_length=1)]
+    minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="on two cores, as measured")
+    note: str | None = Field(None, description="how the CPU scale differs from the paper, and what that leaves open")
+    paper_scale: Scale = Scale()
+
+    @model_validator(mode="after")
+    def _known_names(self) -> Study:
+        arms = dict(self.all_arms())
+        if not arms:
+            raise ValueError("give arms or axes")
+        for name, measure in self.measures.items():
+            for other in measure.difference or ():
+                _check(other, self.measures, f"the measure '{name}'")
+        for expected in self.expectations:
+            _check(expected.measure, self.measures, f"the expectation '{expected.says}'")
+            for term in expected.terms():
+                for arm in (term,) if isinstance(term, str) else term if isinstance(term, list) else ():
+                    _check(arm, arms, f"the expectation '{expected.says}'")
+        for arm in self.paper_scale.arms:
+            _check(arm, arms, "paper_scale")
+        return self
+
+    def all_arms(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name, what it changes of the base): those listed, then those of the axes."""
+        yield from self.arms.items()
+        for values in product(*self.axes.values()) if self.axes else ():
+            changes: dict[str, Any] = {}
+            for key, value in zip(self.axes, values, strict=True):
+                tree: Any = value
+                for part in reversed(key.split(".")):
+                    tree = {part: tree}
+                changes = merge(Recipe, changes, tree)
+            yield ", ".join(f"{key}={value}" for key, value in zip(self.axes, values, strict=True)), changes
+
+    def recipes(self, words: tuple[str, ...] = (), paper: bool = False) -> dict[str, Recipe]:
+        """The recipe of each arm, without a seed of its own, changed by `key=value` words."""
+        scale = self.paper_scale if paper else Scale()
+        base = laid_over(self.base, scale.base)
+        found = {}
+        for name, changes in self.all_arms():
+            found[name] = build_recipe(laid_over(laid_over(base, changes), scale.arms.get(name, {})), words)
+        return found
+
+
+def _check(name: str, known: Any, where: str) -> None:
+    if name not in known:
+        raise ValueError(f"{where} names '{name}', which is not there.{did_you_mean(name, known)}")
+
+
+def parse_study(plain: Any, where: str) -> Study:
+    """A study from plain data; a mistake is one sentence."""
+    if not isinstance(plain, dict):
+        raise RecipeError(f"{where} holds {type(plain).__name__}, expected keys and values.")
+    return validate(Study, plain, where=where)

@@ -1,0 +1,132 @@
+"""Verdicts: what the runs of a study say about its claim.
+
+The rule, fixed before any run. Runs are paired by seed. A comparison is one number a seed: the difference of two arms,
+or of an arm and a number, or the slope of a trend. Its mean has a t interval; with m comparisons in a study each is at
+1 - 0.05 / m (Bonferroni), so that all hold together at 95%. A comparison is
+
+  as claimed   if its interval lies on the side that the claim says,
+  opposite     if it lies on the other side,
+  undecided    if it holds 0.
+
+The claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite, *undecided*
+otherwise. Below five seeds every verdict is *exploratory*. Shares of runs (diverged or not) have Bonett and Price's
+paired interval in place of t's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vitclinic.statistics import paired_share_interval, t_interval
+from vitclinic.studies.study import Expectation, Study, Term
+
+ENOUGH_SEEDS = 5
+
+Values = Mapping[str, Mapping[int, Mapping[str, float]]]
+"""arm -> seed -> measure -> number; NaN, or nothing, where there is none."""
+Status = Literal["as claimed", "opposite", "undecided"]
+Word = Literal["reproduced", "not reproduced", "undecided"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of one expectation."""
+
+    says: str
+    measure: str
+    direction: Literal[1, -1]
+    status: Status
+    mean: float
+    low: float
+    high: float
+    """At the corrected confidence; NaN for fewer than two seeds."""
+    seeds: int
+    missing: int
+    """Seeds without a number, such as those in which a run diverged before it could be measured."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the study says of its claim."""
+
+    word: Word
+    exploratory: bool
+    comparisons: tuple[Comparison, ...]
+
+    def __str__(self) -> str:
+        return f"{self.word} (exploratory)" if self.exploratory else self.word
+
+
+def judge(study: Study, values: Values, seeds: Sequence[int]) -> Verdict:
+    """The verdict on a study's claim from the numbers of its runs."""
+    confidence = 1 - 0.05 / len(study.expectations)
+    binary = {name for name, measure in study.measures.items() if measure.result == "diverged"}
+    comparisons = tuple(
+        _compared(expected, values, seeds, confidence, expected.measure in binary) for expected in study.expectations
+    )
+    statuses = {comparison.status for comparison in comparisons}
+    word: Word = "undecided"
+    if "opposite" in statuses:
+        word = "not reproduced"
+    elif statuses == {"as claimed"}:
+        word = "reproduced"
+    return Verdict(word, min(c.seeds for c in comparisons) < ENOUGH_SEEDS, comparisons)
+
+
+def _compared(
+    expected: Expectation, values: Values, seeds: Sequence[int], confidence: float, binary: bool
+) -> Comparison:
+    numbers = [per_seed(expected, values, seed) for seed in seeds]
+    known = [number for number in numbers if not math.isnan(number)]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    if binary and known and expected.grows is None and expected.falls is None:
+        lost, gained = known.count(1.0), known.count(-1.0)
+        low, high = paired_share_interval(lost, gained, len(known), confidence)
+    else:
+        low, high = t_interval(known, confidence) or (math.nan, math.nan)
+    status: Status = "undecided"
+    if low > 0 or high < 0:
+        status = "as claimed" if (low > 0) == (expected.direction > 0) else "opposite"
+    missing = len(numbers) - len(known)
+    return Comparison(expected.says, expected.measure, expected.direction, status, mean, low, high, len(known), missing)
+
+
+def per_seed(expected: Expectation, values: Values, seed: int) -> float:
+    """The comparison's number for one seed; NaN if something is missing."""
+
+    def number(term: Term) -> float:
+        if isinstance(term, str):
+            return values.get(term, {}).get(seed, {}).get(expected.measure, math.nan)
+        if isinstance(term, list):
+            return number(term[0]) - number(term[1])
+        return float(term)
+
+    pair = expected.greater or expected.less
+    if pair is not None:
+        return number(pair[0]) - number(pair[1])
+    trend = expected.grows or expected.falls or {}
+    return slope(list(trend), [number(term) for term in trend.values()], expected.power)
+
+
+def slope(at: Sequence[float], numbers: Sequence[float], power: bool = False) -> float:
+    """Of the least-squares line through the numbers over log2 of where they are; of a power law, its exponent.
+
+    Example:
+        >>> slope([1, 2, 4], [5.0, 3.0, 1.0])
+        -2.0
+        >>> round(slope([1, 4, 16], [8.0, 4.0, 2.0], power=True), 6)
+        -0.5
+    """
+    y = np.asarray(numbers, dtype=np.float64)
+    if power:
+        if not (y > 0).all():
+            return math.nan
+        y = np.log2(y)
+    x = np.log2(np.asarray(at, dtype=np.float64))
+    x = x - x.mean()
+    return float((x * (y - y.mean())).sum() / (x * x).sum())
