@@ -1,0 +1,54 @@
+"""The command line: thin verbs over the Python interface.
+
+Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
+directory; 5 the training diverged; 6 a probe failed; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from vitclinic.cli import corrupt, examine, listing, prescribe, train  # noqa: F401  (they register their verbs)
+from vitclinic.cli.common import app, follows
+from vitclinic.errors import VitclinicError
+
+VERBS = ("demo", "train", "examine", "prescribe", "report", "corrupt", "list")
+"""In the order of the help."""
+
+app.registered_commands.sort(key=lambda command: VERBS.index(command.name or command.callback.__name__))  # type: ignore[union-attr]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from vitclinic import __version__
+
+        typer.echo(f"vitclinic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The `vitclinic` command: an expected error is one sentence on stderr and an exit code."""
+    try:
+        app()
+    except VitclinicError as error:
+        if not follows():
+            typer.secho(f"error: {error}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
+        sys.exit(error.exit_code)
+
+
+def click_app() -> Any:
+    """The command as click sees it, for the test that freezes its surface."""
+    return typer.main.get_command(app)

@@ -1,0 +1,87 @@
+"""What the verbs share: the application, how they speak, how they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitclinic.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vitclinic.training import Run
+
+DIVERGED = 5
+PROBE_FAILED = 6
+INTERRUPTED = 130
+
+
+app = typer.Typer(
+    name="vitclinic",
+    help="Train vision transformers that work on the data you have, and see why.",
+    epilog="Start with: vitclinic demo",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what is going on.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+def console_for(verbose: bool, quiet: bool) -> Console:
+    """Where to print; under torchrun only the first process speaks."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    level = logging.ERROR if quiet or follows() else logging.INFO if verbose else logging.WARNING
+    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+    return Console(quiet=quiet or follows())
+
+
+def follows() -> bool:
+    """Whether another process of torchrun's is the first."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+@contextmanager
+def resumable(kept: str = "what has been measured is stored") -> Iterator[None]:
+    """Ctrl-C ends a command without a traceback, and the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.secho(f"interrupted; {kept}, and the same command goes on", fg="yellow", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def recipe_and_changes(words: list[str]) -> tuple[str | None, list[str]]:
+    """The one word without `=` is the recipe."""
+    recipes = [word for word in words if "=" not in word]
+    if len(recipes) > 1:
+        raise RecipeError(f"One recipe at a time: got {' and '.join(repr(word) for word in recipes)}.")
+    return (recipes[0] if recipes else None), [word for word in words if "=" in word]
+
+
+def free_path(path: Path) -> Path:
+    candidates = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000))]
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def finish(run: Run, console: Console) -> None:
+    from vitclinic.training.display import show_result
+
+    show_result(run, console)
+    status = run.status
+    if status["status"] == "diverged":
+        raise typer.Exit(DIVERGED)
+    if status["status"] == "interrupted":
+        raise typer.Exit(128 + int(status["signal"]))

@@ -1,0 +1,68 @@
+"""`vitclinic train` and `vitclinic demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitclinic.cli.common import Quiet, Verbose, app, console_for, finish, free_path, recipe_and_changes
+from vitclinic.errors import RecipeError
+
+
+@app.command()
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe's name or file, then changes to it."),
+    ] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue an interrupted run.")] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a network: on a folder of images, parquet, a torchvision or hub set, or an embedded one.
+
+    \b
+    vitclinic train data=photos/                 one sub-folder per class
+    vitclinic train shapes epochs=5              a shipped recipe, changed
+    vitclinic train my.yaml optimizer.lr=3e-4    your own recipe file
+    vitclinic train data=photos/ max_time=30m    as many steps as fit
+    vitclinic train --resume runs/photos-...     after Ctrl-C or a crash
+    torchrun --nproc-per-node 4 -m vitclinic train data=photos/
+
+    Keys: model, data, treatments, loss, optimizer, schedule, epochs or steps or max_time, batch_size, accumulate,
+    clip, ema, precision, compile, checkpoint, validation, test, seed, out, workers, device, logging.
+
+    Sections have keys of their own, as in data.limit=500: docs/train.md lists them all. Values are YAML.
+    """
+    from vitclinic.training import resume as resume_run
+    from vitclinic.training import train as train_run
+    from vitclinic.training.display import Display
+
+    console = console_for(verbose, quiet)
+    recipe, changes = recipe_and_changes(words or [])
+    if resume is not None and recipe is not None:
+        raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
+    with Display(console) as display:
+        if resume is not None:
+            run = resume_run(resume, *changes, observers=[display], progress=display.on_reading)
+        else:
+            run = train_run(recipe, *changes, observers=[display], progress=display.on_reading)
+    finish(run, console)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Run directory; runs/demo unless given.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a small vision transformer on the embedded `shapes` set: about two minutes on two cores."""
+    from vitclinic.training import train as train_run
+    from vitclinic.training.display import Display
+
+    console = console_for(verbose=False, quiet=quiet)
+    path = out or free_path(Path("runs") / "demo")
+    with Display(console) as display:
+        run = train_run("shapes", f"out={path}", observers=[display], progress=display.on_reading)
+    finish(run, console)
