@@ -54,12 +54,12 @@ def follows() -> bool:
 
 
 @contextmanager
-def resumable(kept: str = "what has been measured is stored") -> Iterator[None]:
-    """Ctrl-C ends a command without a traceback, and the same command goes on."""
+def resumable(kept: str = "what has been measured is stored", same: bool = True) -> Iterator[None]:
+    """Ctrl-C ends a command without a traceback, and the `same` command, or the one that `kept` names, goes on."""
     try:
         yield
     except KeyboardInterrupt:
-        typer.secho(f"interrupted; {kept}, and the same command goes on", fg="yellow", err=True)
+        typer.secho(f"interrupted; {kept}{', and the same command goes on' * same}", fg="yellow", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

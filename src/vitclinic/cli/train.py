@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitclinic.cli.common import Quiet, Verbose, app, console_for, finish, free_path, recipe_and_changes
+from vitclinic.cli.common import Quiet, Verbose, app, console_for, finish, free_path, recipe_and_changes, resumable
 from vitclinic.errors import RecipeError
 
 
@@ -54,15 +54,28 @@ def train(
 
 @app.command()
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Run directory; runs/demo unless given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where it goes; runs/demo unless given. Goes on if there.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train a small vision transformer on the embedded `shapes` set: about two minutes on two cores."""
-    from vitclinic.training import train as train_run
-    from vitclinic.training.display import Display
+    """Train a plain and a treated vision transformer on the embedded `shapes`, examine and compare them in one page.
 
-    console = console_for(verbose=False, quiet=quiet)
+    Under five minutes on two cores. Look at the page, report.html, in any browser.
+    """
     path = out or free_path(Path("runs") / "demo")
-    with Display(console) as display:
-        run = train_run("shapes", f"out={path}", observers=[display], progress=display.on_reading)
-    finish(run, console)
+    with resumable(f"go on with: vitclinic demo --out {path}", same=False):
+        from rich.markup import escape
+
+        from vitclinic.clinic.display import show_exams
+        from vitclinic.clinic.live import Display as ExamDisplay
+        from vitclinic.demonstration import compare, train_both
+        from vitclinic.training.display import Display
+
+        console = console_for(verbose=False, quiet=quiet)
+        with Display(console) as training:
+            runs = train_both(path, observers=[training], progress=training.on_reading)
+        with ExamDisplay(console) as examining:
+            done = compare(*runs, path / "report.html", watcher=examining)
+        show_exams(done.exams, console, whole=False)
+        for finding in done.expected:
+            console.print(f"[bold]{escape(finding.title)}[/]: {escape(finding.statement)}", soft_wrap=True)
+        console.print(f"report: [bold]{escape(str(done.page))}[/]", soft_wrap=True, highlight=False)

@@ -97,7 +97,7 @@ def run_all(
 
 
 def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer], after: After | None = None) -> Outcome:
-    """Train and measure, or say why that failed. A signal is raised as KeyboardInterrupt, also where the run has ended."""
+    """Train and measure, or say why that failed. A signal is raised as KeyboardInterrupt, also after the last step."""
     with listening() as interrupt:
         outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, observers)))
     if interrupt.signal is not None:
