@@ -173,7 +173,7 @@ def surfaces(panels: Sequence[Panel]) -> go.Figure:
         camera={"eye": {"x": 1.9, "y": 1.9, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}},
         xaxis={"title": {"text": "1"}, "showticklabels": False},
         yaxis={"title": {"text": "2"}, "showticklabels": False},
-        zaxis={"title": {"text": "loss"}, "type": "log" if scale.log else "linear", "range": [low, high], "nticks": 5},
+        zaxis={"title": {"text": ""}, "type": "log" if scale.log else "linear", "range": [low, high], "nticks": 5},
     )
     scale.shown_below(figure)
     return figure
