@@ -18,3 +18,8 @@ TINY = {
 
 def tiny(**changes: Any) -> Recipe:
     return build_recipe({**TINY, **changes})
+
+
+def long(seed: int) -> Recipe:
+    """One that lasts long enough to be stopped on the way."""
+    return tiny(seed=seed, steps=400, checkpoint="100 steps", validation="100%")

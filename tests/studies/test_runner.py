@@ -11,7 +11,7 @@ import pytest
 from vitclinic.studies import Pool, Watcher, run_all
 from vitclinic.training.metrics import without_timing
 
-from .networks import tiny
+from .networks import long, tiny
 
 DIVERGING = {"optimizer": {"name": "sgd", "lr": 1e9}, "schedule": {"warmup": 0}, "clip": None}
 
@@ -76,10 +76,10 @@ def test_a_signal_that_comes_too_late_to_stop_one_run_stops_those_after_it(tmp_p
 
 LEADER = """
 import sys
-from tests.studies.networks import tiny
+from tests.studies.networks import long
 from vitclinic.studies import Pool, run_all
 if __name__ == "__main__":
-    recipes = [tiny(seed=seed, steps=400) for seed in (0, 1)]
+    recipes = [long(seed) for seed in (0, 1)]
     print([outcome.status for outcome in run_all(recipes, Pool(sys.argv[1]), processes=2, threads=1)])
 """
 
@@ -92,7 +92,7 @@ def started(tmp_path):
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, str(script), str(tmp_path / "pool")]
     process = subprocess.Popen(command, env=environment, process_group=0, stderr=subprocess.DEVNULL)
-    runs = [Pool(tmp_path / "pool").path(tiny(seed=seed, steps=400)) for seed in (0, 1)]
+    runs = [Pool(tmp_path / "pool").path(long(seed)) for seed in (0, 1)]
     while process.poll() is None and not all(_steps(run) >= 10 for run in runs):
         time.sleep(0.02)
     assert process.poll() is None
@@ -120,8 +120,8 @@ def test_stopped_with_two_processes_the_runs_are_saved_and_go_on(tmp_path, numbe
     assert [_status(run) for run in runs] == ["interrupted", "interrupted"]
     pool = Pool(tmp_path / "pool")
     for seed in (0, 1):
-        whole = Pool(tmp_path / "whole").trained(tiny(seed=seed, steps=400))
-        assert without_timing(pool.trained(tiny(seed=seed, steps=400)).metrics) == without_timing(whole.metrics)
+        whole = Pool(tmp_path / "whole").trained(long(seed))
+        assert without_timing(pool.trained(long(seed)).metrics) == without_timing(whole.metrics)
 
 
 def _status(run):
