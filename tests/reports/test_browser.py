@@ -44,28 +44,50 @@ def browser():
         browser.close()
 
 
+class Window:
+    """A window with the page, and whatever goes wrong in it."""
+
+    def __init__(self, browser, address, width=1200, height=900, **options):
+        self.context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        self.context.set_offline(True)
+        self.trouble = []
+        self.page = page = self.context.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.on("console", lambda said: self.trouble.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: self.trouble.append(str(error)))
+        page.on("dialog", lambda dialog: (self.trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: _local(request.url) or self.trouble.append(request.url))
+        page.goto(address)
+
+    def close(self):
+        self.context.close()
+        assert self.trouble == []  # nothing went wrong, and nothing has left the disk
+
+
 @pytest.fixture
 def opened(browser, address):
-    """Opens the page in a window of its own; in the end nothing may have gone wrong, nor have left the disk."""
-    contexts, trouble = [], []
+    """Opens the page in a window of its own."""
+    windows = []
 
-    def open_page(width=1200, height=900, **options):
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        context.set_offline(True)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE)
-        page.on("console", lambda said: trouble.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("dialog", lambda dialog: (trouble.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: _local(request.url) or trouble.append(request.url))
-        page.goto(address)
-        return page
+    def open_page(**options):
+        windows.append(Window(browser, address, **options))
+        return windows[-1].page
 
     yield open_page
-    for context in contexts:
-        context.close()
-    assert trouble == []
+    for window in windows:
+        window.close()
+
+
+@pytest.fixture(scope="module")
+def whole(browser, address):
+    """The page with everything drawn, and how many figures waited until they were in sight, or opened."""
+    window = Window(browser, address)
+    draw_one(window.page)
+    waiting = window.page.evaluate("document.querySelectorAll('.plot:not([data-state])').length")
+    closed = window.page.evaluate("document.querySelectorAll('.heavy .plot[data-state]').length")
+    draw_all(window.page)
+    yield window.page, waiting, closed
+    window.close()
 
 
 def _local(url):
@@ -91,25 +113,20 @@ def background(page):
 
 def ink(page):
     """The colour of the first drawn figure's tick labels."""
-    return page.evaluate("getComputedStyle(document.querySelector('.plot[data-state=drawn] .xtick text')).fill")
+    return page.evaluate("getComputedStyle(document.querySelector('.plot[data-state=drawn] .ytick text')).fill")
 
 
-def test_every_figure_is_drawn_and_nothing_else_runs(opened):
-    page = opened()
-    draw_one(page)
-    waiting = page.evaluate("document.querySelectorAll('.plot:not([data-state])').length")
-    assert waiting > 0  # figures out of sight wait
-    assert page.evaluate("document.querySelectorAll('.heavy .plot[data-state]').length") == 0
-    draw_all(page)
-    page.wait_for_timeout(500)
+def test_every_figure_is_drawn_when_it_is_seen(whole):
+    page, waiting, opened_early = whole
+    assert waiting > 0
+    assert opened_early == 0
     assert page.evaluate(EMPTY) == []
     assert page.evaluate("document.querySelectorAll('.heavy canvas').length") > 0
+
+
+def test_hostile_names_are_text(whole):
+    page, *_ = whole
     assert page.evaluate("document.querySelectorAll('main script').length") == 0
-
-
-def test_hostile_names_are_text(opened):
-    page = opened()
-    draw_all(page)
     assert HOSTILE in page.inner_text("h1")
     legends = page.evaluate("[...document.querySelectorAll('.legendtext')].map((entry) => entry.textContent)")
     assert any(HOSTILE in entry for entry in legends)
@@ -146,7 +163,7 @@ def test_dark_follows_the_system_until_somebody_chooses(opened):
     assert bright != dim
     light.locator("#theme").focus()
     light.keyboard.press("Space")
-    light.wait_for_selector("#training .plot[data-theme=dark]")
+    light.wait_for_selector(".plot[data-theme=dark][data-state=drawn]")
     assert light.get_attribute("#theme", "aria-pressed") == "true"
     assert background(light) == background(dark)
     assert ink(light) == dim
@@ -199,7 +216,7 @@ def test_printing_opens_and_draws_everything_in_light(opened):
     page.locator("#print").click()
     page.wait_for_function("window.printed")
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    assert page.evaluate("document.querySelectorAll('.plot:not([data-state=drawn])').length") == 0
+    page.wait_for_function("document.querySelectorAll('.plot:not([data-state=drawn])').length === 0")
     assert page.evaluate("document.querySelectorAll('details.probe:not([open])').length") == 0
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
