@@ -56,6 +56,10 @@ class DataError(VitclinicError):
     exit_code = 3
 
 
+class EmptySplitError(DataError):
+    """A split of the data has no images."""
+
+
 class RunError(VitclinicError):
     """A run directory cannot be used: locked, not writable, full, damaged or not a run."""
 

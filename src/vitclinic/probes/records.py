@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from vitclinic.config import validate
-from vitclinic.errors import NoAttentionMapError, UnknownStructureError, VitclinicError
+from vitclinic.errors import EmptySplitError, NoAttentionMapError, UnknownStructureError, VitclinicError
 from vitclinic.measurement import Measurement, Status, plain_data
 from vitclinic.probes.probe import DoesNotApply, Probe, Result
 from vitclinic.probes.subject import Subject
@@ -16,7 +16,7 @@ from vitclinic.probes.subject import Subject
 log = logging.getLogger(__name__)
 
 _PACKAGES = ("vitclinic", "torch", "timm", "numpy")
-_NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
+_NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError, EmptySplitError)
 """What says that a probe has no meaning here; any other error is a failure."""
 
 

@@ -20,7 +20,7 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
-from vitclinic.errors import AnatomyError, DataError, ModelError
+from vitclinic.errors import AnatomyError, EmptySplitError, ModelError
 from vitclinic.probes.identity import network_digest
 from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.probes.restoring import left_as_it_was
@@ -298,7 +298,7 @@ def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
         hint = next((f"; use one of those (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
-        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.")
+        raise EmptySplitError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.")
     if limit is None or limit >= len(images):
         return dataset
     rows = subset(images.labels, limit, seed=0)
