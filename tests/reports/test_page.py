@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+import struct
 from html.parser import HTMLParser
 
 import numpy as np
@@ -22,7 +23,7 @@ from vitclinic.reports.packing import as_csv
 from vitclinic.reports.page import LIMIT, render, write_report
 from vitclinic.reports.sections import USABLE, in_order
 
-PNG = b"\x89PNG made up"
+PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + struct.pack(">II", 30, 20) + b" made up"
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from vitclinic.reports.prepared import prepared, without_places
         ("runs/a", "runs/a"),
         ("../runs/a", "../runs/a"),
         ("4/255 of the images/second, and/or", "4/255 of the images/second, and/or"),
+        ("<script>alert(1)</script>", "<script>alert(1)</script>"),
+        ("source=/a/b", "source=b"),
         ("https://example.org/a/b", "https://example.org/a/b"),
     ],
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import logging
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import vitclinic.reports.figures  # noqa: F401  (registers the drawers)
 from vitclinic.reports.contents import Examined
-from vitclinic.reports.figure import DRAWERS, Figure
+from vitclinic.reports.figure import DRAWERS, Figure, Picture
 from vitclinic.reports.generic import drawn_generically
 from vitclinic.reports.packing import as_csv, packed, plot_json
 
@@ -57,10 +58,7 @@ class Drawings:
             "plotted": figure.plot is not None,
             "height": DEFAULT_HEIGHT if figure.plot is None else int(figure.plot.layout.height or DEFAULT_HEIGHT),
             "rows": len(figure.table.rows),
-            "pictures": [
-                {"caption": picture.caption, "data": base64.b64encode(picture.png).decode("ascii")}
-                for picture in pictures
-            ],
+            "pictures": [_picture(picture) for picture in pictures],
             "left_out": _left_out(len(figure.pictures) - len(pictures)),
         }
 
@@ -71,6 +69,17 @@ class Drawings:
         name = next(candidate for candidate in candidates if candidate not in self._names)
         self._names.add(name)
         return name
+
+
+def _picture(picture: Picture) -> dict[str, Any]:
+    width, height = struct.unpack(">II", picture.png[16:24])  # where a PNG file says it
+    return {
+        "caption": picture.caption,
+        "data": base64.b64encode(picture.png).decode("ascii"),
+        "width": width,
+        "height": height,
+        "shape": round(width / height, 3),
+    }
 
 
 def _left_out(count: int) -> str:

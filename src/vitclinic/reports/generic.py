@@ -33,7 +33,7 @@ def _over_depth(probe: str, value: str, number: int, examined: Sequence[Examined
         if units:
             plot.add_trace(_line(place, name, value, units))
             rows += [_numbers(name, value, row) for row in units]
-    plot.update_layout(xaxis_title="depth", yaxis_title=plain(value), height=380)
+    plot.update_layout(xaxis_title="depth", yaxis_title=plain(value), height=380, showlegend=True)
     return Figure(
         name=re.sub(r"[^A-Za-z0-9]+", "-", f"{probe}-value-{number}").strip("-"),
         title=f"{value} by depth",

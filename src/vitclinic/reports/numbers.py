@@ -7,19 +7,24 @@ from typing import Any
 
 from vitclinic.measurement import Scalar
 
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 
 def number(value: float) -> str:
     """Four digits; a count in full.
 
     Example:
         >>> number(0.123456), number(5717416.0), number(3.2e9), number(math.nan), number(-4e-05)
-        ('0.1235', '5,717,416', '3.2e+09', 'not a number', '-4e-05')
+        ('0.1235', '5,717,416', '3.2 × 10⁹', 'not a number', '-4 × 10⁻⁵')
     """
     if math.isnan(value):
         return "not a number"
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
-    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+    if value.is_integer() and abs(value) < 1e9:
+        return f"{value:,.0f}"
+    digits, _, exponent = f"{value:.4g}".partition("e")
+    return f"{digits} × 10{str(int(exponent)).translate(_RAISED)}" if exponent else digits
 
 
 def interval(scalar: Scalar) -> str:

@@ -11,7 +11,7 @@ from vitclinic.finding import Finding
 from vitclinic.measurement import Measurement
 from vitclinic.reports.contents import Examined
 
-_ABSOLUTE = re.compile(r"(?<![\w/.~])~?/(?!/)[^\s'\"`<>|;,)\]}]*[^\s'\"`<>|;,)\]}.:]")
+_ABSOLUTE = re.compile(r"(?:^|(?<=[\s'\"`(\[{=@:,;|]))~?/(?!/)[^\s'\"`<>|;,)\]}]*[^\s'\"`<>|;,)\]}.:]")
 
 
 def prepared(examined: Sequence[Examined]) -> list[Examined]:

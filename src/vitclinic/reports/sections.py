@@ -68,7 +68,7 @@ USABLE = ("ok", "not_converged")
 def about(probe: str) -> About:
     """The section's head; a probe that we do not know has its name."""
     known = {name: said for group in GROUPS.values() for name, said in group.items()}
-    return known.get(probe) or About(probe.replace("_", " ").capitalize(), "A probe of another package.")
+    return known.get(probe) or About(probe, "A probe of another package.")
 
 
 def grouped(examined: Sequence[Examined]) -> dict[str, list[str]]:

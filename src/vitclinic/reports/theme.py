@@ -31,6 +31,8 @@ def template(dark: bool) -> dict[str, Any]:
         "zerolinecolor": line,
         "showbackground": False,
         "tickcolor": line,
+        "tickfont": {"size": 10},
+        "title": {"font": {"size": 11}},
     }
     colorbar = {"outlinewidth": 0, "thickness": 14, "tickcolor": line, "ticks": "outside", "ticklen": 4}
     mapped = {kind: [{"colorbar": colorbar}] for kind in ("heatmap", "contour", "surface", "histogram2d")}

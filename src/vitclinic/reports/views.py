@@ -40,7 +40,7 @@ class Network:
 
 def section_id(probe: str) -> str:
     """The anchor of a probe's section: other packages name their probes as they like."""
-    return "probe-" + "".join(character if character.isalnum() else "-" for character in probe)
+    return "probe-" + "".join(character if character.isalnum() or character == "_" else "-" for character in probe)
 
 
 def networks(examined: Sequence[Examined], anchors: Container[str]) -> list[Network]:

@@ -31,7 +31,7 @@ CASES = {  # rule: (sick, well, the interval reaches the line)
         confidence((0.79, 0.81), (0.66, 0.82)),
     ),
     "under_confidence": (
-        confidence((0.49, 0.51), (0.69, 0.71)),
+        confidence((0.40, 0.42), (0.69, 0.71)),
         confidence((0.70, 0.72), (0.69, 0.71)),
         confidence((0.54, 0.70), (0.69, 0.71)),
     ),
@@ -145,6 +145,8 @@ def test_between_two_lines_is_a_notice():
     assert finding.severity == "notice"
     (finding,) = find(confidence((0.76, 0.77), (0.69, 0.70)))
     assert (finding.rule, finding.severity) == ("over_confidence", "notice")
+    (finding,) = find(confidence((0.54, 0.56), (0.69, 0.70)))
+    assert (finding.rule, finding.severity) == ("under_confidence", "notice")
     (finding,) = find(likelihood((1.0, 1.02), (1.7, 1.75)))
     assert (finding.rule, finding.severity) == ("data_starved", "notice")
 

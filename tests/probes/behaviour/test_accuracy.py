@@ -123,7 +123,7 @@ def test_the_batch_size_changes_nothing(batch_size):
 def test_odd_networks():
     found, _ = exam(torch.tensor([[3.0]]))  # one class, one image
     assert {name: scalar.value for name, scalar in found.scalars.items()} == pytest.approx(
-        {"accuracy": 1, "nll": 0, "ece": 0, "confidence": 1}
+        {"accuracy": 1, "nll": 0, "ece": 0, "confidence": 1, "commonest": 1}
     )
     extreme, _ = exam(torch.tensor([[1e30, -1e30], [1e30, -1e30]]))  # the second label is 1
     assert extreme.scalars["nll"].value == pytest.approx(1e30)

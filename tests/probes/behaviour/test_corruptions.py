@@ -170,3 +170,20 @@ def test_one_image_is_enough():
     (found,) = measure(subject(limit=1), [Corruptions()])
     assert found.status == "ok", found.reason
     assert found.scalars["accuracy"].low is None
+
+
+@pytest.mark.parametrize(("side", "channels", "shape"), [(32, 3, (32, 32, 3)), (96, 1, (64, 64))])
+def test_a_sample_of_each_corruption_is_kept_and_is_small(side, channels, shape):
+    patient = subject(Fragile(channels), pictures(3, side, channels))
+    (found,) = measure(patient, [Corruptions(images=2)])
+    samples = found.arrays["samples"]
+    assert samples.shape == (1 + len(FIFTEEN), *shape)
+    assert samples.dtype == np.uint8
+    if side == 32:
+        row = patient.on("test", 2).images.rows[0]
+        pixels = patient.images.images.pixels[row]
+        np.testing.assert_array_equal(samples[0], pixels)
+        image = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255
+        fog = corrupt(image, "fog", 3, indices=[row], seed=patient.seed)
+        expected = (fog[0].permute(1, 2, 0) * 255).round().byte().numpy()
+        np.testing.assert_array_equal(samples[1 + FIFTEEN.index("fog")], expected)

@@ -7,7 +7,8 @@ from vitclinic.clinic.findings.rule import Comparison, Verdict, compared, rule
 from vitclinic.finding import Suggestion
 from vitclinic.measurement import Scalar
 
-MISCALIBRATED, NOTICED = 0.1, 0.05
+OVER, UNDER, NOTICED = 0.1, 0.2, 0.05
+"""Under-confidence is what strong augmentation does to good networks, too: it takes more of it to be a problem."""
 CALIBRATION = ("accuracy.confidence", "accuracy.accuracy")
 CALIBRATION_SOURCE = (
     "no paper draws a line ([park2022] Fig. F.1 shows reliability diagrams); networks that nobody calibrated commonly "
@@ -41,7 +42,7 @@ def guessing(evidence: Evidence) -> Verdict | None:
 @rule(
     "Over-confidence",
     CALIBRATION,
-    threshold=f"confidence - accuracy above {MISCALIBRATED:g} is a problem, above {NOTICED:g} a notice",
+    threshold=f"confidence - accuracy above {OVER:g} is a problem, above {NOTICED:g} a notice",
     source=CALIBRATION_SOURCE,
     basis="heuristic",
     reference="confidence - accuracy above the reference network's by 0.05, interval against interval",
@@ -66,7 +67,7 @@ def over_confidence(evidence: Evidence) -> Verdict | None:
 @rule(
     "Under-confidence",
     CALIBRATION,
-    threshold=f"accuracy - confidence above {MISCALIBRATED:g} is a problem, above {NOTICED:g} a notice",
+    threshold=f"accuracy - confidence above {UNDER:g} is a problem, above {NOTICED:g} a notice",
     source=CALIBRATION_SOURCE,
     basis="heuristic",
     reference="accuracy - confidence above the reference network's by 0.05, interval against interval",
@@ -104,7 +105,7 @@ def _gap(evidence: Evidence, confidence: Scalar, accuracy: Scalar, sign: int) ->
     if their_confidence is not None and their_accuracy is not None:
         pair = (their_confidence, their_accuracy) if sign > 0 else (their_accuracy, their_confidence)
         theirs = difference(*pair)
-    found = compared(ours, theirs, problem=MISCALIBRATED, notice=NOTICED, margin=0.05)
+    found = compared(ours, theirs, problem=OVER if sign > 0 else UNDER, notice=NOTICED, margin=0.05)
     if found is None or theirs is None:
         return found
     tail = f"; of their difference, {shown(ours)}, the reference network has {shown(theirs)}"

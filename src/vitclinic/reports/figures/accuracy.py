@@ -23,8 +23,8 @@ def accuracy(examined: Sequence[Examined]) -> list[Figure]:
         return []
     rows = []
     for _, name, one in found:
-        edges, *columns = (one.arrays[array].tolist() for array in _ARRAYS)
-        rows += [(name, *row) for row in zip(edges[:-1], edges[1:], *columns, strict=True)]
+        edges, *values = (one.arrays[array].tolist() for array in _ARRAYS)
+        rows += [(name, *row) for row in zip(edges[:-1], edges[1:], *values, strict=True)]
     columns = ("network", "confidence_from", "confidence_to", *(array.removeprefix("bin_") for array in _ARRAYS[1:]))
     return [
         Figure(
@@ -52,7 +52,7 @@ def _plot(found: Measured) -> go.Figure:
         curve = line(
             place,
             text,
-            finite(confidence),
+            confidence,
             right,
             error_y=error_bars(right, low, high, place),
             connectgaps=True,
@@ -61,7 +61,7 @@ def _plot(found: Measured) -> go.Figure:
         figure.add_trace(curve, 1, 1)
         shares = images / max(1, int(images.sum()))
         steps = go.Scatter(
-            x=np.repeat(edges, 2),
+            x=np.repeat(finite(edges), 2),
             y=np.concatenate([[0], np.repeat(shares, 2), [0]]),
             mode="lines",
             line={"color": of_network(place), "width": 1.5},

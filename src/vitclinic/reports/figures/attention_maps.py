@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +15,9 @@ from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Picture, Table, draws, measured
 
 _LARGEST = 224
-"""Pixels of the longer side of an image on the page."""
+"""Pixels of the longer side of an image on the page, at most."""
+_PIXELS = 24 * _LARGEST**2
+"""Of all pictures together, at most: photographs take some two bytes each, and a page is to stay small."""
 _NEEDED = ("maps", "grid_maps", "images", "numbers")
 
 Looks = list[tuple[str, Measurement]]
@@ -26,6 +29,9 @@ def attention_maps(examined: Sequence[Examined]) -> list[Figure]:
     found = [(name, one) for _, name, one in measured(examined, "attention_maps") if _is_whole(one)]
     if not found:
         return []
+    groups = _by_images(found)
+    panels = sum(len(looks[0][1].arrays["numbers"]) * (1 + len(looks)) for looks in groups)
+    side = min(_LARGEST, int(math.sqrt(_PIXELS / max(1, panels))))
     return [
         Figure(
             name="attention-maps-images",
@@ -36,7 +42,7 @@ def attention_maps(examined: Sequence[Examined]) -> list[Figure]:
             " table before calling one sharper than another.",
             paper="Chen et al. 2022, Fig. 3 (App. E.2)",
             table=_table(found),
-            pictures=[picture for looks in _by_images(found) for picture in _pictures(looks)],
+            pictures=[picture for looks in groups for picture in _pictures(looks, side)],
         )
     ]
 
@@ -55,22 +61,24 @@ def _by_images(found: Looks) -> list[Looks]:
     return list(groups.values())
 
 
-def _pictures(looks: Looks) -> list[Picture]:
-    """An image beside the maps of all networks."""
+def _pictures(looks: Looks, side: int) -> list[Picture]:
+    """Each image beside the maps of all networks; larger ones are reduced to a longer side of so many pixels."""
     first = looks[0][1].arrays
     who = "; ".join(name for name, _ in looks)
     return [
-        Picture(f"Image {number}: {who}", png(_shown(image, [one.arrays["maps"][place] for _, one in looks])))
+        Picture(f"Image {number}: {who}", png(_shown(image, [one.arrays["maps"][place] for _, one in looks], side)))
         for place, (number, image) in enumerate(zip(first["numbers"], first["images"], strict=True))
     ]
 
 
-def _shown(image: NDArray[np.uint8], maps: Sequence[NDArray[np.float64]]) -> NDArray[np.uint8]:
-    row = Image.fromarray(beside(image, *(np.nan_to_num(attention) for attention in maps)))
-    factor = _LARGEST / max(row.width / (1 + len(maps)), row.height)
-    if factor < 1:
-        row = row.resize((round(row.width * factor), round(row.height * factor)), Image.Resampling.LANCZOS)
-    return np.asarray(row)
+def _shown(image: NDArray[np.uint8], maps: Sequence[NDArray[np.float64]], side: int) -> NDArray[np.uint8]:
+    row = beside(image, *(np.nan_to_num(attention) for attention in maps))
+    if max(image.shape[:2]) <= side:
+        return row
+    height, width = row.shape[0], row.shape[1] // (1 + len(maps))
+    factor = side / max(height, width)
+    size = (round(width * factor) * (1 + len(maps)), round(height * factor))
+    return np.asarray(Image.fromarray(row).resize(size, Image.Resampling.LANCZOS))
 
 
 def _table(found: Looks) -> Table:

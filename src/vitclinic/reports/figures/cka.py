@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -13,13 +14,13 @@ from vitclinic.reports.colours import KIND_MARKS, SEQUENTIAL
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.escaping import plain
 from vitclinic.reports.figure import Figure, Table, draws, measured
-from vitclinic.reports.figures.drawing import CLEAR, Floats, canvas, finite, label
+from vitclinic.reports.figures.drawing import CLEAR, PANEL_LONGEST, Floats, canvas, finite, label
 from vitclinic.reports.figures.units import KIND_NAMES
 
-_SIDE = 350
+_SIDE = 320
 """Pixels of height of a row of matrices, with their titles."""
 _BAR = {
-    "title": {"text": "CKA", "side": "right"},
+    "title": {"text": "CKA&nbsp;&nbsp;", "side": "right"},
     "orientation": "h",
     "len": 0.5,
     "x": 0.5,
@@ -30,6 +31,7 @@ _BAR = {
 _BORDER = "rgba(255, 255, 255, 0.9)"
 
 Matrices = Sequence[tuple[int, str, Measurement]]
+Shape = dict[str, Any]
 
 
 @draws("cka")
@@ -62,11 +64,14 @@ def _plot(found: Matrices) -> go.Figure:
     columns = min(2, len(found))
     rows = -(-len(found) // columns)
     kinds = [kind for kind in KIND_NAMES if any(unit.kind == kind for _, _, one in found for unit in one.units)]
-    height = (_SIDE if len(found) > 1 else 400) * rows + 150
-    titles = [label(name, one) for _, name, one in found] if len(found) > 1 else ()
-    plot = canvas(height, rows, columns, titles, vertical_spacing=90 / height, horizontal_spacing=0.08)
+    height = (_SIDE if len(found) > 1 else 400) * rows + 90
+    titles = [label(name, one, longest=PANEL_LONGEST) for _, name, one in found] if len(found) > 1 else ()
+    spacing = {"vertical_spacing": 90 / height, "horizontal_spacing": 0.08}
+    plot = canvas(height, rows, columns, titles, legend=-(-len(kinds) // 2), **spacing)
+    shapes = []
     for number, (_, _, one) in enumerate(found):
-        _matrix(plot, number // columns + 1, number % columns + 1, one)
+        shapes += _matrix(plot, number // columns + 1, number % columns + 1, one)
+    plot.update_layout(shapes=shapes)  # at once: one after another takes seconds
     plot.update_xaxes(title_text="unit")
     plot.update_yaxes(title_text="unit", col=1)
     for kind in kinds:
@@ -78,7 +83,8 @@ def _plot(found: Matrices) -> go.Figure:
     return plot
 
 
-def _matrix(plot: go.Figure, row: int, column: int, one: Measurement) -> None:
+def _matrix(plot: go.Figure, row: int, column: int, one: Measurement) -> list[Shape]:
+    """Draw one network's matrix; returns what is to be drawn on it."""
     units = one.units
     names = [f"{number} {plain(unit.name)}" for number, unit in enumerate(units)]  # numbered: categories are unique
     cells = go.Heatmap(
@@ -100,30 +106,29 @@ def _matrix(plot: go.Figure, row: int, column: int, one: Measurement) -> None:
     axis |= {"tickvals": shown, "ticktext": [str(number) for number in shown], "constrain": "domain"}
     plot.update_xaxes(**axis, row=row, col=column)
     plot.update_yaxes(**axis, row=row, col=column)
-    x_axis = plot.data[-1].xaxis or "x"
-    plot.update_yaxes(scaleanchor=x_axis, constraintoward="top", row=row, col=column)
-    _strips(plot, row, column, units, thickness)
-    _borders(plot, row, column, units)
+    axes = {"xref": plot.data[-1].xaxis, "yref": plot.data[-1].yaxis}
+    plot.update_yaxes(scaleanchor=axes["xref"], constraintoward="top", row=row, col=column)
+    return [axes | shape for shape in (*_strips(units, thickness), *_borders(units))]
 
 
-def _strips(plot: go.Figure, row: int, column: int, units: Sequence[UnitRow], thickness: float) -> None:
+def _strips(units: Sequence[UnitRow], thickness: float) -> Iterator[Shape]:
     """The kinds of units along both axes."""
     outer, inner = -0.5 - 1.3 * thickness, -0.5 - 0.3 * thickness
     for number, unit in enumerate(units):
-        style = {"fillcolor": KIND_MARKS.get(unit.kind, CLEAR), "line_width": 0, "row": row, "col": column}
+        style = {"type": "rect", "fillcolor": KIND_MARKS.get(unit.kind, CLEAR), "line": {"width": 0}}
         start, end = number - 0.46, number + 0.46
-        plot.add_shape(type="rect", x0=start, x1=end, y0=outer, y1=inner, **style)
-        plot.add_shape(type="rect", x0=outer, x1=inner, y0=start, y1=end, **style)
+        yield {"x0": start, "x1": end, "y0": outer, "y1": inner, **style}
+        yield {"x0": outer, "x1": inner, "y0": start, "y1": end, **style}
 
 
-def _borders(plot: go.Figure, row: int, column: int, units: Sequence[UnitRow]) -> None:
+def _borders(units: Sequence[UnitRow]) -> Iterator[Shape]:
     """Lines between stages."""
-    last = len(units) - 0.5
+    first, last = -0.5, len(units) - 0.5
+    style = {"type": "line", "line": {"color": _BORDER, "width": 1.5}}
     for number, (one, other) in enumerate(pairwise(units)):
         if one.stage != other.stage:
-            style = {"line": {"color": _BORDER, "width": 1.5}, "row": row, "col": column}
-            plot.add_shape(type="line", x0=number + 0.5, x1=number + 0.5, y0=-0.5, y1=last, **style)
-            plot.add_shape(type="line", x0=-0.5, x1=last, y0=number + 0.5, y1=number + 0.5, **style)
+            yield {"x0": number + 0.5, "x1": number + 0.5, "y0": first, "y1": last, **style}
+            yield {"x0": first, "x1": last, "y0": number + 0.5, "y1": number + 0.5, **style}
 
 
 def _table(found: Matrices) -> Table:

@@ -22,6 +22,7 @@ from vitclinic.reports.figures.drawing import (
     label,
     marker_style,
     of_one,
+    scale_for,
     short,
 )
 
@@ -54,7 +55,7 @@ def beside(found: Measured, groups: Mapping[str, str], axis: str, share: bool = 
     """
     scalars = [[one.scalars.get(key) for key in groups] for _, _, one in found]
     everything = np.concatenate([np.concatenate(ends(row)) for row in scalars])
-    log = not share and is_wide(everything[~np.isnan(everything)])
+    log = not share and is_wide(everything)
     figure = canvas(64 + len(groups) * (12 + 20 * len(found)), legend=len(found))
     titles = list(groups.values())
     for (place, name, one), row in zip(found, scalars, strict=True):
@@ -62,9 +63,7 @@ def beside(found: Measured, groups: Mapping[str, str], axis: str, share: bool = 
             figure.add_trace(points(place, label(name, one), titles, row))
         else:
             figure.add_traces(bars(place, label(name, one), titles, row, ".1%" if share else ".3g"))
-    figure.update_xaxes(title_text=axis, tickformat=".0%" if share else None, type="log" if log else "linear")
-    if log:
-        figure.update_xaxes(exponentformat="power")
+    figure.update_xaxes(**({"title_text": axis, "tickformat": ".0%"} if share else scale_for(everything, axis)))
     figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
     figure.update_layout(scattermode="group", bargap=0.25, scattergap=0.25)
     return figure
@@ -85,7 +84,7 @@ def bars(
         **of_one(place, text, shown),
     )
     written = go.Scatter(
-        x=np.where(finite(values) < 0, values, 0.0),
+        x=np.minimum(np.nan_to_num(finite(values)), 0.0),
         mode="text",
         text=["" if scalar is None else f" {short(scalar.value, form)}" for scalar in scalars],
         textposition="middle right",

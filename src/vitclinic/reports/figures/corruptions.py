@@ -16,7 +16,16 @@ from vitclinic.reports.contents import Examined
 from vitclinic.reports.escaping import plain
 from vitclinic.reports.figure import Figure, Picture, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import COLOUR_BAR_HEIGHT, PANEL_LONGEST, canvas, finite, label, line, number
+from vitclinic.reports.figures.drawing import (
+    COLOUR_BAR_HEIGHT,
+    PANEL_LONGEST,
+    canvas,
+    colours_below,
+    finite,
+    label,
+    line,
+    number,
+)
 
 _PREFIX = "accuracy_"
 _PAPER = "Park and Kim 2022, Fig. 12b (P11); Hendrycks and Dietterich 2019"
@@ -103,8 +112,8 @@ def _heat(found: Measured) -> go.Figure:
         figure.add_trace(heat, at // columns + 1, at % columns + 1)
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_xaxes(showgrid=False, dtick=1)
-    bar = {"tickformat": ".0%", "title": {"text": "accuracy, by severity 1 to 5"}}
-    figure.update_layout(coloraxis={"colorscale": SEQUENTIAL, "colorbar": bar}, margin_b=COLOUR_BAR_HEIGHT)
+    title = "accuracy, by severity 1 to 5"
+    colours_below(figure, title, colorscale=SEQUENTIAL, colorbar={"tickformat": ".0%"})
     return figure
 
 

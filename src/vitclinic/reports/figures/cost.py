@@ -51,7 +51,7 @@ def _panels(found: Measured, groups: dict[str, str]) -> go.Figure:
                 figure.add_trace(trace, row, 1)
         figure.update_xaxes(title_text=title, row=row, col=1)
     figure.update_traces(offsetgroup=None)  # a row of its own for each network
-    figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False, type="category")
+    figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False, ticks="", type="category")
     figure.update_layout(bargap=0.15, barmode="overlay")
     return figure
 

@@ -20,7 +20,10 @@ from vitclinic.reports.figures.units import KIND_NAMES, Anatomy, Series, unit_na
 
 PANEL = 210
 """Pixels of height of a panel, with what is written at its axes."""
+Shape = dict[str, Any]
 SHARE = "depth (first unit 0, last 1)"
+_AXIS_HEIGHT = 50
+"""Pixels below the last panel, for what is written there."""
 _TITLE = 44
 """Characters that a phone has room for above a panel."""
 
@@ -29,13 +32,15 @@ def shaded_lines(found: Sequence[Series], axis: str, log: bool = False) -> go.Fi
     """Numbers of states, joined: between two states the shade of the unit that leads from the one to the other."""
     panels = _by_anatomy(found)
     plot = _panels(panels, axis, margin=0.4)
+    shades: list[Shape] = []
     for row, panel in enumerate(panels, start=1):
         for one in panel:
             for trace in (*_line(one, one.depths, shown=True), _points(one, one.depths)):
                 plot.add_trace(trace, row, 1)
-        _shade(plot, row, panel[0].measurement.units, before=1.0)
+        shades += _shades(row, panel[0].measurement.units, before=1.0)
     _kind_entries(plot, found, shades=True)
     plot.update_yaxes(type="log" if log else "linear")
+    plot.update_layout(shapes=shades)  # at once: one after another takes seconds
     return plot
 
 
@@ -43,18 +48,19 @@ def shaded_bars(found: Sequence[Series], axis: str, share: bool = False) -> go.F
     """Numbers of units themselves, on one scale: a bar from zero with its interval, on the unit's shade."""
     panels = _by_anatomy(found)
     plot = _panels(panels, axis, margin=0.55)
+    shades: list[Shape] = []
     for row, panel in enumerate(panels, start=1):
         width = 0.7 / len(panel)
         for turn, one in enumerate(panel):
             x = one.depths + (turn - (len(panel) - 1) / 2) * width
             plot.add_trace(_bars(one, x, 0.9 * width), row, 1)
             plot.add_trace(_points(one, x, share, intervals=True, size=8 if len(panel) < 4 else 5), row, 1)
-        _shade(plot, row, panel[0].measurement.units, before=0.5)
+        shades += _shades(row, panel[0].measurement.units, before=0.5)
     _kind_entries(plot, found, shades=True)
     plot.update_yaxes(zeroline=True, zerolinecolor=GREY, zerolinewidth=1, tickformat=".0%" if share else None)
     for row in range(2, len(panels) + 1):
         plot.update_yaxes(matches="y", row=row)
-    plot.update_layout(barmode="overlay")
+    plot.update_layout(barmode="overlay", shapes=shades)
     return plot
 
 
@@ -64,8 +70,8 @@ def overlaid(
     """All networks in one panel for each number, whose axis titles are the keys; `unit` is what a point is one of."""
     everything = [one for found in panels.values() for one in found]
     shared = same_units(everything)
-    total = height * len(panels) + _legend_height(everything)
-    plot = canvas(total, len(panels), shared_xaxes=True, vertical_spacing=0.06)
+    total, lines = height * len(panels) + _AXIS_HEIGHT, _legend_lines(everything)
+    plot = canvas(total, len(panels), legend=lines, shared_xaxes=True, vertical_spacing=30 / total)
     known: set[int] = set()
     for row, (axis, found) in enumerate(panels.items(), start=1):
         for one in found:
@@ -103,10 +109,10 @@ def _by_anatomy(found: Sequence[Series]) -> list[list[Series]]:
 def _panels(panels: Sequence[Sequence[Series]], axis: str, margin: float) -> go.Figure:
     """Empty panels one below another, headed by the networks in them; beside the units a margin on either side."""
     several = len(panels) > 1
-    height = (PANEL if several else PANEL + 90) * len(panels)
-    height += _legend_height([one for panel in panels for one in panel])
+    height = (PANEL if several else PANEL + 90) * len(panels) + _AXIS_HEIGHT
     titles = [_title(panel) for panel in panels] if several else ()
-    plot = canvas(height, len(panels), titles=titles, vertical_spacing=62 / height if several else 0)
+    lines = _legend_lines([one for panel in panels for one in panel])
+    plot = canvas(height, len(panels), titles=titles, legend=lines, vertical_spacing=62 / height if several else 0)
     for row, panel in enumerate(panels, start=1):
         depths = [depth for _, _, depth in panel[0].anatomy]
         ends = [depths[0] - margin, depths[-1] + margin]
@@ -128,10 +134,10 @@ def _title(panel: Sequence[Series]) -> str:
     return panel[0].label if len(panel) == 1 else f"{panel[0].label} and {len(panel) - 1} more"
 
 
-def _legend_height(found: Sequence[Series]) -> int:
-    """Of two entries a line, as on a phone."""
+def _legend_lines(found: Sequence[Series]) -> int:
+    """Two entries have room in a line on a phone."""
     entries = len({one.place for one in found}) + len({unit.kind for one in found for unit in one.units})
-    return 60 + 11 * entries
+    return -(-entries // 2)
 
 
 def _line(one: Series, x: Floats, shown: bool) -> list[go.Scatter]:
@@ -169,21 +175,24 @@ def _bars(one: Series, x: Floats, width: float) -> go.Bar:
     )
 
 
-def _shade(plot: go.Figure, row: int, units: Sequence[UnitRow], before: float) -> None:
+def _shades(row: int, units: Sequence[UnitRow], before: float) -> list[Shape]:
     """The kinds of units behind a panel, each unit reaching from `before` its depth on, and lines between stages."""
-    for unit in units:
-        if unit.kind in KINDS:
-            start = unit.depth - before
-            _span(plot, row, start, start + 1, fillcolor=KINDS[unit.kind], line_width=0)
-    for one, other in pairwise(units):
-        if other.stage != one.stage:
-            border = other.depth - before
-            _span(plot, row, border, border, line={"color": GREY, "width": 1.5, "dash": "dot"})
-
-
-def _span(plot: go.Figure, row: int, start: float, end: float, **style: Any) -> None:
-    kind = "line" if start == end else "rect"
-    plot.add_shape(type=kind, x0=start, x1=end, y0=0, y1=1, yref="y domain", layer="below", row=row, col=1, **style)
+    suffix = "" if row == 1 else str(row)  # as plotly names axes
+    axes = {"xref": f"x{suffix}", "yref": f"y{suffix} domain", "y0": 0, "y1": 1, "layer": "below"}
+    kinds = [
+        {"type": "rect", "x0": unit.depth - before, "x1": unit.depth - before + 1, "fillcolor": KINDS[unit.kind]}
+        for unit in units
+        if unit.kind in KINDS
+    ]
+    borders = [
+        {"type": "line", "x0": later.depth - before, "x1": later.depth - before}
+        for one, later in pairwise(units)
+        if later.stage != one.stage
+    ]
+    dotted = {"color": GREY, "width": 1.5, "dash": "dot"}
+    return [axes | kind | {"line": {"width": 0}} for kind in kinds] + [
+        axes | each | {"line": dotted} for each in borders
+    ]
 
 
 def _kind_entries(plot: go.Figure, found: Sequence[Series], shades: bool) -> None:

@@ -28,41 +28,32 @@ PANEL_LONGEST = 20
 """Above a panel, of which there are two beside each other on a phone."""
 LEGEND_LINE = 19
 """Pixels."""
+COLOUR_BAR_HEIGHT = 80
+"""Pixels of a bar of colours below a plot, with its labels."""
 WIDE = 50.0
 """Where the largest value is so many times the smallest, an axis is logarithmic."""
 
-_AXIS = {
-    **{"gridcolor": GRID, "linecolor": GREY, "zeroline": False, "automargin": True, "title": {"standoff": 8}},
-    **{"ticks": "outside", "ticklen": 4, "tickcolor": CLEAR},  # a little space before the labels
-}
-_SCENE_AXIS = {"gridcolor": GREY, "showbackground": False, "zeroline": False}
+_AXIS = {"zeroline": False, "automargin": True, "title_standoff": 8}
 _LEGEND = {"orientation": "h", "x": 0, "xanchor": "left", "y": 0, "yanchor": "bottom", "yref": "container"}
-_COLOUR_BAR = {
-    **{"orientation": "h", "x": 0.5, "xanchor": "center", "y": 0, "yanchor": "bottom", "yref": "container"},
-    **{"len": 0.8, "thickness": 12, "outlinewidth": 0},
-}
+_MARGIN = {"l": 8, "r": 16, "b": 8}
+_LINES = {"gridcolor": GRID, "linecolor": GREY, "ticks": "outside", "ticklen": 4, "tickcolor": CLEAR}
 _TEMPLATE = go.layout.Template(
     layout={
         "paper_bgcolor": CLEAR,
         "plot_bgcolor": CLEAR,
         "font": {"size": 12},
-        "margin": {"l": 8, "r": 16, "t": 10, "b": 8},
-        "legend": {**_LEGEND, "bgcolor": CLEAR},
-        "xaxis": _AXIS,
-        "yaxis": _AXIS,
-        "scene": {f"{axis}axis": _SCENE_AXIS for axis in "xyz"},
+        "xaxis": _LINES,
+        "yaxis": _LINES,
+        "scene": {f"{axis}axis": {"gridcolor": GREY, "showbackground": False} for axis in "xyz"},
         "polar": {
             "bgcolor": CLEAR,
             "angularaxis": {"gridcolor": GRID, "linecolor": GREY},
             "radialaxis": {"gridcolor": GRID},
         },
-        "coloraxis": {"colorbar": {**_COLOUR_BAR, "title": {"side": "top"}}},
-        "annotationdefaults": {"showarrow": False},
+        "coloraxis": {"colorbar": {"thickness": 12, "outlinewidth": 0}},
     }
 )
-
-COLOUR_BAR_HEIGHT = 70
-"""Pixels of the bar of colours below a plot, with its labels."""
+"""The look of a plot that stands alone, as in a notebook; a page has its own. Where things are is no part of it."""
 
 Floats = NDArray[np.float64]
 
@@ -75,11 +66,29 @@ def canvas(
     `height` is that without the legend, of which there are so many lines on a phone.
     """
     figure = make_subplots(rows, columns, subplot_titles=list(titles) or None, **options)
-    figure.update_layout(template=_TEMPLATE, height=height + LEGEND_LINE * legend)
+    figure.update_layout(
+        template=_TEMPLATE,
+        height=height + LEGEND_LINE * legend,
+        margin={**_MARGIN, "t": 30 if titles else 10},
+        legend={**_LEGEND, "font": {"size": 12}},
+    )
     figure.update_annotations(font_size=13)
-    if titles:
-        figure.update_layout(margin_t=30)
+    figure.update_xaxes(**_AXIS)
+    figure.update_yaxes(**_AXIS)
     return figure
+
+
+def colours_below(figure: go.Figure, title: str, **axis: Any) -> None:
+    """Put the bar of colours below the plot, where it takes no width from the panels; `axis` is the rest of it."""
+    bar = {
+        **{"orientation": "h", "x": 0.5, "xanchor": "center", "y": 0, "yanchor": "bottom", "yref": "container"},
+        **{
+            "len": 0.8,
+            "title": {"text": f"{title}<br> ", "side": "top", "font": {"size": 12}},
+            **axis.pop("colorbar", {}),
+        },
+    }
+    figure.update_layout(coloraxis={**axis, "colorbar": bar}, margin_b=COLOUR_BAR_HEIGHT)
 
 
 def label(name: str, measurement: Measurement | None = None, numbers: str = "", longest: int = LONGEST) -> str:
@@ -122,6 +131,17 @@ def is_wide(values: ArrayLike) -> bool:
     return bool(known.size) and bool((known > 0).all()) and bool(known.max() > WIDE * known.min())
 
 
+def scale_for(values: ArrayLike, title: str, to_zero: bool = False) -> dict[str, Any]:
+    """What an axis of these values is like: its title, and whether it is logarithmic or (if so asked) has a zero."""
+    if not is_wide(values):
+        return {"title_text": title, "type": "linear", "rangemode": "tozero" if to_zero else "normal"}
+    orders = float(np.ptp(np.log10(finite(values)[np.isfinite(finite(values))])))
+    return {
+        **{"title_text": f"{title} (log)", "type": "log", "exponentformat": "power"},
+        "dtick": "D2" if orders < 2 else 1 if orders < 8 else 2,
+    }
+
+
 def line_style(place: int) -> dict[str, Any]:
     return {"color": of_network(place), "dash": DASHES[place % len(DASHES)], "width": 2}
 
@@ -138,12 +158,12 @@ def of_one(place: int, label: str, shown: bool = True) -> dict[str, Any]:
 def line(place: int, label: str, x: ArrayLike, y: ArrayLike, shown: bool = True, **options: Any) -> go.Scatter:
     """A network's line, with markers."""
     style = {"mode": "lines+markers", "line": line_style(place), "marker": marker_style(place)}
-    return go.Scatter(x=np.asarray(x), y=finite(y), **of_one(place, label, shown), **(style | options))
+    return go.Scatter(x=finite(x), y=finite(y), **of_one(place, label, shown), **(style | options))
 
 
 def band(place: int, x: ArrayLike, low: ArrayLike, high: ArrayLike) -> go.Scatter:
     """The area between two curves, in the network's colour; it has a gap wherever one of them has."""
-    across, below, above = np.asarray(x), finite(low), finite(high)
+    across, below, above = finite(x), finite(low), finite(high)
     known = ~(np.isnan(below) | np.isnan(above))
     outline: list[tuple[float, float]] = []
     for run in np.split(np.arange(len(known)), np.flatnonzero(np.diff(known)) + 1):

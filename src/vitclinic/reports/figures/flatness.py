@@ -11,7 +11,7 @@ from vitclinic.reports.colours import of_network, with_opacity
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import COLUMNS, Measured, scalar_table
-from vitclinic.reports.figures.drawing import canvas, finite, is_wide, label, number, of_one
+from vitclinic.reports.figures.drawing import canvas, finite, label, number, of_one, scale_for
 
 _SCALARS = {"flatness": "", "loss": "", "sigma": "", "standard_error": ""}
 
@@ -74,9 +74,6 @@ def _plot(found: Measured) -> go.Figure:
                     **of_one(place, label(name, one, text), shown=False),
                 )
             )
-    figure.update_xaxes(showticklabels=False, showgrid=False, type="category")
-    if is_wide(everything):
-        figure.update_yaxes(title_text="loss, nats (log)", type="log", exponentformat="power")
-    else:
-        figure.update_yaxes(title_text="loss, nats")
+    figure.update_xaxes(showticklabels=False, ticks="", showgrid=False, type="category")
+    figure.update_yaxes(**scale_for(everything, "loss, nats"))
     return figure

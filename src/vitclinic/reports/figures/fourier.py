@@ -66,7 +66,7 @@ def _changes(examined: Sequence[Examined]) -> list[Figure]:
 
 
 def _curves(examined: Sequence[Examined]) -> list[Figure]:
-    found = [one for one in measured(examined, "fourier") if all(name in one[2].arrays for name in _NEEDED)]
+    found = [one for one in measured(examined, "fourier") if _has_curves(one[2])]
     if not found:
         return []
     several = len(found) > 1
@@ -94,6 +94,11 @@ def _curves(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
+def _has_curves(one: Measurement) -> bool:
+    """Whether the curves are there, one for each unit."""
+    return bool(one.units) and all(len(one.arrays.get(name, ())) == len(one.units) for name in _NEEDED)
+
+
 def _lines(one: Measurement) -> list[go.Scatter]:
     frequencies, curves = (np.asarray(one.arrays[name], dtype=np.float64) for name in _NEEDED)
     colours = _colours(len(curves))
@@ -107,7 +112,7 @@ def _lines(one: Measurement) -> list[go.Scatter]:
             hovertemplate="%{fullData.name}<br>%{x:.3g} π: %{y:.3g}<extra></extra>",
             showlegend=False,
         )
-        for number, text in enumerate(unit_names(one.units[: len(curves)]))
+        for number, text in enumerate(unit_names(one.units))
         if (known := np.isfinite(frequencies[number]) & np.isfinite(curves[number])).any()
     ]
 
@@ -157,7 +162,7 @@ def _curve_table(found: Sequence[tuple[int, str, Measurement]]) -> Table:
     rows = []
     for _, name, one in found:
         arrays = [one.arrays.get(key) for key in (*_NEEDED, "half_width", "interpolated")]
-        for number, unit in enumerate(one.units[: len(one.arrays["frequencies"])]):
+        for number, unit in enumerate(one.units):
             points = zip(*(_row(array, number, one.arrays["frequencies"].shape[1]) for array in arrays), strict=True)
             rows += [(name, unit.name, unit.kind, unit.depth, *point) for point in points if np.isfinite(point[0])]
     return Table(columns, rows)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.colours import of_network, with_opacity
+from vitclinic.reports.colours import with_opacity
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import DASHES, Floats, canvas, label, number, of_one
+from vitclinic.reports.figures.drawing import Floats, canvas, label, line_style, number, of_one
 
 BINS = 24
 """Of each sign, over all networks."""
@@ -63,7 +63,7 @@ def _plot(found: Measured) -> go.Figure:
                 x=np.repeat(edges, 2),
                 y=np.concatenate([[0], np.repeat(shares, 2), [0]]),
                 mode="lines",
-                line={"color": of_network(place), "width": 2, "dash": DASHES[place % len(DASHES)]},
+                line=line_style(place),
                 fill="tozeroy",
                 fillcolor=with_opacity(place, 0.15),
                 hovertemplate="eigenvalue %{x:.3g}: %{y:.1%}",

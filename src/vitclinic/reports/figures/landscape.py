@@ -10,7 +10,7 @@ from vitclinic.measurement import Measurement
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import PANEL_LONGEST, Floats, canvas, finite, is_wide, label, line, number
+from vitclinic.reports.figures.drawing import PANEL_LONGEST, Floats, canvas, finite, label, line, number, scale_for
 from vitclinic.reports.figures.planes import contours, surfaces
 
 _PAPER = "Chen et al. 2022, Fig. 1; Park and Kim 2022, Fig. 1a (C1, P15)"
@@ -34,7 +34,7 @@ def losses(measurement: Measurement) -> Floats:
 def section(measurement: Measurement, direction: int) -> tuple[Floats, Floats] | None:
     """Places and losses on the line through the network along one of the directions; None if it is not a plane's."""
     found = losses(measurement)
-    if direction >= found.ndim:
+    if direction >= found.ndim or "xy"[direction] not in measurement.arrays:
         return None
     middle = [size // 2 for size in found.shape]
     along = tuple(slice(None) if axis == direction else at for axis, at in enumerate(middle))
@@ -58,9 +58,8 @@ def _sections(found: Measured) -> list[Figure]:
             everything += y.tolist()
             rows += [(name, direction + 1, *row) for row in zip(x.tolist(), y.tolist(), strict=True)]
         figure.update_xaxes(title_text=_direction_title(found, direction), row=1, col=direction + 1)
-    log = is_wide(everything)
-    figure.update_yaxes(type="log" if log else "linear", exponentformat="power")
-    figure.update_yaxes(title_text="loss, nats (log)" if log else "loss, nats", row=1, col=1)
+    figure.update_yaxes(**scale_for(everything, "loss, nats"))
+    figure.update_yaxes(title_text=None, col=2)
     return [
         Figure(
             name="landscape-sections",
@@ -105,11 +104,11 @@ def _planes(found: Measured) -> list[Figure]:
         Figure(
             name="landscape-surfaces",
             title="Loss landscape in three dimensions",
-            reading="The same losses as height, all networks on one scale of height and colour; turn a surface with the"
-            " mouse or a finger. It shows two directions of very many: compare shapes, and trust the eigenvalues.",
+            reading="The same losses as height over directions 1 and 2, all on one scale; turn a surface with the mouse"
+            " or a finger. It shows two directions of very many: compare shapes, and trust the eigenvalues.",
             paper=_PAPER,
             table=table,
-            plot=surfaces(panels, titles),
+            plot=surfaces(panels),
             heavy=True,
         ),
     ]

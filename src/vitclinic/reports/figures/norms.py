@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import band, canvas, ends, is_wide, label, line, number
+from vitclinic.reports.figures.drawing import band, canvas, ends, label, line, number, scale_for
 
 _PANELS = {"weight_norm": "norm of the unit's weights", "activation_norm": "norm of the state after it"}
 
@@ -64,8 +64,6 @@ def _plot(found: Measured) -> go.Figure:
             )
             figure.add_trace(curve, row, 1)
             everything += values.tolist()
-        log = is_wide(everything)
-        figure.update_yaxes(title_text=title, type="log" if log else "linear", row=row, col=1)
-        figure.update_yaxes(rangemode="normal" if log else "tozero", exponentformat="power", row=row, col=1)
+        figure.update_yaxes(**scale_for(everything, title, to_zero=True), row=row, col=1)
     figure.update_xaxes(title_text="normalised depth", row=2, col=1)
     return figure

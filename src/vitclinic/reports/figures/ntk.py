@@ -9,7 +9,7 @@ import numpy as np
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured, beside, known, scalar_table
-from vitclinic.reports.figures.drawing import band, canvas, finite, label, line, number
+from vitclinic.reports.figures.drawing import Floats, band, canvas, finite, label, line, number
 
 _GROUPS = {"condition_number": "κ = λ<sub>1</sub> / λ<sub>m</sub>"}
 
@@ -70,7 +70,8 @@ def _spectrum(found: Measured) -> list[Figure]:
     ]
 
 
-def _relative(eigenvalues: np.ndarray) -> np.ndarray:
+def _relative(eigenvalues: Floats) -> Floats:
     """As shares of each block's largest; what is not positive is a gap on a logarithmic axis."""
     values = finite(eigenvalues)
-    return np.where(values > 0, values, np.nan) / values[:, :1]
+    positive: Floats = np.where(values > 0, values, np.nan)
+    return positive / positive[:, :1]

@@ -11,12 +11,12 @@ import plotly.graph_objects as go
 
 from vitclinic.measurement import Measurement
 from vitclinic.reports.colours import SEQUENTIAL
-from vitclinic.reports.figures.drawing import COLOUR_BAR_HEIGHT, Floats, canvas, is_wide
+from vitclinic.reports.figures.drawing import COLOUR_BAR_HEIGHT, Floats, canvas, colours_below, finite, is_wide
 
 Panel = tuple[str, Measurement, Floats]
 """A network's label, its measurement and its losses, [x, y]."""
 
-LEVELS = 16
+LEVELS = 24
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class Scale:
     def bar(self) -> dict[str, Any]:
         """The bar of colours, with losses at its ticks."""
         losses = _powers(self.low, self.high) if self.log else _multiples(self.low, self.high, 5)
-        title = "loss, nats (log)" if self.log else "loss, nats"
         ticks = {"tickvals": self.colour(losses), "ticktext": [f"{loss:.4g}" for loss in losses]}
-        return {"title": {"text": title}, "tickmode": "array", **ticks}
+        return {"tickmode": "array", **ticks}
 
     def levels(self) -> dict[str, float]:
         """Of the lines of equal loss, in plotly's words."""
         levels = _multiples(*self.ends, LEVELS)
         return {"start": levels[0], "end": levels[-1], "size": levels[1] - levels[0]}
 
-    def axis(self) -> dict[str, Any]:
+    def shown_below(self, figure: go.Figure) -> None:
         low, high = self.ends
-        return {"colorscale": SEQUENTIAL, "cmin": low, "cmax": high, "colorbar": self.bar()}
+        title = "loss, nats (log)" if self.log else "loss, nats"
+        colours_below(figure, title, colorscale=SEQUENTIAL, cmin=low, cmax=high, colorbar=self.bar())
 
 
 def _powers(low: float, high: float) -> Floats:
@@ -75,7 +75,9 @@ def _multiples(low: float, high: float, about: int) -> Floats:
     raw = (high - low) / about
     power = 10.0 ** np.floor(np.log10(raw))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= raw * 0.999)
-    return step * np.arange(np.ceil(low / step), max(np.floor(high / step), np.ceil(low / step) + 1) + 1)
+    first = np.ceil(low / step)
+    multiples: Floats = step * np.arange(first, max(np.floor(high / step), first + 1) + 1)
+    return multiples
 
 
 def _grid(panels: Sequence[Panel]) -> tuple[int, int]:
@@ -87,14 +89,14 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
     """Maps with the same levels and colours; the network is the cross."""
     rows, columns = _grid(panels)
     scale = Scale.of(panels)
-    height = 300 * rows + COLOUR_BAR_HEIGHT
+    height = 310 * rows + COLOUR_BAR_HEIGHT
     names = [name for name, _, _ in panels]
-    figure = canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=70 / height)
+    figure = canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=92 / height)
     for at, (_, one, losses) in enumerate(panels):
         row, column = at // columns + 1, at % columns + 1
         contour = go.Contour(
-            x=one.arrays["x"],
-            y=one.arrays["y"],
+            x=finite(one.arrays["x"]),
+            y=finite(one.arrays["y"]),
             z=scale.colour(losses).T,
             customdata=losses.T,
             coloraxis="coloraxis",
@@ -110,7 +112,8 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
         square = {"scaleanchor": x, "constrain": "domain", "constraintoward": "top"}
         figure.update_yaxes(showgrid=False, **square, row=row, col=column)
         figure.update_yaxes(title_text=titles[1] if column == 1 else None, row=row, col=column)
-    figure.update_layout(coloraxis=scale.axis(), showlegend=False, margin_b=COLOUR_BAR_HEIGHT)
+    scale.shown_below(figure)
+    figure.update_layout(showlegend=False)
     return figure
 
 
@@ -132,8 +135,8 @@ def _path(one: Measurement) -> list[go.Scatter]:
     epochs = one.arrays.get("path_epoch", np.arange(len(path)))
     return [
         go.Scatter(
-            x=path[:, 0],
-            y=path[:, 1],
+            x=finite(path[:, 0]),
+            y=finite(path[:, 1]),
             customdata=epochs,
             mode="lines+markers",
             line={"color": "white", "width": 1.5},
@@ -143,8 +146,8 @@ def _path(one: Measurement) -> list[go.Scatter]:
     ]
 
 
-def surfaces(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
-    """Heights on one scale, of which the colours are the same."""
+def surfaces(panels: Sequence[Panel]) -> go.Figure:
+    """Heights on one scale, of which the colours are the same; the axes are numbered, as there is no room for more."""
     rows, columns = _grid(panels)
     scale = Scale.of(panels)
     specs = [[{"type": "surface"}] * columns for _ in range(rows)]
@@ -153,8 +156,8 @@ def surfaces(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
     figure = canvas(height, rows, columns, names, specs=specs, horizontal_spacing=0.01, vertical_spacing=30 / height)
     for at, (_, one, losses) in enumerate(panels):
         surface = go.Surface(
-            x=one.arrays["x"],
-            y=one.arrays["y"],
+            x=finite(one.arrays["x"]),
+            y=finite(one.arrays["y"]),
             z=losses.T,
             surfacecolor=scale.colour(losses).T,
             coloraxis="coloraxis",
@@ -163,12 +166,14 @@ def surfaces(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
         )
         figure.add_trace(surface, at // columns + 1, at % columns + 1)
     low, high = scale.ends
+    for axis in "xyz":
+        figure.update_scenes({f"{axis}axis_zeroline": False})
     figure.update_scenes(
         aspectmode="cube",
-        camera={"eye": {"x": 1.5, "y": 1.5, "z": 0.9}},
-        xaxis={"title": {"text": titles[0]}, "showticklabels": False},
-        yaxis={"title": {"text": titles[1]}, "showticklabels": False},
-        zaxis={"title": {"text": "loss"}, "type": "log" if scale.log else "linear", "range": [low, high], "nticks": 5},
+        camera={"eye": {"x": 1.9, "y": 1.9, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}},
+        xaxis={"title": {"text": "1"}, "showticklabels": False},
+        yaxis={"title": {"text": "2"}, "showticklabels": False},
+        zaxis={"title": {"text": ""}, "type": "log" if scale.log else "linear", "range": [low, high], "nticks": 5},
     )
-    figure.update_layout(coloraxis=scale.axis(), margin_b=COLOUR_BAR_HEIGHT)
+    scale.shown_below(figure)
     return figure

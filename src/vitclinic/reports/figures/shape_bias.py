@@ -68,7 +68,7 @@ def _plot(found: Measured, classes: dict[str, str]) -> go.Figure:
         if overall is not None:
             figure.add_vline(x=overall.value, line={"color": of_network(place), "width": 1.5})
     figure.add_vline(x=0.5, line={"color": GREY, "width": 1, "dash": "dot"})
-    figure.update_xaxes(title_text="texture ← share of decisions for the shape → shape", range=[-0.02, 1.02])
+    figure.update_xaxes(title_text="decisions for the shape", range=[-0.02, 1.02])
     figure.update_xaxes(tickformat=".0%")
     figure.update_yaxes(autorange="reversed", type="category")
     figure.update_layout(scattermode="group")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
+from vitclinic.measurement import Measurement
 from vitclinic.reports.colours import of_network
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
@@ -16,11 +17,11 @@ from vitclinic.reports.figures.drawing import (
     canvas,
     ends,
     error_bars,
-    is_wide,
     label,
     line,
     line_style,
     of_one,
+    scale_for,
 )
 
 _COMPONENTS = {
@@ -89,9 +90,7 @@ def _blocks(found: Measured) -> list[Figure]:
             everything.append(whole.value)
             rows.append((name, "whole network", whole.value, whole.low, whole.high, whole.n))
     figure.update_xaxes(title_text="block", rangemode="tozero", tickformat="d")
-    log = is_wide(everything)
-    figure.update_yaxes(title_text="largest eigenvalue λ<sub>max</sub>", type="log" if log else "linear")
-    figure.update_yaxes(exponentformat="power", rangemode="normal" if log else "tozero")
+    figure.update_yaxes(**scale_for(everything, "largest eigenvalue λ<sub>max</sub>", to_zero=True))
     return [
         Figure(
             name="sharpness-blocks",
@@ -124,16 +123,19 @@ def _trace(found: Measured) -> list[Figure]:
 def _density(found: Measured) -> list[Figure]:
     figure = canvas(340, legend=len(found))
     rows = []
-    nodes = np.concatenate([one.arrays["density_nodes"] for _, _, one in found])
+    rules = {place: _known(one) for place, _, one in found}
+    nodes = np.concatenate([places for places, _ in rules.values()])
+    if not nodes.size:
+        return []
     width = 0.01 * float(np.ptp(nodes)) or 1.0
     across = np.linspace(nodes.min() - 4 * width, nodes.max() + 4 * width, _POINTS)
     for place, name, one in found:
-        places, weights = one.arrays["density_nodes"], one.arrays["density_weights"]
+        places, weights = rules[place]
         density = smoothed(across, places, weights, width)
         figure.add_trace(
             go.Scatter(
                 x=across,
-                y=np.where(density > _SMALLEST * density.max(), density, np.nan),
+                y=np.where(density > _SMALLEST * density.max(initial=0), density, np.nan),
                 mode="lines",
                 line=line_style(place),
                 hovertemplate="eigenvalue %{x:.3g}: density %{y:.2g}",
@@ -155,6 +157,13 @@ def _density(found: Measured) -> list[Figure]:
             plot=figure,
         )
     ]
+
+
+def _known(measurement: Measurement) -> tuple[Floats, Floats]:
+    """Nodes and weights of the density, as far as they are finite."""
+    nodes, weights = measurement.arrays["density_nodes"], measurement.arrays["density_weights"]
+    known = np.isfinite(nodes) & np.isfinite(weights)
+    return nodes[known], weights[known]
 
 
 def smoothed(x: Floats, nodes: Floats, weights: Floats, width: float) -> Floats:

@@ -10,7 +10,7 @@ from vitclinic.measurement import Scalar
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.figure import Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import COLUMNS, Measured, beside, known, scalar_table
-from vitclinic.reports.figures.drawing import canvas, ends, error_bars, label, marker_style, of_one
+from vitclinic.reports.figures.drawing import canvas, ends, error_bars, finite, label, marker_style, of_one
 
 _GROUPS = {"nll": "training NLL", "target_entropy": "least possible"}
 
@@ -56,8 +56,8 @@ def _against_error(examined: Sequence[Examined], found: Measured) -> Figure:
         (x, x_low, x_high), (y, y_low, y_high) = ends([nll]), ends([error])
         figure.add_trace(
             go.Scatter(
-                x=x,
-                y=y,
+                x=finite(x),
+                y=finite(y),
                 error_x=error_bars(x, x_low, x_high, place),
                 error_y=error_bars(y, y_low, y_high, place),
                 mode="markers",

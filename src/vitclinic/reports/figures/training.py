@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ from vitclinic.reports.figures.drawing import (
     canvas,
     error_bars,
     finite,
-    is_wide,
     label,
     line,
     line_style,
     marker_style,
     of_one,
+    scale_for,
 )
 
 POINTS = 300
@@ -96,12 +96,12 @@ def _number(value: Any) -> float:
 def thinned(step: Floats, values: Floats, points: int = POINTS) -> Curve:
     """At most so many points, each of the values in a range of steps."""
     groups = np.array_split(np.arange(len(step)), min(points, len(step)))
-    means, lows, highs = [], [], []
-    for group in groups:
-        known = values[group][~np.isnan(values[group])]
-        for found, of in ((means, np.mean), (lows, np.min), (highs, np.max)):
-            found.append(float(of(known)) if known.size else math.nan)
-    return Curve(np.array([step[group[-1]] for group in groups]), *(np.array(each) for each in (means, lows, highs)))
+    known = [values[group][~np.isnan(values[group])] for group in groups]
+
+    def each(statistic: Callable[[Floats], Any]) -> Floats:
+        return np.array([float(statistic(found)) if found.size else math.nan for found in known])
+
+    return Curve(np.array([step[group[-1]] for group in groups]), each(np.mean), each(np.min), each(np.max))
 
 
 def divergence(rows: Sequence[Mapping[str, Any]]) -> float | None:
@@ -129,20 +129,18 @@ def _plot(found: Sequence[tuple[int, Examined]], panels: Sequence[Panel]) -> go.
             for trace in _traces(place, one, panel, shown=row == 1):
                 figure.add_trace(trace, row, 1)
                 everything += [float(y) for y in trace.y]
-        log = panel.key != "accuracy" and panel.key != "lr" and is_wide(everything)
-        figure.update_yaxes(title_text=panel.title, type="log" if log else "linear", row=row, col=1)
-        figure.update_yaxes(exponentformat="power", row=row, col=1)
-        if not log and panel.key != "loss":
-            figure.update_yaxes(rangemode="tozero", row=row, col=1)
-        if panel.key == "accuracy":
-            figure.update_yaxes(tickformat=".0%", row=row, col=1)
+        if panel.key in ("loss", "grad_norm"):
+            axis = scale_for(everything, panel.title, to_zero=panel.key != "loss")
+        else:
+            tickformat = ".0%" if panel.key == "accuracy" else None
+            axis = {"title_text": panel.title, "rangemode": "tozero", "tickformat": tickformat}
+        figure.update_yaxes(**axis, row=row, col=1)
     for place, one in found:
         if (step := divergence(one.training)) is not None:
             figure.add_vline(x=step, line={"color": of_network(place), "dash": "dash", "width": 1.5})
             figure.update_layout(margin_t=26)
-            figure.add_annotation(
-                x=step, y=1, yref="paper", yanchor="bottom", text="diverged", font={"color": of_network(place)}
-            )
+            at = {"x": step, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+            figure.add_annotation(text="diverged", font={"color": of_network(place), "size": 12}, **at)
     figure.update_xaxes(title_text="step", row=len(panels), col=1)
     return figure
 

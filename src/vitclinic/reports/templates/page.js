@@ -60,10 +60,10 @@
     const columns = columnsOf(layout);
     if (columns > 1) plot.style.minWidth = `${columns * 230}px`;
     plot.dataset.theme = theme();
-    const first = plot.dataset.state !== "drawn";
-    plot.dataset.state = "drawn";
-    const act = first ? window.Plotly.newPlot : window.Plotly.react;
-    return act(plot, structuredClone(figures.get(figure).data), layout, options);
+    plot.dataset.state = "drawing";
+    const act = plot.classList.contains("js-plotly-plot") ? window.Plotly.react : window.Plotly.newPlot;
+    const drawing = act(plot, structuredClone(figures.get(figure).data), layout, options);
+    return drawing.then(() => { plot.dataset.state = "drawn"; });
   };
   const ready = async (plot) => {
     const { figure } = plot.dataset;
@@ -73,8 +73,7 @@
   const refresh = async (plot) => {
     try {
       await ready(plot);
-      if (plot.dataset.state === "drawn" && plot.dataset.theme === theme()) return;
-      await drawNow(plot);
+      if (plot.dataset.theme !== theme()) await drawNow(plot);
     } catch (error) {
       plot.dataset.state = "failed";
       plot.classList.add("failed");
