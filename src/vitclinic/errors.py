@@ -56,6 +56,14 @@ class DataError(VitclinicError):
     exit_code = 3
 
 
+class EmptySplitError(DataError):
+    """A split of the data has no images."""
+
+    def __init__(self, sentence: str, split: str) -> None:
+        super().__init__(sentence)
+        self.split = split
+
+
 class RunError(VitclinicError):
     """A run directory cannot be used: locked, not writable, full, damaged or not a run."""
 

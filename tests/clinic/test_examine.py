@@ -1,5 +1,6 @@
 """Examining: stored results are found again, mistakes are sentences, and a network of one's own takes three lines."""
 
+import dataclasses
 import json
 import logging
 import sys
@@ -182,6 +183,14 @@ def test_mistakes_are_sentences(arguments, error, message):
     assert message in str(caught.value)
 
 
+def test_a_probe_whose_own_images_are_not_there_does_not_apply():
+    data = noise()
+    without = dataclasses.replace(data, splits={"train": data.splits["train"]})
+    exam = vitclinic.examine(Counting(), without, split="train", probes=["lesion", "norms"])
+    assert (exam["lesion"].status, exam["norms"].status) == ("does_not_apply", "ok")
+    assert "no images in its test split" in exam["lesion"].reason
+
+
 def test_want_of_memory_does_not_stop_an_exam():
     class Small(Counting):
         def forward(self, x):
@@ -324,7 +333,7 @@ def test_ctrl_c_is_not_a_traceback(moment, command, monkeypatch):
         (
             ["timm:resnet18", "--probes", "norms", "--set", "cost.repeats=3"],
             2,
-            "'cost' is not among the probes (norms)",
+            "'cost', and that is not among the probes. They are norms.",
         ),
         (["timm:resnet18", "--random-weights"], 2, "Say on which data"),
         ([], 2, "Missing argument"),

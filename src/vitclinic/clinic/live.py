@@ -56,8 +56,9 @@ class Display(Watcher):
         self.schedule = schedule
         self.cells = {(step.label, step.place): "" for step in schedule.steps}
         self._say(_headline(schedule))
-        for line in _plan_lines(schedule):
-            self._say(line)
+        if not self.console.is_terminal:  # where there is one, the table says it
+            for line in _plan_lines(schedule):
+                self._say(line)
         if schedule.left_out:
             self._say(_left_out(schedule))
 
@@ -98,7 +99,7 @@ class Display(Watcher):
         for name in names_of(self.schedule.subjects):
             table.add_column(escape(name), overflow="fold")
         table.add_column("estimate", justify="right")
-        for label in dict.fromkeys(label for label, _ in self.cells):
+        for label in dict.fromkeys(step.label for step in self.schedule.steps if step.seconds != 0):
             estimate = sum(step.seconds for step in self.schedule.steps if step.label == label)
             row = (self._cell(label, place) for place in range(len(self.schedule.subjects)))
             table.add_row(label, *row, spoken(estimate))

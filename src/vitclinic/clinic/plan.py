@@ -94,8 +94,8 @@ def _with_settings(probes: list[Probe], settings: Mapping[str, Mapping[str, Any]
     names = [probe.name for probe in probes]
     for name in settings:
         if name not in names:
-            hint = did_you_mean(name, names)
-            raise RecipeError(f"An option is set, and '{name}' is not among the probes ({', '.join(names)}).{hint}")
+            hint = did_you_mean(name, names) or f" They are {', '.join(names)}."
+            raise RecipeError(f"An option is set of '{name}', and that is not among the probes.{hint}")
     return [
         parse_probes([{probe.name: {**given(probe), **settings[probe.name]}}])[0] if probe.name in settings else probe
         for probe in probes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from vitclinic.errors import EmptySplitError
 from vitclinic.probes.probe import DoesNotApply, Probe
 from vitclinic.probes.records import stated_conditions
-from vitclinic.probes.subject import NoImages, Subject
+from vitclinic.probes.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
         probe.check(subject)
         probe.forwards(subject)
         stated_conditions(probe, subject)
-    except NoImages as error:  # of a split of the probe's own choice: the exam's has some
+    except EmptySplitError as error:  # of a split of the probe's own choice: the exam's has some
         log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
         return DoesNotApply(f"it is measured on images of the {error.split} split, and the data has none.")
     except Exception as error:  # a failing probe is a result; the others go on

@@ -20,7 +20,7 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
-from vitclinic.errors import AnatomyError, DataError, ModelError
+from vitclinic.errors import AnatomyError, EmptySplitError, ModelError
 from vitclinic.probes.identity import network_digest
 from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.probes.restoring import left_as_it_was
@@ -58,12 +58,6 @@ class Training:
     """The names of the parameters that it acted on."""
     past: PastWeights | None = None
     """The weights it went through, where they were kept."""
-
-
-class NoImages(DataError):  # noqa: N818 (it says what is wrong)
-    """The `split` that is to be measured on is empty."""
-
-    split = ""
 
 
 class Subject:
@@ -304,9 +298,7 @@ def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
         hint = next((f"; use one of those (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
-        error = NoImages(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.")
-        error.split = split
-        raise error
+        raise EmptySplitError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.", split)
     if limit is None or limit >= len(images):
         return dataset
     rows = subset(images.labels, limit, seed=0)

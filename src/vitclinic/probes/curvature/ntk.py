@@ -59,8 +59,8 @@ class NTK(OwningProbe):
     def forwards(self, subject: Subject) -> float:
         m = min(self.block, len(subject))
         groups = len(self._kernel(subject).groups(m))
-        # A forward and a backward pass of all images for each group, each image by itself, which is slower (most of
-        # all convolutions, and the plain attention kernel); and the products of the gradients.
+        # A forward and a backward pass of all images for each group, each image by itself, which is slower, as are the
+        # convolutions and the plain attention kernel then; and the products of the gradients.
         return len(subject) // m * m * (9.0 * groups + 2)
 
     def measure(self, subject: Subject) -> Result:
