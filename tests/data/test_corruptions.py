@@ -53,10 +53,21 @@ class Recorder(Draws):
         super().__init__(*arguments)
         self.drawn = []
 
-    def _drawn(self, values, fill):
-        tensor = super()._drawn(values, fill)
+    def kept(self, tensor):
         self.drawn.append(tensor.numpy().copy())
         return tensor
+
+    def normal(self, *shape):
+        return self.kept(super().normal(*shape))
+
+    def uniform(self, *shape):
+        return self.kept(super().uniform(*shape))
+
+    def integers(self, low, high, *shape):
+        return self.kept(super().integers(low, high, *shape))
+
+    def poisson(self, rates, which):
+        return self.kept(super().poisson(rates, which))
 
 
 class Replay:
@@ -137,7 +148,7 @@ def test_draws_have_their_distributions_and_images_their_own():
     assert (uniform < 1).all()
     integers = draws.integers(-2, 2, 5000)
     assert torch.bincount(integers.flatten() + 2).div(integers.numel()).tolist() == pytest.approx([0.25] * 4, abs=0.005)
-    poisson = draws.poisson(torch.full((40, 5000), 7.0))
+    poisson = draws.poisson((0.5, 7.0), torch.ones(40, 5000, dtype=torch.int32))
     assert poisson.mean().item() == pytest.approx(7, abs=0.03)
     assert poisson.var().item() == pytest.approx(7, abs=0.1)
     correlations = torch.corrcoef(torch.cat([normal, draws.normal(5000).double()])).fill_diagonal_(0)

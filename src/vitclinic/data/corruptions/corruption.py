@@ -35,6 +35,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
 _ON_LEVELS = frozenset({"motion_blur", "pixelate", "jpeg_compression"})
 """Those whose results have 256 levels already."""
 
+_AT_ONCE = (2**19, 2**27)
+"""Values that are corrupted at a time on a CPU, where what they need stays in its cache, and on a GPU."""
+
 
 class Corruption:
     """One corruption at one severity. Calling it on images gives the corrupted ones.
@@ -70,10 +73,17 @@ class Corruption:
         if not len(images):
             return images.clone()
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
+        result = torch.empty_like(images)
+        count = max(1, _AT_ONCE[images.device.type == "cuda"] // images[0].numel())
+        for start in range(0, len(images), count):
+            part = slice(start, start + count)
+            result[part] = self._corrupted(images[part], rows[part], chosen)
+        return result
+
+    def _corrupted(self, images: Tensor, rows: NDArray[np.int64], chosen: Setting) -> Tensor:
         draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
-        x_bchw = rounded(images.detach().float())
-        corrupted = _FUNCTIONS[self.name](x_bchw, chosen, draws)
-        return (corrupted if self.name in _ON_LEVELS else truncated(corrupted)).to(images.dtype)
+        corrupted = _FUNCTIONS[self.name](rounded(images.detach().float()), chosen, draws)
+        return corrupted if self.name in _ON_LEVELS else truncated(corrupted)
 
     def batch(self, batch: Batch) -> Batch:
         """The batch with its images corrupted, each by its index."""
