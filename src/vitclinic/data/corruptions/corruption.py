@@ -35,8 +35,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
 _ON_LEVELS = frozenset({"motion_blur", "pixelate", "jpeg_compression"})
 """Those whose results have 256 levels already."""
 
-_AT_ONCE = (2**19, 2**27)
-"""Values that are corrupted at a time on a CPU, where what they need stays in its cache, and on a GPU."""
+_AT_ONCE, _ON_GPU = 2**19, 2**26
+"""Values that are corrupted at a time: what so many need stays in a CPU's cache, and in memory that is mapped already
+(page faults take as long as the work, otherwise)."""
 
 
 class Corruption:
@@ -74,7 +75,7 @@ class Corruption:
             return images.clone()
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
         result = torch.empty_like(images)
-        count = max(1, _AT_ONCE[images.device.type == "cuda"] // images[0].numel())
+        count = max(1, (_AT_ONCE if images.device.type == "cpu" else _ON_GPU) // images[0].numel())
         for start in range(0, len(images), count):
             part = slice(start, start + count)
             result[part] = self._corrupted(images[part], rows[part], chosen)

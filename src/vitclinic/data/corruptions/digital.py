@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
+from torchvision.io import decode_jpeg, encode_jpeg
 
 from vitclinic.data.corruptions.drawing import Draws, in_threads
 from vitclinic.data.corruptions.filtering import along_columns, along_rows, gaussian_smooth
 from vitclinic.data.corruptions.parameters import Setting
-from vitclinic.data.decoding import Pixels, as_image
 
 
 def elastic_transform(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
@@ -89,20 +87,18 @@ def _nearest(size: int, larger: int) -> Tensor:
 
 
 def jpeg_compression(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Through Pillow's JPEG of that quality, colours at half the resolution."""
+    """Through a JPEG of that quality, colours at half the resolution."""
     quality = setting.parameters
-    pixels = x_bchw.permute(0, 2, 3, 1).mul(255).round_().byte().contiguous().cpu().numpy()
+    # Colours last: what a JPEG is read from and written to in memory.
+    pixels = (x_bchw * 255).round_().to(torch.uint8, memory_format=torch.channels_last).cpu()
+    decoded = list(pixels)
 
     def some(rows: range) -> None:
         for row in rows:  # without the interpreter's lock, but for a moment
-            pixels[row] = _through_jpeg(pixels[row], quality)
+            decoded[row] = decode_jpeg(encode_jpeg(pixels[row], quality))
 
     in_threads(some, len(pixels))
-    return torch.from_numpy(pixels).to(x_bchw.device).permute(0, 3, 1, 2).contiguous().float().div_(255)
-
-
-def _through_jpeg(image: Pixels, quality: int) -> Pixels:
-    file = io.BytesIO()
-    as_image(image).save(file, "JPEG", quality=quality)
-    with Image.open(file, formats=("JPEG",)) as decoded:
-        return np.asarray(decoded).reshape(image.shape)
+    result = torch.empty_like(x_bchw)
+    for row, image in enumerate(decoded):
+        result[row] = image
+    return result.div_(255)
