@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.data import corruption_reference as reference
 from vitclinic.data import Batch, shapes
-from vitclinic.data.corruptions import EXTRA, FIFTEEN, NINETEEN, SEVERITIES, Corruption, corrupt, setting
+from vitclinic.data.corruptions import EXTRA, FIFTEEN, NINETEEN, SEVERITIES, Corruption, corrupt, jpeg, setting
 from vitclinic.data.corruptions import corruption as module
 from vitclinic.data.corruptions.blur import sources
 from vitclinic.data.corruptions.drawing import Draws
@@ -242,6 +242,15 @@ def test_pixels_are_those_of_pillow_at_any_size(side):
         share = setting("pixelate", severity, (side, side)).parameters
         expected = reference.pixelate(images[0], share, None)
         assert (levels(corrupt(as_batch(images), "pixelate", severity))[0] == expected).all()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_both_libraries_give_the_same_jpeg(channels):
+    if jpeg.encode_jpeg is None:
+        pytest.skip("this torchvision has no JPEG")
+    pixels = torch.from_numpy(pictures(224, 1)[0]).permute(2, 0, 1)[:channels, :199]
+    for quality in (80, 40, 7):
+        assert torch.equal(jpeg.by_pillow(pixels, quality), jpeg.by_torchvision(pixels, quality))
 
 
 def test_parameters_scale_from_the_published_sizes():

@@ -45,7 +45,9 @@ def poisson_table(rates: tuple[float, ...], device: torch.device) -> AliasTable:
     shares = np.exp(xlogy(k, rate) - rate - gammaln(k + 1.0))
     threshold, alias = _cells(shares / shares.sum(1, keepdims=True))
     scaled = np.rint(threshold * 2.0 ** (32 - cell_bits)).astype(np.int32)
-    return AliasTable(torch.from_numpy(scaled.ravel()).to(device), torch.from_numpy(alias.ravel()).to(device), cell_bits)
+    return AliasTable(
+        torch.from_numpy(scaled.ravel()).to(device), torch.from_numpy(alias.ravel()).to(device), cell_bits
+    )
 
 
 def _cells(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from vitclinic.data.batch import Batch
 from vitclinic.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from vitclinic.data.corruptions.colour import brightness, contrast, saturate
-from vitclinic.data.corruptions.digital import elastic_transform, jpeg_compression, pixelate
+from vitclinic.data.corruptions.digital import elastic_transform, pixelate
 from vitclinic.data.corruptions.drawing import Draws
+from vitclinic.data.corruptions.jpeg import jpeg_compression
 from vitclinic.data.corruptions.levels import rounded, truncated
 from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
