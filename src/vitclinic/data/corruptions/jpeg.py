@@ -7,9 +7,11 @@ Pillow it is.
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import torch
+import torchvision.io
 from PIL import Image
 from torch import Tensor
 
@@ -17,10 +19,8 @@ from vitclinic.data.corruptions.drawing import Draws, in_threads
 from vitclinic.data.corruptions.parameters import Setting
 from vitclinic.data.decoding import as_image
 
-try:
-    from torchvision.io import decode_jpeg, encode_jpeg
-except ImportError:  # from some later version on
-    decode_jpeg = encode_jpeg = None
+encode_jpeg: Any = getattr(torchvision.io, "encode_jpeg", None)
+decode_jpeg: Any = getattr(torchvision.io, "decode_jpeg", None)
 
 
 def jpeg_compression(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
