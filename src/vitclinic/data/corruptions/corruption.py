@@ -13,8 +13,9 @@ from torch import Tensor
 from vitclinic.data.batch import Batch
 from vitclinic.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from vitclinic.data.corruptions.colour import brightness, contrast, saturate
-from vitclinic.data.corruptions.digital import elastic_transform, jpeg_compression, pixelate
+from vitclinic.data.corruptions.digital import elastic_transform, pixelate
 from vitclinic.data.corruptions.drawing import Draws
+from vitclinic.data.corruptions.jpeg import jpeg_compression
 from vitclinic.data.corruptions.levels import rounded, truncated
 from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
@@ -38,6 +39,10 @@ _ON_LEVELS = frozenset({"motion_blur", "pixelate", "jpeg_compression"})
 _BESIDE = 0.5
 """How far beside [0, 1] a value may be, as interpolation brings it, and is clipped; images of 255 levels, or those that
 are normalised already, are not meant."""
+
+_AT_ONCE, _ON_GPU = 2**19, 2**26
+"""Values that are corrupted at a time: what so many need stays in a CPU's cache, and in memory that is mapped already
+(page faults take as long as the work, otherwise)."""
 
 
 class Corruption:
@@ -77,10 +82,17 @@ class Corruption:
         if not (least >= -_BESIDE and most <= 1 + _BESIDE):
             raise DataError(f"A corruption takes images in [0, 1] (got values from {least:g} to {most:g}).")
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
+        result = torch.empty_like(images)
+        count = max(1, (_AT_ONCE if images.device.type == "cpu" else _ON_GPU) // images[0].numel())
+        for start in range(0, len(images), count):
+            part = slice(start, start + count)
+            result[part] = self._corrupted(images[part], rows[part], chosen)
+        return result
+
+    def _corrupted(self, images: Tensor, rows: NDArray[np.int64], chosen: Setting) -> Tensor:
         draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
-        x_bchw = rounded(images.detach().float())
-        corrupted = _FUNCTIONS[self.name](x_bchw, chosen, draws)
-        return (corrupted if self.name in _ON_LEVELS else truncated(corrupted)).to(images.dtype)
+        corrupted = _FUNCTIONS[self.name](rounded(images.detach().float()), chosen, draws)
+        return corrupted if self.name in _ON_LEVELS else truncated(corrupted)
 
     def batch(self, batch: Batch) -> Batch:
         """The batch with its images corrupted, each by its index."""

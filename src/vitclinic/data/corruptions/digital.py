@@ -1,20 +1,17 @@
-"""Elastic deformation, pixelation and JPEG."""
+"""Elastic deformation and pixelation."""
 
 from __future__ import annotations
 
-import io
 from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
-from vitclinic.data.corruptions.drawing import Draws, in_threads
-from vitclinic.data.corruptions.filtering import along_columns, along_rows, gaussian_smooth
+from vitclinic.data.corruptions.drawing import Draws
+from vitclinic.data.corruptions.filtering import gaussian_smooth
 from vitclinic.data.corruptions.parameters import Setting
-from vitclinic.data.decoding import Pixels, as_image
 
 
 def elastic_transform(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
@@ -65,44 +62,43 @@ def pixelate(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     share = setting.parameters
     h, w = x_bchw.shape[-2:]
     high, wide = int(h * share), int(w * share)
-    small = (along_columns(x_bchw * 255, box_matrix(w, wide)) + 0.5 + 1e-3).floor_()
-    small = (along_rows(small, box_matrix(h, high)) + 0.5 + 1e-3).floor_()
+    small = _box_rows(_turned(x_bchw * 255), wide)  # rows are added and copied faster than columns
+    small = _turned(_box_rows(_turned(small), high).div_(255))
     rows, columns = (_nearest(a, b).to(x_bchw.device) for a, b in ((high, h), (wide, w)))
-    wide_bcwh = small.div_(255).transpose(2, 3).index_select(2, columns)  # rows are copied faster than columns
-    return wide_bcwh.transpose(2, 3).contiguous().index_select(2, rows)
+    return _turned(small.index_select(2, columns)).index_select(2, rows)
+
+
+def _turned(x_bchw: Tensor) -> Tensor:
+    return x_bchw.transpose(2, 3).contiguous()
+
+
+def _box_rows(x_bchw: Tensor, smaller: int) -> Tensor:
+    """So many rows, each the rounded mean of those in its window."""
+    taps, shares = box_windows(x_bchw.shape[2], smaller)
+    total = torch.zeros_like(x_bchw[:, :, :smaller])
+    for rows, share in zip(taps.to(x_bchw.device), shares.to(x_bchw.device), strict=True):
+        total.addcmul_(x_bchw.index_select(2, rows), share)
+    return total.add_(0.5 + 1e-3).floor_()
 
 
 @lru_cache(maxsize=64)
-def box_matrix(size: int, smaller: int) -> Tensor:
-    """[smaller, size]: the mean of the pixels whose centres lie in each new pixel, the left end excluded."""
+def box_windows(size: int, smaller: int) -> tuple[Tensor, Tensor]:
+    """Of each new pixel the pixels whose centres lie in it, the left end excluded, [most, smaller]; and their shares.
+
+    Shares are [most, smaller, 1]; where a window has fewer than the most, they are 0.
+    """
     ratio = size / smaller
     centres = (np.arange(smaller)[:, None] + 0.5) * ratio
     distance = (np.arange(size) - centres + 0.5) * (1.0 / ratio)  # rounded as Pillow does, for pixels on a border
     first, end = (np.floor(centres + way * 0.5 * ratio + 0.5) for way in (-1, 1))
     window = (np.arange(size) >= first) & (np.arange(size) < end)
-    inside = (window & (distance > -0.5) & (distance <= 0.5)).astype(np.float64)
-    return torch.from_numpy((inside / inside.sum(1, keepdims=True)).astype(np.float32))
+    inside = window & (distance > -0.5) & (distance <= 0.5)
+    counts = inside.sum(1)
+    steps = np.arange(counts.max())[:, None]
+    taps = np.minimum(inside.argmax(1) + steps, size - 1)
+    shares = (steps < counts) / counts
+    return torch.from_numpy(taps), torch.from_numpy(shares.astype(np.float32))[..., None]
 
 
 def _nearest(size: int, larger: int) -> Tensor:
     return torch.from_numpy(((np.arange(larger) + 0.5) * (size / larger)).astype(np.int64))
-
-
-def jpeg_compression(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Through Pillow's JPEG of that quality, colours at half the resolution."""
-    quality = setting.parameters
-    pixels = x_bchw.permute(0, 2, 3, 1).mul(255).round_().byte().contiguous().cpu().numpy()
-
-    def some(rows: range) -> None:
-        for row in rows:  # without the interpreter's lock, but for a moment
-            pixels[row] = _through_jpeg(pixels[row], quality)
-
-    in_threads(some, len(pixels))
-    return torch.from_numpy(pixels).to(x_bchw.device).permute(0, 3, 1, 2).contiguous().float().div_(255)
-
-
-def _through_jpeg(image: Pixels, quality: int) -> Pixels:
-    file = io.BytesIO()
-    as_image(image).save(file, "JPEG", quality=quality)
-    with Image.open(file, formats=("JPEG",)) as decoded:
-        return np.asarray(decoded).reshape(image.shape)

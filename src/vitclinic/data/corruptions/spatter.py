@@ -28,7 +28,8 @@ def spatter(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
         cover = gaussian_smooth((layer > threshold).float(), strength * setting.scale)
         cover = torch.where(cover < 0.8, 0.0, cover)
         return x_bchw * (1 - cover) + _colour(_MUD, x_bchw) * cover
-    drops = torch.where(layer < threshold, 0.0, layer).mul_(255).floor_()
+    drops = F.threshold(layer, threshold, 0.0).mul_(255).floor_()
+    drops.sub_(torch.ge(drops, 256, out=torch.empty_like(drops)), alpha=256)  # 8 bits wrap, in the published images too
     depth = drops * _relief(drops)
     depth = depth / depth.amax((2, 3), keepdim=True).clamp_(min=1)  # an image without drops stays as it is
     return x_bchw + depth.mul_(strength) * _colour(_WATER, x_bchw)
