@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitclinic.clinic import Exams, examine
 from vitclinic.clinic.watching import Watcher
+from vitclinic.data.cache import Progress
 from vitclinic.finding import Finding
 from vitclinic.measurement import Measurement
 from vitclinic.reports.page import write_report
@@ -53,7 +54,7 @@ def train_both(
     out: str | Path,
     *,
     observers: Sequence[Observer] = (),
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> tuple[Run, Run]:
     """The plain network and the treated one in `out`; goes on where it was stopped."""
     plain = _trained(Path(out) / "plain", [], observers, progress)
@@ -69,9 +70,7 @@ def compare(plain: Run, treated: Run, page: str | Path, watcher: Watcher | None 
     return Compared(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))
 
 
-def _trained(
-    path: Path, words: list[str], observers: Sequence[Observer], progress: Callable[[str, int, int], None] | None
-) -> Run:
+def _trained(path: Path, words: list[str], observers: Sequence[Observer], progress: Progress) -> Run:
     """The run at `path`: as it ended, gone on with, or new. A signal that stopped it is raised."""
     if not (path / "recipe.yaml").is_file():
         run = train(RECIPE, f"out={path}", *words, observers=observers, progress=progress)

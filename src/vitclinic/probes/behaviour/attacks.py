@@ -37,6 +37,8 @@ class _Outcomes:
 class AttackProbe(BehaviourProbe):
     """What FGSM and PGD have in common. Images that are not recognised as they are need no attack."""
 
+    revision: ClassVar[int] = 2  # other random numbers than before
+
     epsilon: Annotated[float, Field(ge=0, le=_FARTHEST)] | None = Field(
         None, description="largest change, in [0, 1] pixels; by default 2/255 in linf and 0.5 in l2"
     )
