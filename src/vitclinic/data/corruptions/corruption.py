@@ -83,7 +83,9 @@ class Corruption:
             raise DataError(f"A corruption takes images in [0, 1] (got values from {least:g} to {most:g}).")
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
         result = torch.empty_like(images)
-        count = max(1, (_AT_ONCE if images.device.type == "cpu" else _ON_GPU) // images[0].numel())
+        count = (_AT_ONCE if images.device.type == "cpu" else _ON_GPU) // images[0].numel()
+        threads = torch.get_num_threads()
+        count = max(threads, count // threads * threads)  # where each has a thread, none has more than the others
         for start in range(0, len(images), count):
             part = slice(start, start + count)
             result[part] = self._corrupted(images[part], rows[part], chosen)

@@ -33,6 +33,7 @@ class Accuracy(StreamingProbe):
     """Top-1 and top-5 accuracy, NLL, calibration error and reliability diagram [park2022 Fig. F.1]."""
 
     name: ClassVar[str] = "accuracy"
+    revision: ClassVar[int] = 2  # `commonest`
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
 
     bins: Annotated[int, Field(ge=1)] = Field(15, description="bins of the confidence")
