@@ -48,7 +48,7 @@ CASES = {  # rule: (sick, well, the interval reaches the line)
     "no_minimum": (
         exam(sharpness={"lambda_max": (-22, -21)}),
         exam(sharpness={"lambda_max": (21, 22)}),
-        exam(sharpness={"lambda_max": (-1, 1)}),
+        exam(sharpness={"lambda_max": (-3, 1)}),
     ),
     "non_convex_loss": (
         exam(hessian_spectrum={"nep": (0.18, 0.32), "ape": (48, 62)}),
@@ -73,12 +73,12 @@ CASES = {  # rule: (sick, well, the interval reaches the line)
     "dead_units": (
         exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.0, 0.005))),
         exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.05, 0.06))),
-        exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.0, 0.02))),
+        exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.0, 0.015))),
     ),
     "saturated_units": (
         exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.995, 1.0))),
         exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.6, 0.7))),
-        exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.98, 1.0))),
+        exam(sparsity=layers("mlp", "active", (0.4, 0.5), (0.985, 1.0))),
     ),
     "high_frequency_fragility": (
         noise((0.5, 0.52), (0.2, 0.22)),

@@ -22,7 +22,8 @@ MSA_LATE = Suggestion(
     "High-frequency fragility",
     ("frequency_noise.drop_high", "frequency_noise.drop_low", "frequency_noise.clean_accuracy"),
     threshold=f"noise of high frequencies takes more than {LOST:g} of the accuracy, and more than noise of low ones",
-    source="ResNets are hurt by high frequencies, ViTs by low ones [park2022 Fig. 2b]; the line is ours",
+    source="ResNets are hurt by high frequencies, ViTs by low ones [park2022 Fig. 2b]; the line is ours (a small "
+    "ResNet lost 0.17 of 0.49, a small ViT 0.03 of 0.39, on 200 images of CIFAR-10)",
     basis="heuristic",
     reference=f"accuracy lost to high frequencies above the reference network's by {MORE_FRAGILE:g}, interval against "
     "interval",
