@@ -172,6 +172,15 @@ class Measurement(Config):
 
     __hash__ = None  # type: ignore[assignment]
 
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        """All that a result depends on but the network: those of equal terms can be compared.
+
+        How long the probe might have taken (`budget`) is not among them: what was cut off says that it has not converged.
+        """
+        options = {name: value for name, value in self.config.items() if name != "budget"}
+        return self.probe, self.revision, options, self.data, self.conditions
+
     def plain(self) -> dict[str, Any]:
         """As strict JSON data, without the arrays."""
         return {"schema": SCHEMA, **self.model_dump(mode="json")}

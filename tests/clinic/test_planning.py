@@ -169,6 +169,7 @@ def test_what_a_budget_cut_off_is_enough_for_no_more_time_and_goes_on_with_more(
     assert more["endless"].status == "ok"
     assert more["endless"].scalars["start"].value == cut["endless"].scalars["counted"].value > 0
     assert not list(Path().rglob("*.partial"))
+    assert more["endless"].terms == cut["endless"].terms
     assert examined(0.1)["endless"] == more["endless"]  # what has come to its end is so for any budget
 
 

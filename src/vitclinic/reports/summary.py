@@ -167,8 +167,4 @@ def _row(measurements: Sequence[Measurement | None], probe: str, scalar: str) ->
 def measured_alike(measurements: Sequence[Measurement | None]) -> bool:
     """Whether those that are there were made on the same images, with the same options, under the same conditions."""
     there = [found for found in measurements if found is not None and found.status in ("ok", "not_converged")]
-    return all(
-        (one.data, one.config, one.conditions, one.revision)
-        == (there[0].data, there[0].config, there[0].conditions, there[0].revision)
-        for one in there
-    )
+    return all(one.terms == there[0].terms for one in there)

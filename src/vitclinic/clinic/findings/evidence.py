@@ -106,9 +106,4 @@ def _finite(number: Scalar) -> bool:
 
 def _alike(ours: Measurement, theirs: Measurement) -> bool:
     """Whether two measurements differ in the network only."""
-    return (ours.revision, ours.config, ours.data, ours.conditions) == (
-        theirs.revision,
-        theirs.config,
-        theirs.data,
-        theirs.conditions,
-    )
+    return ours.terms == theirs.terms
