@@ -97,6 +97,8 @@ def test_what_does_not_fit_is_named_with_what_it_takes(monkeypatch: pytest.Monke
     with pytest.raises(KeyError, match="'flatness' was not measured: there was no time for it"):
         exam["flatness"]
     assert "Not measured" in exam.examined.facts
+    again = vitclinic.examine(network(), noise(300), probes=SOME, budget=0.5)  # there is now time, and yet: the same
+    assert (again.left_out, again.reused) == (exam.left_out, set(exam))
 
 
 def test_a_budget_that_nothing_fits_into_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
