@@ -176,7 +176,7 @@ class Measurement(Config):
     def terms(self) -> tuple[Any, ...]:
         """All that a result depends on but the network: those of equal terms can be compared.
 
-        How long the probe might have taken (`budget`) is not among them: what was cut off says that it has not converged.
+        How long the probe might have taken (`budget`) is not among them: what was cut off is not converged.
         """
         options = {name: value for name, value in self.config.items() if name != "budget"}
         return self.probe, self.revision, options, self.data, self.conditions
