@@ -91,6 +91,11 @@ def test_nothing_is_loaded_from_elsewhere(page):
     assert "/home/me" not in html.unescape(page)
 
 
+def test_long_names_may_break_after_an_underscore_and_stay_text():
+    made = measurement("accuracy", scalars={"<b>_x": exact(1)})
+    assert "&lt;b&gt;_<wbr>x" in render([Examined("a", {"accuracy": made})])
+
+
 def test_the_page_is_small_enough(page):
     assert len(page.encode()) < LIMIT / 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from vitclinic.errors import RecipeError
 from vitclinic.files import write_bytes, write_errors
@@ -114,13 +115,25 @@ def _measured_when(examined: Sequence[Examined]) -> str:
 
 @cache
 def _environment() -> Environment:
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("vitclinic.reports"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["breakable"] = breakable
+    return environment
+
+
+def breakable(name: str) -> Markup:
+    """A name that may go on in the next line after an underscore or a dot, as a narrow screen needs.
+
+    Example:
+        >>> breakable("nep_<b>")
+        Markup('nep_<wbr>&lt;b&gt;')
+    """
+    return Markup(re.sub("([_.])", r"\1<wbr>", str(escape(name))))
 
 
 @cache
