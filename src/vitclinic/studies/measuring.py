@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,10 @@ def numbers_of(run: Run, measures: Mapping[str, Measure]) -> dict[str, float]:
     found: dict[str, float] = {}
     measurements = _examined(run, measures)
     for name, measure in measures.items():
-        if name in measurements:
+        if measure.when_diverged is not None and run.status["status"] == "diverged":
+            chance = 1 / len(run.data_facts["classes"])
+            found[name] = chance if measure.when_diverged == "chance" else measure.when_diverged
+        elif name in measurements:
             found[name] = _scaled(of_measurement(measurements[name], measure), measure)
         elif measure.result is not None:
             found[name] = _scaled(of_result(run, measure.result), measure)
@@ -50,6 +54,8 @@ def _examined(run: Run, measures: Mapping[str, Measure]) -> dict[str, Measuremen
 
 
 def _exam(run: Run, checkpoint: str, limit: int, probes: Mapping[str, Any]) -> Mapping[str, Measurement]:
+    if checkpoint == "early":
+        checkpoint = f"epoch-{early_epoch(run)}"
     try:
         return examine(f"{run.path}@{checkpoint}", probes=[{name: probes[name]} for name in probes], limit=limit)
     except VitclinicError:
@@ -58,7 +64,17 @@ def _exam(run: Run, checkpoint: str, limit: int, probes: Mapping[str, Any]) -> M
         raise
 
 
+def early_epoch(run: Run) -> int:
+    """The first epoch whose weights the run keeps after its start: the end of warm-up, in the catalogue."""
+    kept = [epoch for epoch in run.recipe.checkpoint.keep_epochs if epoch > 0]
+    if not kept:
+        raise RecipeError(f"'{run.path}' keeps no early weights: set checkpoint.keep_epochs, as in [0, 3].")
+    return min(kept)
+
+
 def _scaled(number: float, measure: Measure) -> float:
+    if measure.magnitude:
+        number = abs(number)
     if not measure.log:
         return number
     return math.log10(number) if number > 0 else math.nan
@@ -88,7 +104,12 @@ def of_measurement(measurement: Measurement, measure: Measure) -> float:
         return math.nan if scalar is None else scalar.value
     value = str(measure.value)
     rows = [row for row in measurement.units if measure.units in (None, row.kind) and value in row.values]
-    numbers = [row.values[value].value for row in sorted(rows, key=lambda row: row.depth)]
+    rows.sort(key=lambda row: row.depth)
+    numbers = [row.values[value].value for row in rows]
+    if measure.magnitude:
+        numbers = [abs(number) for number in numbers]
+    if measure.over_units in ("stage_rise", "stage_step"):
+        return over_stages(numbers, [row.stage for row in rows], measure.over_units)
     return over_units(numbers, measure.over_units)
 
 
@@ -102,7 +123,32 @@ def over_units(numbers: list[float], how: str) -> float:
         signs = np.sign(np.subtract.outer(numbers, numbers))  # [i, j]: number i less number j
         pairs: Any = np.tril(signs, -1)
         return float(pairs.sum() / (len(numbers) * (len(numbers) - 1) / 2))
+    if how in ("lower", "upper"):
+        half = (len(numbers) + 1) // 2  # of an odd number the middle one is in both
+        numbers = numbers[:half] if how == "lower" else numbers[-half:]
+        how = "mean"
     return {"first": numbers[0], "last": numbers[-1], "mean": math.fsum(numbers) / len(numbers)}[how]
+
+
+def over_stages(numbers: Sequence[float], stages: Sequence[int | None], how: str) -> float:
+    """`stage_rise`: a stage's last number less its first; `stage_step`: its first less the last of the stage before.
+
+    The mean over all stages that have one; NaN if none has.
+
+    Example:
+        >>> over_stages([1.0, 2.0, 4.0, 3.0, 4.0], [0, 0, 0, 1, 1], "stage_rise")
+        2.0
+        >>> over_stages([1.0, 2.0, 4.0, 3.0, 4.0], [0, 0, 0, 1, 1], "stage_step")
+        -1.0
+    """
+    blocks: dict[int | None, list[float]] = {}
+    for number, stage in zip(numbers, stages, strict=True):
+        blocks.setdefault(stage, []).append(number)
+    if how == "stage_rise":
+        found = [block[-1] - block[0] for block in blocks.values() if len(block) > 1]
+    else:
+        found = [after[0] - before[-1] for before, after in pairwise(blocks.values())]
+    return math.fsum(found) / len(found) if found else math.nan
 
 
 def training_seconds(run: Run) -> float:

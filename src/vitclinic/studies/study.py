@@ -44,14 +44,23 @@ class Measure(Config):
     scalar: str | None = Field(None, description="which of the probe's scalars")
     value: str | None = Field(None, description="which of the probe's values of each unit")
     units: str | None = Field(None, description="only units of this kind, such as msa")
-    over_units: Literal["mean", "first", "last", "trend"] = Field(
-        "mean", description="one number of all units; trend is Kendall's tau with depth"
+    over_units: Literal["mean", "first", "last", "lower", "upper", "trend", "stage_rise", "stage_step"] = Field(
+        "mean",
+        description="one number of all units; lower and upper: the mean of that half; trend: Kendall's tau with depth;"
+        " stage_rise: a stage's last less its first, stage_step: a stage's first less the last of the stage before,"
+        " mean over stages",
     )
-    checkpoint: str = Field("last", description="whose weights: best, last or epoch-N")
+    checkpoint: str = Field(
+        "last", description="whose weights: best, last, epoch-N, or early: the first epoch that is kept after the start"
+    )
     limit: Annotated[int, Field(ge=1)] = Field(1000, description="images of probes that have no say of their own")
     result: str | None = Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), diverged")
     difference: Annotated[list[str], Two] | None = Field(None, description="of two measures, the first less the second")
+    magnitude: bool = Field(False, description="without its sign")
     log: bool = Field(False, description="its logarithm to base 10, so that differences are ratios")
+    when_diverged: float | Literal["chance"] | None = Field(
+        None, description="the number of a run that diverged; chance is 1 / classes"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Measure:
@@ -72,6 +81,7 @@ class Expectation(Config):
     grows: dict[float, Term] | None = Field(None, description="with the number that stands for each arm")
     falls: dict[float, Term] | None = None
     power: bool = Field(False, description="the trend is an exponent: log of the measure by log of the number")
+    than: float = Field(0.0, description="what the slope of a trend should be above or below")
 
     @model_validator(mode="after")
     def _one_comparison(self) -> Expectation:
@@ -80,6 +90,8 @@ class Expectation(Config):
         trend = self.grows or self.falls
         if trend is not None and (len(trend) < 2 or min(trend) <= 0):
             raise ValueError("a trend needs at least two numbers, all above 0")
+        if trend is None and self.than:
+            raise ValueError("than is for trends; two arms compare with a number as in less: [[one, other], 0.01]")
         return self
 
     @property

@@ -8,6 +8,8 @@ or of an arm and a number, or the slope of a trend. Its mean has a t interval; w
   opposite     if it lies on the other side,
   undecided    if it holds 0.
 
+(A trend may be compared with another slope than 0: `than`.)
+
 The claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite, *undecided*
 otherwise. Below five seeds every verdict is *exploratory*. Shares of runs (diverged or not) have Bonett and Price's
 paired interval in place of t's.
@@ -90,8 +92,9 @@ def _compared(
     else:
         low, high = t_interval(known, confidence) or (math.nan, math.nan)
     status: Status = "undecided"
-    if low > 0 or high < 0:
-        status = "as claimed" if (low > 0) == (expected.direction > 0) else "opposite"
+    than = expected.than
+    if low > than or high < than:
+        status = "as claimed" if (low > than) == (expected.direction > 0) else "opposite"
     missing = len(numbers) - len(known)
     return Comparison(expected.says, expected.measure, expected.direction, status, mean, low, high, len(known), missing)
 

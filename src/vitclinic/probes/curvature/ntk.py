@@ -19,7 +19,7 @@ from vitclinic.durations import Time
 from vitclinic.errors import ModelError
 from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock
-from vitclinic.probes.curvature.standins import batch_norms, measured_statistics, relu_for_gelu
+from vitclinic.probes.curvature.standins import batch_norms, drawn_head, measured_statistics, relu_for_gelu
 from vitclinic.probes.curvature.tangent_kernel import GIBIBYTE, Conditioning, TangentKernel, conditioning
 from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
@@ -49,6 +49,9 @@ class NTK(OwningProbe):
     relu: bool = Field(True, description="ReLU in the place of GELU while measuring, as in the paper")
     batch_norm: Literal["measured", "running"] = Field(
         "measured", description="BatchNorm by the statistics of these images, then fixed, or by its running ones"
+    )
+    head: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="standard deviation that the classifier is drawn with while measuring; as it is unless given"
     )
     memory: Annotated[float, Field(gt=0)] = Field(1.0, description="GiB of gradients to hold at most")
     budget: Time | None = Field(None, description="time after which the blocks so far are the result, as in 2m")
@@ -100,6 +103,8 @@ class NTK(OwningProbe):
     def _prepared(self, subject: Subject, m: int) -> Iterator[None]:
         """The network as it is measured."""
         with ExitStack() as undo:
+            if self.head is not None:
+                undo.enter_context(drawn_head(subject.network, subject.outputs, self.head, subject.seed))
             if self.relu:
                 undo.enter_context(relu_for_gelu(subject.network))
             if self.batch_norm == "measured":

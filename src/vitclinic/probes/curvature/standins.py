@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vitclinic.errors import ModelError
+
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -43,6 +45,27 @@ def relu_for_gelu(network: nn.Module) -> Iterator[None]:
                     parent._modules[name] = nn.ReLU()
         undo.enter_context(_ReLU())
         yield
+
+
+@contextmanager
+def drawn_head(network: nn.Module, classes: int, deviation: float, seed: int) -> Iterator[None]:
+    """A classifier of normal weights and no bias in the place of the network's own, which may start at zero."""
+    found = [module for module in network.modules() if isinstance(module, nn.Linear) and module.out_features == classes]
+    if not found:
+        raise ModelError(f"the network has no linear layer with {classes} outputs, whose weights `head` could draw.")
+    head = found[-1]
+    drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) * deviation
+    values = [(head.weight, drawn)] + ([] if head.bias is None else [(head.bias, torch.zeros(classes))])
+    own = [parameter.detach().clone() for parameter, _ in values]
+    try:
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for (parameter, _), value in zip(values, own, strict=True):
+                parameter.copy_(value)
 
 
 def _has_parts(module: nn.Module) -> bool:

@@ -65,6 +65,21 @@ def polar_coordinates(start: Weights, final: Weights, states: Iterable[Weights])
     return Polar(np.array(radii), np.array(angles), distance)
 
 
+def mean_turn(radius: NDArray[np.float64], angle: NDArray[np.float64]) -> float:
+    """How far a course turns from one step to the next, on average, in the plane of r and theta; its end is the origin.
+
+    0 for a straight line, and small for a smooth curve: the paper calls courses smooth or irregular by their picture.
+
+    Example:
+        >>> mean_turn(np.array([1.0, 0.5]), np.array([0.0, 0.0]))
+        0.0
+    """
+    points = np.append(radius * np.exp(1j * angle), 0)
+    steps = np.diff(points)
+    steps = steps[steps != 0]
+    return float(np.abs(np.angle(steps[1:] / steps[:-1])).mean()) if len(steps) > 1 else 0.0
+
+
 @torch.no_grad()
 def _products(state: Weights, start: Weights, final: Weights) -> tuple[float, float]:
     """|D_t|^2 and D_t . D_0, in float64."""
@@ -179,6 +194,7 @@ def _result(epochs: list[float], polar: Polar, error: float, past: PastWeights) 
             "radius_last": _estimate(float(radius[-1]), float(radius[-1] * angle_error[-1])),
             "angle_last": _estimate(float(angle[-1]), float(angle_error[-1])),
             "angle_max": _estimate(float(angle[largest]), float(angle_error[largest])),
+            "turn": Scalar(value=mean_turn(radius, angle)),
             "projection_error": Scalar(value=error),
         },
         arrays={

@@ -37,6 +37,10 @@ class CKA(StreamingProbe):
 
     batch: Annotated[int, Field(ge=LEAST)] = Field(64, description="images of a mini-batch; at most the exam's batch")
 
+    parts: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="cut a network of one stage into so many equal parts, so that block_structure has a control"
+    )
+
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """Mini-batches are cut out of the exam's batches, whose borders matter if `batch` does not divide them."""
         size, processes = subject.batch_size, subject.processes.size
@@ -48,12 +52,13 @@ class CKA(StreamingProbe):
         at_once = min(self.batch, subject.batch_size, len(subject))
         if at_once < LEAST:
             raise DoesNotApply(f"CKA needs mini-batches of at least {LEAST} images, and here they have {at_once}.")
-        return _Tally(subject.anatomy, self.batch)
+        return _Tally(subject.anatomy, self.batch, self.parts)
 
 
 class _Tally(Tally):
-    def __init__(self, anatomy: Anatomy, batch: int) -> None:
+    def __init__(self, anatomy: Anatomy, batch: int, parts: int | None) -> None:
         self.anatomy = anatomy
+        self.parts = parts
         self.grams = _Grams(anatomy, batch)
         self.hsic = HSICSums(len(anatomy.units))
 
@@ -89,7 +94,7 @@ class _Tally(Tally):
             "cka_mean": estimate.of((1 - ours) / (1 - ours).sum()),
             "images": Scalar(value=float(estimate.images)),
         }
-        blocks = _block_weights([unit.stage if unit.output.layout.spatial else None for unit in units])
+        blocks = _block_weights(_stages(units, self.parts))
         if blocks.any():
             scalars["block_structure"] = estimate.of(blocks)
         return Result(scalars, rows, {"cka": estimate.cka})
@@ -149,6 +154,16 @@ def features_of(anatomy: Anatomy, site: Site, activation: Tensor) -> Tensor:
 
 def _outer(one: Matrix, other: Matrix) -> Matrix:
     return one[:, None] * other[None, :]
+
+
+def _stages(units: Sequence[Unit], parts: int | None) -> list[int | None]:
+    """The stage of each unit on a grid; of a network that has only one, which of so many equal parts it is in."""
+    stages = [unit.stage if unit.output.layout.spatial else None for unit in units]
+    if parts is None or len({stage for stage in stages if stage is not None}) != 1:
+        return stages
+    count = sum(stage is not None for stage in stages)
+    numbers = iter(range(count))
+    return [None if stage is None else next(numbers) * parts // count for stage in stages]
 
 
 def _block_weights(stages: Sequence[int | None]) -> Matrix:
