@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
     from vitclinic.prescribing import Prescription, prescribe
+    from vitclinic.studies.conduct import study
     from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
     from vitclinic.treatments import treat
 
@@ -30,6 +31,7 @@ _HOMES = {
     "create_model": "vitclinic.models",
     "Prescription": "vitclinic.prescribing",
     "prescribe": "vitclinic.prescribing",
+    "study": "vitclinic.studies.conduct",
     "Observer": "vitclinic.training",
     "Recipe": "vitclinic.training",
     "Run": "vitclinic.training",
@@ -56,6 +58,7 @@ __all__ = [
     "open_data",
     "prescribe",
     "resume",
+    "study",
     "train",
     "treat",
 ]

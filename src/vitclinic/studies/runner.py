@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from vitclinic.data import DataConfig
 from vitclinic.studies.store import Pool
 from vitclinic.training import Observer, Recipe, Run
 
@@ -17,8 +18,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-After = Callable[[Run], dict[str, float]]
-"""What is measured of a run that has ended, where it was trained; it can be pickled."""
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a run."""
+
+    numbers: dict[str, float]
+    """By measure; NaN where there is none."""
+    missing: dict[str, str]
+    """Why there is none."""
+
+
+After = Callable[[Run, DataConfig], Measured]
+"""Measures a run that has ended, on its data, where it was trained; it can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +41,8 @@ class Outcome:
     status: Literal["finished", "diverged", "failed"]
     path: Path | None = None
     reason: str | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
-    """What was measured of it, if that was asked for."""
+    measured: Measured = field(default_factory=lambda: Measured({}, {}))
+    """Empty unless it was asked for."""
 
     @property
     def run(self) -> Run:
@@ -100,7 +112,7 @@ def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer], after: Af
     try:
         run = pool.trained(recipe, observers)
         outcome = outcome_of(recipe, run)
-        return outcome if after is None else replace(outcome, numbers=after(run))
+        return outcome if after is None else replace(outcome, measured=after(run, recipe.data))
     except Exception as error:  # whatever one run dies of, the others go on
         log.info("a run failed", exc_info=error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
