@@ -1,4 +1,4 @@
-"""Write what our own runs say of the claims, from the result files in docs/results/studies, for `vitclinic list studies`.
+"""Write what our own runs say of the claims, for `vitclinic list studies`, from the files in docs/results/studies.
 
 python docs/make_seen.py            rewrite src/vitclinic/studies/seen.json
 python docs/make_seen.py --check    fail if it is not current (a test does this)

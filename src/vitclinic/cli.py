@@ -1,7 +1,8 @@
 """The command line: thin verbs over the Python interface.
 
 Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
-directory; 5 the training diverged; 6 a probe failed; 7 runs of a study failed; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+directory; 5 the training diverged; 6 a probe failed; 7 some runs of a study failed; 130 and 143 interrupted by Ctrl-C
+and SIGTERM, saved.
 """
 
 from __future__ import annotations
@@ -295,15 +296,17 @@ class ScaleChoice(StrEnum):
 def study(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="NAME|FILE [KEY=VALUE]...", help="A claim or a study file, then changes to all recipes."),
+        typer.Argument(
+            metavar="NAME|FILE [KEY=VALUE]...", help="A claim or a study file, then changes to all recipes."
+        ),
     ],
     data: Annotated[str | None, typer.Option(metavar="D", help="Your copy of its data, or others; as data=D.")] = None,
     scale: Annotated[ScaleChoice, typer.Option(help="cpu, or the paper's own setting.")] = ScaleChoice.cpu,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build every network, count runs and FLOPs; no training.")
     ] = False,
-    seeds: Annotated[int | None, typer.Option(metavar="N", help="How many; the study's own unless given.")] = None,
-    processes: Annotated[int, typer.Option(metavar="N", help="Runs at a time; they divide the cores.")] = 1,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many; the study's own unless given.")] = None,
+    processes: Annotated[int, typer.Option(metavar="N", min=1, help="Runs at a time; they divide the cores.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster; auto: the one at hand.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs and the result go.")] = Path("studies"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -70,6 +70,8 @@ def _on_base(base: Any) -> Any:
     known = {file.name.removesuffix(".yaml"): file for file in folder.iterdir()}
     name = str(base["like"])
     if name not in known:
-        raise RecipeError(f"There is no base '{name}' for a study.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+        raise RecipeError(
+            f"There is no base '{name}' for a study.{did_you_mean(name, known)} Known: {', '.join(known)}."
+        )
     below = parse_yaml(known[name].read_text(encoding="utf-8"), f"the base '{name}'")
     return laid_over(below, {key: value for key, value in base.items() if key != "like"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -120,8 +120,8 @@ def study(
     )
     if all(outcome.status == "failed" for outcome in outcomes):
         raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
-    values = _laid_out(places, [outcome.measured.numbers for outcome in outcomes])
-    missing = {place: outcome.measured.missing for place, outcome in zip(places, outcomes, strict=True)}
+    ended = list(zip(places, outcomes, strict=True))
+    values = _laid_out((place, outcome.measured.numbers) for place, outcome in ended)
     result = Result(
         study=chosen,
         scale=scale,
@@ -129,9 +129,9 @@ def study(
         words=tuple(word for word in words if word.partition("=")[0] not in ("data", "data.source")),
         seeds=numbers,
         values=values,
-        missing=_laid_out([place for place in places if missing[place]], [found for found in missing.values() if found]),
-        runs=_laid_out(places, [outcome.path.name if outcome.path else "" for outcome in outcomes]),
-        statuses=_laid_out(places, [_ended(outcome) for outcome in outcomes]),
+        missing=_laid_out((place, outcome.measured.missing) for place, outcome in ended if outcome.measured.missing),
+        runs=_laid_out((place, outcome.path.name if outcome.path else "") for place, outcome in ended),
+        statuses=_laid_out((place, _status(outcome)) for place, outcome in ended),
         verdict=judge(chosen, values, numbers),
         seconds=_seconds(outcomes),
         file=folder / f"{chosen.claim}{'-paper' if scale == 'paper' else ''}.json",
@@ -156,14 +156,14 @@ def _seeded(recipe: Recipe, seed: int) -> Recipe:
     return recipe.model_copy(update={"seed": seed})
 
 
-def _ended(outcome: Outcome) -> str:
+def _status(outcome: Outcome) -> str:
     return outcome.reason or "failed" if outcome.status == "failed" else outcome.status
 
 
-def _laid_out(places: Sequence[tuple[str, int]], things: Sequence[Any]) -> dict[str, dict[int, Any]]:
+def _laid_out(things: Iterable[tuple[tuple[str, int], Any]]) -> dict[str, dict[int, Any]]:
     """arm -> seed -> thing."""
     found: dict[str, dict[int, Any]] = {}
-    for (arm, seed), thing in zip(places, things, strict=True):
+    for (arm, seed), thing in things:
         found.setdefault(arm, {})[seed] = thing
     return found
 

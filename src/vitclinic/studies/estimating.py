@@ -26,7 +26,9 @@ GPU_PEAK = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12}
 """Floating-point operations in a second that an A100's data sheet promises, by precision."""
 GPU_SHARE = 0.4
 """Of which training is taken to reach so much. Large networks do; small ones on small images reach far less."""
-ASSUMPTION = "one A100 at 40% of its peak in the recipe's precision, which we have not measured; small networks reach less"
+ASSUMPTION = (
+    "one A100 at 40% of its peak in the recipe's precision, not measured by us; small networks reach less"
+)
 
 
 @dataclass(frozen=True)
