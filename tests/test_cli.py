@@ -49,6 +49,12 @@ def test_the_surface_grows_on_purpose():
                 *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "study": sorted(
+            [
+                *("words", "--data", "--scale", "--dry-run", "--seeds", "--processes", "--ray", "--out", "--json"),
+                *("--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "list": ["--json", "pattern", "what"],
     }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vitclinic.measurement import Measurement
     from vitclinic.models import create_model
     from vitclinic.prescribing import Prescription, prescribe
+    from vitclinic.studies.conduct import study
     from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
     from vitclinic.treatments import treat
 
@@ -34,6 +35,7 @@ _HOMES = {
     "create_model": "vitclinic.models",
     "Prescription": "vitclinic.prescribing",
     "prescribe": "vitclinic.prescribing",
+    "study": "vitclinic.studies.conduct",
     "Observer": "vitclinic.training",
     "Recipe": "vitclinic.training",
     "Run": "vitclinic.training",
@@ -62,6 +64,7 @@ __all__ = [
     "prescribe",
     "report",
     "resume",
+    "study",
     "train",
     "treat",
 ]

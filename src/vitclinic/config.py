@@ -82,13 +82,17 @@ def _sentence(config: type[Config], problem: Any, where: str) -> str:
     if not key:
         return f"{message[:1].upper()}{message[1:].rstrip('.')}."
     message = message[:1].lower() + message[1:]
+    if isinstance(problem["input"], Mapping) and problem["type"] == "value_error":
+        # A whole section, which is too much to repeat.
+        return f"'{key}': {message}" if message.endswith(("?", ".")) else f"'{key}': {message}."
     return f"'{key}': {message.rstrip('.')} (got {problem['input']!r})."
 
 
 def _owner(config: type[Config], path: list[str]) -> type[Config] | None:
     owner: type[Config] | None = config
     for part in path:
-        owner = section(owner, part) if owner else None
+        if owner is None or part in owner.model_fields:  # else the name or number of an entry, as in measures.x
+            owner = section(owner, part) if owner else None
     return owner
 
 

@@ -84,6 +84,27 @@ def list_treatments() -> Rows:
     ]
 
 
+def list_studies() -> Rows:
+    """The catalogue: each claim with where it is in the papers, the command, its time, and what our own runs say."""
+    from vitclinic.studies.catalogue import open_study, seen_results, shipped_studies
+
+    rows = []
+    for name in shipped_studies():
+        study, seen = open_study(name), seen_results().get(name)
+        rows.append(
+            {
+                "name": name,
+                "title": study.title,
+                "paper": study.paper,
+                "source": study.source,
+                "command": f"vitclinic study {name} --data {study.base['data']['source']}/",
+                "minutes on two cores": "not measured" if study.minutes is None else f"{study.minutes:g}",
+                "seen here": "not run yet" if seen is None else f"{seen['verdict']}, {seen['seeds']} seeds",
+            }
+        )
+    return rows
+
+
 def _options(config: type[Config]) -> dict[str, dict[str, Any]]:
     return {
         name: {"default": field.get_default(call_default_factory=True), "description": field.description or ""}
@@ -109,4 +130,5 @@ LISTINGS: dict[str, Callable[[], Rows]] = {
     "treatments": list_treatments,
     "datasets": list_datasets,
     "probes": list_probes,
+    "studies": list_studies,
 }

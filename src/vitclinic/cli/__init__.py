@@ -1,7 +1,8 @@
 """The command line: thin verbs over the Python interface.
 
 Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
-directory; 5 the training diverged; 6 a probe failed; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+directory; 5 the training diverged; 6 a probe failed; 7 some runs of a study failed; 130 and 143 interrupted by Ctrl-C
+and SIGTERM, saved.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from vitclinic.cli import corrupt, examine, listing, prescribe, train  # noqa: F401  (they register their verbs)
+from vitclinic.cli import corrupt, examine, listing, prescribe, study, train  # noqa: F401  (they register their verbs)
 from vitclinic.cli.common import app, follows
 from vitclinic.errors import VitclinicError
 
-VERBS = ("demo", "train", "examine", "prescribe", "report", "corrupt", "list")
+VERBS = ("demo", "train", "examine", "prescribe", "study", "report", "corrupt", "list")
 """In the order of the help."""
 
 app.registered_commands.sort(key=lambda command: VERBS.index(command.name or command.callback.__name__))  # type: ignore[union-attr]

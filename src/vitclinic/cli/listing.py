@@ -20,11 +20,12 @@ class Listed(StrEnum):
     treatments = "treatments"
     datasets = "datasets"
     probes = "probes"
+    studies = "studies"
 
 
 @app.command("list")
 def list_(
-    what: Annotated[Listed, typer.Argument(help="recipes, models, treatments, datasets or probes")],
+    what: Annotated[Listed, typer.Argument(help="recipes, models, treatments, datasets, probes or studies")],
     pattern: Annotated[str | None, typer.Argument(help="Only names like this, as in 'vit*'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

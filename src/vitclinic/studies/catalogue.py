@@ -6,6 +6,7 @@ its `paper_scale`) lays the rest over it.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,14 @@ def shipped_studies() -> dict[str, str]:
     names = {file.name.removesuffix(".yaml"): file for file in files}
     order = sorted(names, key=lambda name: ("PCWHG".find(name[0]), int(name[1:]) if name[1:].isdigit() else 0, name))
     return {name: names[name].read_text(encoding="utf-8") for name in order}
+
+
+@cache
+def seen_results() -> dict[str, dict[str, Any]]:
+    """What our own runs say of claims: {claim: {verdict, seeds, date}}; docs/make_seen.py writes the file."""
+    text = (resources.files("vitclinic") / "studies" / "seen.json").read_text(encoding="utf-8")
+    seen: dict[str, dict[str, Any]] = json.loads(text)
+    return seen
 
 
 def open_study(name: str | Path) -> Study:

@@ -1,52 +1,75 @@
 """Runs as tasks of a Ray cluster, whose machines share the folder of the pool.
 
 A task trains and measures one run. Ray starts a task again whose worker is lost, elsewhere if need be; the run then
-goes on from its last checkpoint.
+goes on from its last checkpoint. How far the runs are is read from their folders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vitclinic.errors import MissingExtraError, RunError
 from vitclinic.studies.runner import After, Outcome, Tally, attempt
 from vitclinic.studies.store import Pool
-from vitclinic.training import Recipe
+from vitclinic.training import Recipe, Run
 
-_ATTEMPTS_AFTER_A_LOSS = 3
+_ATTEMPTS_AFTER_A_LOSS = 5
+_LOOK_EVERY = 0.5
+"""Seconds between looks at how far the runs are."""
+_SAVED_WITHIN = 60.0
+"""Seconds that runs have to save themselves when all is stopped."""
 
 
 def in_cluster(
     waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
 ) -> dict[Path, Outcome]:
     """The outcomes of all that is `waiting`; the cluster at `address` is joined, and left as it was."""
+    ray, joined = _joined(address)
+    task: Any = ray.remote(num_cpus=threads, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_task)
+    pending: dict[Any, Path] = {}
+    ended: dict[Path, Outcome] = {}
+    try:
+        for path, recipe in waiting.items():
+            pending[task.remote(_anywhere(recipe), folder.resolve(), threads, after)] = path
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_EVERY)
+            for one in done:
+                path = pending.pop(one)
+                ended[path] = _outcome(ray, one, waiting[path])
+                tally.end(path, ended[path])
+            _look(pending.values(), tally)
+    finally:
+        _stop(ray, list(pending))
+        if joined:
+            ray.shutdown()
+    return ended
+
+
+def _joined(address: str) -> tuple[Any, bool]:
+    """Ray, and whether the cluster was joined just now."""
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("ray", "ray") from error
-    ours = not ray.is_initialized()
-    if ours:
-        try:
-            ray.init(address=address, log_to_driver=False)
-        except (ConnectionError, ValueError) as error:
-            raise RunError(f"There is no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
-    task: Any = ray.remote(num_cpus=threads, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_task)
-    pending = {task.remote(recipe, folder.resolve(), threads, after): path for path, recipe in waiting.items()}
-    ended: dict[Path, Outcome] = {}
+        raise MissingExtraError("--ray", "ray") from error
+    if ray.is_initialized():
+        return ray, False
     try:
-        while pending:
-            (done, *_), _ = ray.wait(list(pending))
-            path = pending.pop(done)
-            ended[path] = _outcome(ray, done, waiting[path])
-            tally.end(path, ended[path])
-    finally:
-        for unfinished in pending:
-            ray.cancel(unfinished)  # as Ctrl-C would: the run is saved
-        if ours:
-            ray.shutdown()
-    return ended
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise RunError(f"There is no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
+    return ray, True
+
+
+def _anywhere(recipe: Recipe) -> Recipe:
+    """The recipe for a process that works in another folder; where its data lies is no part of its digest."""
+    source = Path(recipe.data.source).expanduser()
+    if not source.exists():
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": str(source.resolve())})})
 
 
 def _outcome(ray: Any, done: Any, recipe: Recipe) -> Outcome:
@@ -54,7 +77,34 @@ def _outcome(ray: Any, done: Any, recipe: Recipe) -> Outcome:
         outcome: Outcome = ray.get(done)
     except ray.exceptions.RayError as error:
         return Outcome(recipe, "failed", reason=f"its worker was lost: {str(error).splitlines()[0]}")
-    return outcome
+    return replace(outcome, recipe=recipe)
+
+
+def _look(paths: Iterable[Path], tally: Tally) -> None:
+    for path in paths:
+        share = steps_done(Run(path))
+        if share is not None:
+            tally.advance(path, share)
+
+
+def steps_done(run: Run) -> float | None:
+    """The share of its steps that a run has recorded, as another process sees it; None before it has begun."""
+    try:
+        total = run.status["total_steps"]
+        with (run.path / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 4096))
+            rows = file.read().split(b"\n")
+        return float(json.loads(rows[-2])["step"] / total)
+    except (OSError, RunError, KeyError, IndexError, ValueError):
+        return None
+
+
+def _stop(ray: Any, unfinished: list[Any]) -> None:
+    """As Ctrl-C would: those at work are saved before their processes go with the job."""
+    for one in unfinished:
+        ray.cancel(one)
+    if unfinished:
+        ray.wait(unfinished, num_returns=len(unfinished), timeout=_SAVED_WITHIN)
 
 
 def _task(recipe: Recipe, folder: Path, threads: int, after: After | None) -> Outcome:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitclinic.errors import RunError
-from vitclinic.files import write_json
+from vitclinic.errors import RecipeError, RunError
+from vitclinic.files import write_errors, write_json
 from vitclinic.measurement import plain_data
 from vitclinic.studies.catalogue import open_study
-from vitclinic.studies.measuring import numbers_of, training_seconds
+from vitclinic.studies.measuring import measured_of, training_seconds
+from vitclinic.studies.named_data import require_data
 from vitclinic.studies.runner import Outcome, Watcher, run_all
 from vitclinic.studies.store import Pool
-from vitclinic.studies.study import Study
+from vitclinic.studies.study import ScaleName, Study
 from vitclinic.studies.verdicts import Values, Verdict, judge
 from vitclinic.training import Recipe
 
@@ -29,9 +31,15 @@ class Result:
     """What a study found: the numbers of every run, and the verdict."""
 
     study: Study
+    scale: ScaleName
+    data: tuple[str, ...]
+    """The names of the data it was conducted on, without where they lie."""
     words: tuple[str, ...]
+    """What was changed of every recipe beside the data."""
     seeds: tuple[int, ...]
     values: Values
+    missing: dict[str, dict[int, dict[str, str]]]
+    """arm -> seed -> measure -> why it has no number."""
     runs: dict[str, dict[int, str]]
     """arm -> seed -> the run's folder in the pool."""
     statuses: dict[str, dict[int, str]]
@@ -39,6 +47,18 @@ class Result:
     verdict: Verdict
     seconds: float
     """What training took, by the runs' own record."""
+    file: Path
+    """Where this is stored."""
+
+    @property
+    def failures(self) -> dict[tuple[str, int], str]:
+        """(arm, seed) -> why there is no run."""
+        return {
+            (arm, seed): self.statuses[arm][seed]
+            for arm, by_seed in self.runs.items()
+            for seed, folder in by_seed.items()
+            if not folder
+        }
 
     def plain(self) -> dict[str, Any]:
         """As it is stored: strict JSON."""
@@ -46,11 +66,14 @@ class Result:
             "schema": SCHEMA,
             "claim": self.study.claim,
             "study": plain_data(self.study.model_dump(mode="json", exclude_defaults=True), "study"),
+            "scale": self.scale,
+            "data": list(self.data),
             "words": list(self.words),
             "seeds": list(self.seeds),
             "verdict": str(self.verdict),
             "comparisons": [plain_data(asdict(one), one.says) for one in self.verdict.comparisons],
             "values": plain_data({arm: dict(by_seed) for arm, by_seed in self.values.items()}, "values"),
+            "missing": plain_data(self.missing, "missing"),
             "runs": plain_data(self.runs, "runs"),
             "statuses": plain_data(self.statuses, "statuses"),
             "seconds": round(self.seconds, 1),
@@ -61,62 +84,90 @@ class Result:
 def study(
     what: str | Path | Study,
     *words: str,
-    out: str | Path = "studies",
+    data: str | Path | None = None,
+    scale: ScaleName = "cpu",
     seeds: int | None = None,
     processes: int = 1,
     ray: str | None = None,
+    out: str | Path = "studies",
     watcher: Watcher | None = None,
 ) -> Result:
     """Conduct a study of the catalogue, of a file or made in Python; `words` change the recipe of every arm.
 
     Example:
-        >>> result = study("C6", "data.source=cifar10/", seeds=5)  # doctest: +SKIP
+        >>> result = study("C6", data="cifar10/", seeds=5)  # doctest: +SKIP
         >>> str(result.verdict)  # doctest: +SKIP
         'reproduced'
 
-    Runs are trained once per digest, in `out/pool`, whatever study asks for them; the result is `out/CLAIM.json`. The
-    same call goes on where another was stopped.
+    Runs are trained once per digest, in `out/pool`, whatever study asks for them; the result is `out/CLAIM.json` (at
+    the paper's scale `out/CLAIM-paper.json`). The same call goes on where another was stopped.
     """
     chosen = what if isinstance(what, Study) else open_study(what)
-    numbers = tuple(range(seeds if seeds is not None else chosen.seeds))
-    recipes = chosen.recipes(words)
-    wanted = [(arm, seed, _seeded(recipe, seed)) for seed in numbers for arm, recipe in recipes.items()]
+    numbers = tuple(range(seed_count(chosen, scale, seeds)))
+    recipes = chosen.recipes(with_data(words, data), scale)
+    require_data(chosen.claim, recipes.values())
     folder = Path(out)
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    places = [(arm, seed) for seed in numbers for arm in recipes]
     outcomes = run_all(
-        [recipe for _, _, recipe in wanted],
+        [_seeded(recipes[arm], seed) for arm, seed in places],
         Pool(folder / "pool"),
         processes=processes,
         ray=ray,
-        after=partial(numbers_of, measures=chosen.measures),
+        after=partial(measured_of, measures=chosen.measures),
         watcher=watcher,
     )
-    result = _result(chosen, words, numbers, [(arm, seed) for arm, seed, _ in wanted], outcomes)
-    write_json(folder / f"{chosen.claim}.json", result.plain())
+    if all(outcome.status == "failed" for outcome in outcomes):
+        raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
+    ended = list(zip(places, outcomes, strict=True))
+    values = _laid_out((place, outcome.measured.numbers) for place, outcome in ended)
+    result = Result(
+        study=chosen,
+        scale=scale,
+        data=tuple(sorted({Path(recipe.data.source).name for recipe in recipes.values()})),
+        words=tuple(word for word in words if word.partition("=")[0] not in ("data", "data.source")),
+        seeds=numbers,
+        values=values,
+        missing=_laid_out((place, outcome.measured.missing) for place, outcome in ended if outcome.measured.missing),
+        runs=_laid_out((place, outcome.path.name if outcome.path else "") for place, outcome in ended),
+        statuses=_laid_out((place, _status(outcome)) for place, outcome in ended),
+        verdict=judge(chosen, values, numbers),
+        seconds=_seconds(outcomes),
+        file=folder / f"{chosen.claim}{'-paper' if scale == 'paper' else ''}.json",
+    )
+    write_json(result.file, result.plain())
     return result
+
+
+def with_data(words: Sequence[str], data: str | Path | None) -> tuple[str, ...]:
+    """`--data D` as the word that it is short for."""
+    return tuple(words) if data is None else (*words, f"data.source={json.dumps(str(data))}")
+
+
+def seed_count(chosen: Study, scale: ScaleName, asked: int | None) -> int:
+    """How many seeds to use, of those asked for."""
+    if asked is not None and asked < 1:
+        raise RecipeError(f"A study needs at least one seed (got {asked}).")
+    return chosen.seeds_at(scale) if asked is None else asked
 
 
 def _seeded(recipe: Recipe, seed: int) -> Recipe:
     return recipe.model_copy(update={"seed": seed})
 
 
-def _result(
-    chosen: Study,
-    words: Sequence[str],
-    seeds: tuple[int, ...],
-    places: Sequence[tuple[str, int]],
-    outcomes: Sequence[Outcome],
-) -> Result:
-    values: dict[str, dict[int, dict[str, float]]] = {}
-    runs: dict[str, dict[int, str]] = {}
-    statuses: dict[str, dict[int, str]] = {}
-    for (arm, seed), outcome in zip(places, outcomes, strict=True):
-        values.setdefault(arm, {})[seed] = outcome.numbers
-        runs.setdefault(arm, {})[seed] = outcome.path.name if outcome.path else ""
-        statuses.setdefault(arm, {})[seed] = (
-            outcome.reason or outcome.status if outcome.path is None else outcome.status
-        )
-    if all(outcome.status == "failed" for outcome in outcomes):
-        raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
+def _status(outcome: Outcome) -> str:
+    return outcome.reason or "failed" if outcome.status == "failed" else outcome.status
+
+
+def _laid_out(things: Iterable[tuple[tuple[str, int], Any]]) -> dict[str, dict[int, Any]]:
+    """arm -> seed -> thing."""
+    found: dict[str, dict[int, Any]] = {}
+    for (arm, seed), thing in things:
+        found.setdefault(arm, {})[seed] = thing
+    return found
+
+
+def _seconds(outcomes: Sequence[Outcome]) -> float:
     trained = {outcome.path: outcome.run for outcome in outcomes if outcome.path is not None}
-    seconds = math.fsum(training_seconds(run) for run in trained.values())
-    return Result(chosen, tuple(words), seeds, values, runs, statuses, judge(chosen, values, seeds), seconds)
+    return math.fsum(training_seconds(run) for run in trained.values())

@@ -1,22 +1,32 @@
-"""What a study would cost: every network is built, and its FLOPs counted, without data and without training."""
+"""What a study would cost: every network is built, and its FLOPs counted, without images and without training."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitclinic.studies.study import Study
+from vitclinic.errors import ModelError, RecipeError
+from vitclinic.studies.catalogue import open_study
+from vitclinic.studies.conduct import seed_count, with_data
+from vitclinic.studies.named_data import data_facts
+from vitclinic.studies.study import Scale, ScaleName, Study
 from vitclinic.training import Recipe
 from vitclinic.training.network import network_for
 from vitclinic.training.recipe import DEFAULT_EPOCHS
 from vitclinic.treatments import Case
 
-GPU_FLOPS = 1.2e14
-"""What the estimate takes a GPU to do in a second: an A100 in bf16 at 40% of its peak. Not measured here."""
+GPU_PEAK = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12}
+"""Floating-point operations in a second that an A100's data sheet promises, by precision."""
+GPU_SHARE = 0.4
+"""Of which training is taken to reach so much. Large networks do; small ones on small images reach far less."""
+ASSUMPTION = "one A100 at 40% of its peak in the recipe's precision, not measured by us; small networks reach less"
 
 
 @dataclass(frozen=True)
@@ -24,40 +34,102 @@ class ArmCost:
     """One arm, for one seed."""
 
     arm: str
+    model: str
+    classes: int
+    size: tuple[int, int]
     parameters: int
     steps: int
     images: int
     """Seen in training, all epochs together."""
     flops: float
-    """Of the training: three forward passes an image, six where a step rule takes two gradients."""
+    """Of the training, two for each multiplication and addition: three forward passes an image for a plain step."""
+    gpu_hours: float
+    """By `ASSUMPTION`."""
 
 
-def arm_costs(study: Study, words: tuple[str, ...], paper: bool, images: int, classes: int, size: int) -> list[ArmCost]:
-    """What each arm costs on `images` training images of `classes` classes and `size` pixels a side."""
-    return [
-        _cost(arm, recipe, images, Case(classes, 3, (size, size)))
-        for arm, recipe in study.recipes(words, paper).items()
-    ]
+@dataclass(frozen=True)
+class Plan:
+    """What conducting a study takes; measuring the runs is not counted."""
+
+    study: Study
+    scale: ScaleName
+    seeds: int
+    arms: tuple[ArmCost, ...]
+    runs: int
+    """Of all seeds; arms with one recipe share theirs."""
+    flops: float
+    gpu_hours: float
+    """Of all runs, by `ASSUMPTION`."""
+    minutes: float | None
+    """On two cores with the study's own data and length, as measured; only at the CPU's scale."""
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = {key: value for key, value in asdict(self).items() if key != "study"}
+        return {"claim": self.study.claim, **facts, "assumption": ASSUMPTION}
 
 
-def _cost(arm: str, recipe: Recipe, images: int, case: Case) -> ArmCost:
-    asked = recipe.image_size
-    if asked is not None:
-        case = Case(case.classes, case.channels, (asked, asked) if isinstance(asked, int) else asked)
-    network = network_for(recipe, case).eval()
-    forward = _forward_flops(network, case)
-    used = min(images, recipe.data.limit or images)
-    used = math.ceil(used * (recipe.data.fraction or 1.0))
-    steps = recipe.steps or math.ceil((recipe.epochs or DEFAULT_EPOCHS) * used / recipe.batch_size)
-    seen = steps * recipe.batch_size
-    gradients = 1 + any(treatment.step_rule() is not None for treatment in recipe.parsed_treatments())
+def plan_study(
+    what: str | Path | Study,
+    *words: str,
+    data: str | Path | None = None,
+    scale: ScaleName = "cpu",
+    seeds: int | None = None,
+) -> Plan:
+    """Build every network of a study and count; of the data, only the kind and number of images need be known."""
+    chosen = what if isinstance(what, Study) else open_study(what)
+    number = seed_count(chosen, scale, seeds)
+    recipes = chosen.recipes(with_data(words, data), scale)
+    arms = {arm: _cost(arm, recipe, chosen.at(scale)) for arm, recipe in recipes.items()}
+    distinct = {recipe.model_dump_json(): arms[arm] for arm, recipe in recipes.items()}.values()
+    measured = chosen.minutes if scale == "cpu" and not words else None
+    return Plan(
+        study=chosen,
+        scale=scale,
+        seeds=number,
+        arms=tuple(arms.values()),
+        runs=number * len(distinct),
+        flops=number * math.fsum(cost.flops for cost in distinct),
+        gpu_hours=number * math.fsum(cost.gpu_hours for cost in distinct),
+        minutes=None if measured is None else measured * number / chosen.seeds,
+    )
+
+
+def _cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
+    if recipe.max_time is not None:
+        raise RecipeError(f"'{arm}' trains for a time (max_time): its number of steps is not known beforehand.")
+    images, case = _facts(recipe, scale)
+    try:
+        network = network_for(recipe, case)
+    except ModelError as error:
+        raise ModelError(f"The network of '{arm}' cannot be built: {error}") from error
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return ArmCost(arm, parameters, steps, seen, 3.0 * gradients * forward * seen)
+    steps = recipe.steps or max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * images / recipe.batch_size - 1e-9))
+    seen = steps * recipe.batch_size
+    passes = max([treatment.passes() for treatment in recipe.parsed_treatments()], default=1.0)
+    flops = 3.0 * passes * forward_flops(network, case) * seen
+    hours = flops / (GPU_PEAK[recipe.precision] * GPU_SHARE) / 3600
+    return ArmCost(arm, recipe.model.name, case.classes, case.size, parameters, steps, seen, flops, hours)
 
 
-def _forward_flops(network: torch.nn.Module, case: Case) -> int:
-    image = torch.zeros(1, case.channels, *case.size)
-    # fused attention is not counted by torch's counter on every device
+def _facts(recipe: Recipe, scale: Scale) -> tuple[int, Case]:
+    """Training images, and their kind: as the scale, the recipe or the data say, in this order."""
+    known: Sequence[int | None] = (scale.images, scale.classes, scale.size)
+    images, case = (0, Case(0, 3, (0, 0))) if None not in known else data_facts(recipe.data)
+    images, size = scale.images or images, recipe.image_size or scale.size
+    if recipe.data.fraction is not None:
+        images = max(1, round(recipe.data.fraction * images))
+    sides = case.size if size is None else (size, size) if isinstance(size, int) else size
+    return min(images, recipe.data.limit or images), Case(
+        scale.classes or case.classes, recipe.model.in_chans or case.channels, sides
+    )
+
+
+def forward_flops(network: torch.nn.Module, case: Case) -> int:
+    """Of one image. Counted on torch's meta device, which follows shapes and computes nothing."""
+    network = network.to("meta").eval()
+    image = torch.zeros(1, case.channels, *case.size, device="meta")
+    # torch's counter does not know every fused attention
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network(image)
     return int(counter.get_total_flops())

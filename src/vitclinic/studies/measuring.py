@@ -12,32 +12,52 @@ from typing import Any
 import numpy as np
 
 from vitclinic.clinic import examine
-from vitclinic.errors import RecipeError, VitclinicError
+from vitclinic.data import DataConfig
+from vitclinic.errors import VitclinicError, did_you_mean
 from vitclinic.measurement import Measurement
+from vitclinic.studies.runner import Measured
 from vitclinic.studies.study import Measure
 from vitclinic.training import Run
 
-
-def numbers_of(run: Run, measures: Mapping[str, Measure]) -> dict[str, float]:
-    """Each measure's number; NaN where this run has none (it diverged, or a probe does not apply)."""
-    found: dict[str, float] = {}
-    measurements = _examined(run, measures)
-    for name, measure in measures.items():
-        if measure.when_diverged is not None and run.status["status"] == "diverged":
-            chance = 1 / len(run.data_facts["classes"])
-            found[name] = chance if measure.when_diverged == "chance" else measure.when_diverged
-        elif name in measurements:
-            found[name] = _scaled(of_measurement(measurements[name], measure), measure)
-        elif measure.result is not None:
-            found[name] = _scaled(of_result(run, measure.result), measure)
-    for name, measure in measures.items():
-        if measure.difference is not None:
-            first, second = measure.difference
-            found[name] = _scaled(found.get(first, math.nan) - found.get(second, math.nan), measure)
-    return {name: found.get(name, math.nan) for name in measures}
+_WORDS = {"does_not_apply": "does not apply", "failed": "failed"}
 
 
-def _examined(run: Run, measures: Mapping[str, Measure]) -> dict[str, Measurement]:
+class NoNumberError(Exception):
+    """Why a run has no number of a measure."""
+
+
+def measured_of(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> Measured:
+    """Each measure's number, or why this run has none (it diverged, or a probe does not apply).
+
+    `data` is the run's own, wherever that lies by now.
+    """
+    measurements = _examined(run, data, measures)
+    numbers: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for name, measure in sorted(measures.items(), key=lambda item: item[1].difference is not None):
+        try:
+            numbers[name] = _scaled(_number(run, measure, measurements.get(name), numbers), measure)
+        except NoNumberError as reason:
+            numbers[name], missing[name] = math.nan, str(reason)
+    return Measured({name: numbers[name] for name in measures}, missing)
+
+
+def _number(run: Run, measure: Measure, measurement: Measurement | None, numbers: Mapping[str, float]) -> float:
+    if measure.when_diverged is not None and run.status["status"] == "diverged":
+        return 1 / len(run.data_facts["classes"]) if measure.when_diverged == "chance" else measure.when_diverged
+    if measure.difference is not None:
+        for other in measure.difference:
+            if math.isnan(numbers[other]):
+                raise NoNumberError(f"there is no {other}")
+        return numbers[measure.difference[0]] - numbers[measure.difference[1]]
+    if measure.result is not None:
+        return of_result(run, measure.result)
+    if measurement is None:
+        raise NoNumberError(f"it diverged before its checkpoint '{measure.checkpoint}'")
+    return of_measurement(measurement, measure)
+
+
+def _examined(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> dict[str, Measurement]:
     """The measurement that each measure reads. Probes on the same weights and images share an exam, and its pass."""
     exams: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     asked: dict[str, tuple[tuple[str, int, str], str]] = {}
@@ -49,15 +69,18 @@ def _examined(run: Run, measures: Mapping[str, Measure]) -> dict[str, Measuremen
             exam = (measure.checkpoint, measure.limit, json.dumps(measure.options, sort_keys=True))
         exams[exam][measure.probe] = measure.options
         asked[name] = exam, measure.probe
-    done = {exam: _exam(run, exam[0], exam[1], probes) for exam, probes in exams.items()}
+    done = {exam: _exam(run, data, exam[0], exam[1], probes) for exam, probes in exams.items()}
     return {name: done[exam][probe] for name, (exam, probe) in asked.items() if probe in done[exam]}
 
 
-def _exam(run: Run, checkpoint: str, limit: int, probes: Mapping[str, Any]) -> Mapping[str, Measurement]:
+def _exam(
+    run: Run, data: DataConfig, checkpoint: str, limit: int, probes: Mapping[str, Any]
+) -> Mapping[str, Measurement]:
     if checkpoint == "early":
         checkpoint = f"epoch-{early_epoch(run)}"
+    entries = [{name: probes[name]} for name in probes]
     try:
-        return examine(f"{run.path}@{checkpoint}", probes=[{name: probes[name]} for name in probes], limit=limit)
+        return examine(f"{run.path}@{checkpoint}", data, probes=entries, limit=limit)
     except VitclinicError:
         if run.status["status"] == "diverged":
             return {}  # before the checkpoint that was to be measured
@@ -73,11 +96,15 @@ def early_epoch(run: Run) -> int:
 
 
 def _scaled(number: float, measure: Measure) -> float:
+    if not math.isfinite(number):
+        raise NoNumberError(f"its number is {number}")
     if measure.magnitude:
         number = abs(number)
     if not measure.log:
         return number
-    return math.log10(number) if number > 0 else math.nan
+    if number <= 0:
+        raise NoNumberError(f"{number:.3g} has no logarithm")
+    return math.log10(number)
 
 
 def of_result(run: Run, path: str) -> float:
@@ -85,25 +112,32 @@ def of_result(run: Run, path: str) -> float:
     if path == "diverged":
         return float(run.status["status"] == "diverged")
     key, _, epoch = path.partition("@")
-    kind, dot, field = key.partition(".")
-    if not dot:
-        raise RecipeError(f"'{path}' is no result: write diverged, test.accuracy, or val.accuracy@5 for an epoch.")
-    if not epoch:
-        return float(run.results.get(kind, {}).get(field, math.nan))
-    rows = [row for row in run.metrics if row["kind"] == kind and row["epoch"] >= float(epoch)]
-    value = rows[0].get(field) if rows else None
-    return math.nan if value is None else float(value)
+    kind, _, field = key.partition(".")
+    if epoch:
+        rows = [row for row in run.metrics if row["kind"] == kind and row["epoch"] >= float(epoch)]
+        row = rows[0] if rows else {}
+    else:
+        row = run.results.get(kind, {})
+    if row.get(field) is None:
+        why = "it diverged" if run.status["status"] == "diverged" else "its rows have none"
+        raise NoNumberError(f"there is no {path}: {why}")
+    return float(row[field])
 
 
 def of_measurement(measurement: Measurement, measure: Measure) -> float:
     """A scalar, or one number of all units of a kind."""
     if measurement.status not in ("ok", "not_converged"):
-        return math.nan
+        raise NoNumberError(f"{measurement.probe} {_WORDS[measurement.status]}: {measurement.reason}")
     if measure.scalar is not None:
-        scalar = measurement.scalars.get(measure.scalar)
-        return math.nan if scalar is None else scalar.value
+        if measure.scalar not in measurement.scalars:
+            hint = did_you_mean(measure.scalar, measurement.scalars)
+            raise NoNumberError(f"{measurement.probe} has no scalar '{measure.scalar}' of this network.{hint}")
+        return measurement.scalars[measure.scalar].value
     value = str(measure.value)
     rows = [row for row in measurement.units if measure.units in (None, row.kind) and value in row.values]
+    if not rows:
+        where = "any unit" if measure.units is None else f"a unit of kind {measure.units}"
+        raise NoNumberError(f"{measurement.probe} has no '{value}' of {where}")
     rows.sort(key=lambda row: row.depth)
     numbers = [row.values[value].value for row in rows]
     if measure.magnitude:
@@ -114,12 +148,17 @@ def of_measurement(measurement: Measurement, measure: Measure) -> float:
 
 
 def over_units(numbers: list[float], how: str) -> float:
-    """One number of those of units in the order of their depth."""
-    if not numbers or any(math.isnan(number) for number in numbers):
+    """One number of those of units in the order of their depth.
+
+    Example:
+        >>> over_units([0.1, 0.3, 0.2], "last"), over_units([0.1, 0.2, 0.4], "trend")
+        (0.2, 1.0)
+    """
+    if any(math.isnan(number) for number in numbers):
         return math.nan
     if how == "trend":
         if len(numbers) < 2:
-            return math.nan
+            raise NoNumberError("one unit has no trend")
         signs = np.sign(np.subtract.outer(numbers, numbers))  # [i, j]: number i less number j
         pairs: Any = np.tril(signs, -1)
         return float(pairs.sum() / (len(numbers) * (len(numbers) - 1) / 2))

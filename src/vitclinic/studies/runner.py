@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from vitclinic.data import DataConfig
 from vitclinic.studies.store import Pool
 from vitclinic.training import Observer, Recipe, Run
 from vitclinic.training.interrupts import listening
@@ -18,8 +19,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-After = Callable[[Run], dict[str, float]]
-"""What is measured of a run that has ended, where it was trained; it can be pickled."""
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a run."""
+
+    numbers: dict[str, float]
+    """By measure; NaN where there is none."""
+    missing: dict[str, str]
+    """Why there is none."""
+
+
+After = Callable[[Run, DataConfig], Measured]
+"""Measures a run that has ended, on its data, where it was trained; it can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,8 @@ class Outcome:
     status: Literal["finished", "diverged", "failed"]
     path: Path | None = None
     reason: str | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
-    """What was measured of it, if that was asked for."""
+    measured: Measured = field(default_factory=lambda: Measured({}, {}))
+    """Empty unless it was asked for."""
 
     @property
     def run(self) -> Run:
@@ -104,7 +116,7 @@ def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer], after: Af
         raise KeyboardInterrupt
     if after is None or outcome.status == "failed":
         return outcome
-    return _caught(recipe, lambda: replace(outcome, numbers=after(outcome.run)))
+    return _caught(recipe, lambda: replace(outcome, measured=after(outcome.run, recipe.data)))
 
 
 def _caught(recipe: Recipe, action: Callable[[], Outcome]) -> Outcome:

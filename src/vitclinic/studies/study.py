@@ -20,20 +20,35 @@ after them (`optimizer.lr=0.001, model.depth=6`). Everything is plain data, chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from vitclinic.config import Config, validate
 from vitclinic.errors import RecipeError, did_you_mean
+from vitclinic.probes import parse_probes
 from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.overrides import laid_over, merge
 
 Two = Field(min_length=2, max_length=2)
 Term = str | float | Annotated[list[str], Two]
 """An arm; a number; or two arms, of which the second is taken from the first."""
+ScaleName = Literal["cpu", "paper"]
+
+
+_RESULT = r"diverged|(train|val|test)\.\w+(@\d+)?"
+
+
+def _like(pattern: str, sentence: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(sentence)
+        return text
+
+    return AfterValidator(check)
 
 
 class Measure(Config):
@@ -50,11 +65,13 @@ class Measure(Config):
         " stage_rise: a stage's last less its first, stage_step: a stage's first less the last of the stage before,"
         " mean over stages",
     )
-    checkpoint: str = Field(
+    checkpoint: Annotated[str, _like(r"best|last|early|epoch-\d+", "write best, last, early or epoch-N")] = Field(
         "last", description="whose weights: best, last, epoch-N, or early: the first epoch that is kept after the start"
     )
     limit: Annotated[int, Field(ge=1)] = Field(1000, description="images of probes that have no say of their own")
-    result: str | None = Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), diverged")
+    result: Annotated[str, _like(_RESULT, "write diverged, test.accuracy, or val.accuracy@5 for an epoch")] | None = (
+        Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), diverged")
+    )
     difference: Annotated[list[str], Two] | None = Field(None, description="of two measures, the first less the second")
     magnitude: bool = Field(False, description="without its sign")
     log: bool = Field(False, description="its logarithm to base 10, so that differences are ratios")
@@ -68,7 +85,17 @@ class Measure(Config):
             raise ValueError("give one of probe, result and difference")
         if self.probe is not None and (self.scalar is None) == (self.value is None):
             raise ValueError("give one of scalar and value")
+        if self.probe is not None:
+            try:
+                parse_probes([{self.probe: self.options}])
+            except RecipeError as error:
+                raise ValueError(str(error)) from None
         return self
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch whose weights it needs to be kept."""
+        return int(self.checkpoint.removeprefix("epoch-")) if self.checkpoint.startswith("epoch-") else None
 
 
 class Expectation(Config):
@@ -110,14 +137,15 @@ class Scale(Config):
     base: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
     seeds: Annotated[int, Field(ge=1)] | None = None
-    images: Annotated[int, Field(ge=1)] = Field(1_281_167, description="training images, for the estimate of FLOPs")
-    classes: Annotated[int, Field(ge=1)] = 1000
+    images: Annotated[int, Field(ge=1)] | None = Field(None, description="for a dry run; the data's own unless given")
+    classes: Annotated[int, Field(ge=1)] | None = Field(None, description="likewise")
+    size: Annotated[int, Field(ge=1)] | None = Field(None, description="likewise: pixels a side")
 
 
 class Study(Config):
     """A claim as an experiment."""
 
-    claim: str
+    claim: Annotated[str, _like(r"\w[\w.-]*", "write a short name: it is that of the result's file, too")]
     title: str
     paper: str
     source: str = Field(description="figure or table, and the paper's numbers")
@@ -136,9 +164,12 @@ class Study(Config):
         arms = dict(self.all_arms())
         if not arms:
             raise ValueError("give arms or axes")
+        names = list(self.measures)
         for name, measure in self.measures.items():
             for other in measure.difference or ():
                 _check(other, self.measures, f"the measure '{name}'")
+                if self.measures[other].difference and names.index(other) >= names.index(name):
+                    raise ValueError(f"the measure '{name}' is a difference of '{other}', which must be listed before")
         for expected in self.expectations:
             _check(expected.measure, self.measures, f"the expectation '{expected.says}'")
             for term in expected.terms():
@@ -147,6 +178,14 @@ class Study(Config):
         for arm in self.paper_scale.arms:
             _check(arm, arms, "paper_scale")
         return self
+
+    def at(self, scale: ScaleName) -> Scale:
+        """What a scale changes of what the file says; nothing at the CPU's."""
+        return self.paper_scale if scale == "paper" else Scale()
+
+    def seeds_at(self, scale: ScaleName) -> int:
+        """How many seeds a scale asks for."""
+        return self.at(scale).seeds or self.seeds
 
     def all_arms(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, what it changes of the base): those listed, then those of the axes."""
@@ -160,13 +199,24 @@ class Study(Config):
                 changes = merge(Recipe, changes, tree)
             yield ", ".join(f"{key}={value}" for key, value in zip(self.axes, values, strict=True)), changes
 
-    def recipes(self, words: tuple[str, ...] = (), paper: bool = False) -> dict[str, Recipe]:
+    def recipes(self, words: Sequence[str] = (), scale: ScaleName = "cpu") -> dict[str, Recipe]:
         """The recipe of each arm, without a seed of its own, changed by `key=value` words."""
-        scale = self.paper_scale if paper else Scale()
-        base = laid_over(self.base, scale.base)
+        particular = self.at(scale)
+        base = laid_over(self.base, particular.base)
         found = {}
         for name, changes in self.all_arms():
-            found[name] = build_recipe(laid_over(laid_over(base, changes), scale.arms.get(name, {})), words)
+            try:
+                recipe = build_recipe(laid_over(laid_over(base, changes), particular.arms.get(name, {})), words)
+                recipe.parsed_treatments()
+            except RecipeError as error:
+                raise RecipeError(f"The arm '{name}' of {self.claim}: {error}") from None
+            for measure, of in self.measures.items():
+                if of.epoch is not None and of.epoch not in recipe.checkpoint.keep_epochs:
+                    raise RecipeError(
+                        f"The measure '{measure}' is of epoch {of.epoch}, whose weights '{name}' does not keep: add it"
+                        " to checkpoint.keep_epochs."
+                    )
+            found[name] = recipe
         return found
 
 

@@ -42,6 +42,9 @@ class Adversarial(Treatment):
     def input_ascent(self) -> InputAscent:
         return FastGradientSign(self.epsilon, self.step * self.epsilon)
 
+    def passes(self) -> float:
+        return 1 + 2 / 3  # backward to the images alone costs half of what it does with the weights' gradients
+
 
 @dataclass(frozen=True)
 class FastGradientSign:

@@ -79,6 +79,9 @@ class SharpnessAware(Treatment):
             Ascent(self.rho, self.adaptive, self.eta), reused, m=self.m, together=self.ascent == "batch"
         )
 
+    def passes(self) -> float:
+        return 1 + 1 / self.every if self.rho else 1.0
+
 
 class SharpnessAwareStep:
     """The step rule. `together`: one ascent for all micro-batches of a step."""

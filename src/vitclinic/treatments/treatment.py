@@ -133,6 +133,10 @@ class Treatment(Config):
         """How the images of a step climb before it is made: by a pass of their own, or by the step rule's first."""
         return None
 
+    def passes(self) -> float:
+        """What a step costs with it, in forward and backward passes of the network; a plain step is one."""
+        return 1.0
+
 
 _REGISTRY: dict[str, type[Treatment]] = {}
 
