@@ -13,7 +13,7 @@ import numpy as np
 
 from vitclinic.clinic import examine
 from vitclinic.data import DataConfig
-from vitclinic.errors import VitclinicError, did_you_mean
+from vitclinic.errors import RecipeError, VitclinicError, did_you_mean
 from vitclinic.measurement import Measurement
 from vitclinic.studies.runner import Measured
 from vitclinic.studies.study import Measure
