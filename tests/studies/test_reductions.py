@@ -40,7 +40,7 @@ def _row(depth: int, stage: int, value: float) -> UnitRow:
 
 
 def test_stages_come_from_the_units_in_the_order_of_depth_and_signs_can_be_dropped() -> None:
-    rows = [_row(2, 1, -4.0), _row(0, 0, 1.0), _row(3, 1, 6.0), _row(1, 0, -3.0)]
+    rows = [_row(3, 1, 6.0), _row(0, 0, 1.0), _row(2, 1, -4.0), _row(1, 0, -3.0)]
     found = cast(Measurement, SimpleNamespace(status="ok", units=rows, scalars={}))
     assert of_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise")) == 3.0
     assert of_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise", magnitude=True)) == 2.0
