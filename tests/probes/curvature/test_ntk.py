@@ -206,6 +206,23 @@ def test_the_probe_averages_the_condition_numbers_of_its_blocks() -> None:
     assert trace.min() * 20 <= found.arrays["eigenvalues"].sum() <= trace.sum()
 
 
+def test_a_head_of_zeros_is_drawn_while_measuring_and_comes_back() -> None:
+    patient = subject("mixer")
+    head = patient.network.get_submodule("head")
+    assert isinstance(head, nn.Linear)
+    nn.init.zeros_(head.weight)
+    before = copy.deepcopy(patient.network.state_dict())
+    (plain,), (drawn,) = (measure(patient, [NTK(block=5, head=deviation)]) for deviation in (None, 0.02))
+    for name, value in patient.network.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    nn.init.zeros_(head.bias)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(patient.seed)) * 0.02)
+    (by_hand,) = measure(patient, [NTK(block=5)])
+    assert drawn.scalars["condition_number"].value == pytest.approx(by_hand.scalars["condition_number"].value)
+    assert drawn.scalars["lambda_1"].value > plain.scalars["lambda_1"].value, "more than the head has a gradient"
+
+
 def test_the_order_is_the_seeds_and_whole_blocks_are_one_kernel() -> None:
     whole = [measure(subject("unknown", seed=seed), [NTK(relu=False)])[0].scalars["lambda_1"].value for seed in (0, 1)]
     assert whole[0] == pytest.approx(whole[1], rel=1e-6)  # a permutation of the images permutes the kernel

@@ -17,7 +17,7 @@ from tests.training.conftest import TINY
 from vitclinic.data import Augment
 from vitclinic.errors import ModelError
 from vitclinic.probes import PastWeights, Training, Trajectory, measure
-from vitclinic.probes.curvature.trajectory import polar_coordinates
+from vitclinic.probes.curvature.trajectory import mean_turn, polar_coordinates
 from vitclinic.training import Observer, Run, train
 
 
@@ -50,6 +50,15 @@ def test_a_spiral_has_both() -> None:
     polar = polar_coordinates(states[0], at(0, 0, 7), states)
     np.testing.assert_allclose(polar.radius, np.exp(-angles), rtol=1e-12)
     np.testing.assert_allclose(polar.angle, angles, atol=1e-7)
+
+
+def test_a_straight_course_does_not_turn_a_polygon_by_its_angle_and_a_detour_by_its_corners() -> None:
+    assert mean_turn(np.array([1.0, 0.7, 0.1]), np.zeros(3)) == pytest.approx(0)
+    eighths = np.arange(8) * np.pi / 4
+    corners = np.abs(np.angle(np.diff(np.append(np.exp(1j * eighths), 0))[-1] / np.diff(np.exp(1j * eighths))[-1]))
+    assert mean_turn(np.ones(8), eighths) == pytest.approx((6 * np.pi / 4 + corners) / 7)
+    there_and_back = mean_turn(np.array([1.0, 2.0, 1.0]), np.zeros(3))
+    assert there_and_back == pytest.approx(np.pi / 2), "one turn back, one step straight on"
 
 
 def test_the_end_itself_has_no_angle_and_weights_that_did_not_move_none_at_all() -> None:

@@ -190,6 +190,17 @@ def test_a_network_of_several_stages_has_a_number_for_its_blocks():
     assert "block_structure" not in cka(subject("vit")).scalars
 
 
+def test_a_network_of_one_stage_can_be_cut_and_others_keep_their_stages():
+    patient = subject("vit")
+    found = cka(patient, parts=3)
+    count = sum(unit.output.layout.spatial for unit in patient.anatomy.units)
+    stages = [number * 3 // count for number in range(count)]
+    expected = block_structure(found.arrays["cka"][:count, :count], stages)
+    assert found.scalars["block_structure"].value == pytest.approx(expected)
+    several = subject("resnet")
+    assert cka(several, parts=3).scalars["block_structure"] == cka(several).scalars["block_structure"]
+
+
 class Exposed(nn.Module):
     """A network whose features torch-cka, which reads modules' outputs, can see: one identity for each unit."""
 
