@@ -7,7 +7,11 @@ goes on from its last checkpoint. How far the runs are is read from their folder
 from __future__ import annotations
 
 import json
+import logging
+import socket
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,13 @@ def in_cluster(
     waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
 ) -> dict[Path, Outcome]:
     """The outcomes of all that is `waiting`; the cluster at `address` is joined, and left as it was."""
+    with redirect_stdout(sys.stderr):  # where Ray's own words on lost workers belong
+        return _in_cluster(waiting, folder, address, threads, after, tally)
+
+
+def _in_cluster(
+    waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
+) -> dict[Path, Outcome]:
     ray, joined = _joined(address)
     task: Any = ray.remote(num_cpus=threads, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_task)
     pending: dict[Any, Path] = {}
@@ -58,10 +69,18 @@ def _joined(address: str) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     try:
-        ray.init(address=address, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        _knock(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
         raise RunError(f"There is no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
     return ray, True
+
+
+def _knock(address: str) -> None:
+    """Ray waits for a quarter of an hour where nobody answers."""
+    host, colon, port = address.rpartition("/")[2].rpartition(":")
+    if colon:
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _anywhere(recipe: Recipe) -> Recipe:
