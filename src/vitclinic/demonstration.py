@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from vitclinic.clinic import Exams, examine
+from vitclinic.clinic.findings.evidence import Evidence, high, low, shown
 from vitclinic.clinic.watching import Watcher
 from vitclinic.data.cache import Progress
 from vitclinic.finding import Finding
-from vitclinic.measurement import Measurement
+from vitclinic.measurement import Measurement, Scalar
 from vitclinic.reports.page import write_report
 from vitclinic.training import Observer, Run, resume, train
 
@@ -18,6 +21,8 @@ RECIPE = "shapes"
 TREATMENTS = ("conv_stem", "patch_diversity")
 BUDGET = "75s"
 """For the probes of both networks."""
+
+Severity = Literal["notice", "healthy"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,10 @@ class Claim:
     rises: bool
     what: str
     paper: str
+
+    @property
+    def number(self) -> str:
+        return f"{self.probe}.{self.scalar}"
 
 
 CLAIMS = (
@@ -73,7 +82,8 @@ def compare(plain: Run, treated: Run, page: str | Path, watcher: Watcher | None 
 def _trained(path: Path, words: list[str], observers: Sequence[Observer], progress: Progress) -> Run:
     """The run at `path`: as it ended, gone on with, or new. A signal that stopped it is raised."""
     if not (path / "recipe.yaml").is_file():
-        run = train(RECIPE, f"out={path}", *words, observers=observers, progress=progress)
+        out = json.dumps(str(path), ensure_ascii=False)  # words are YAML, to which a path may mean something else
+        run = train(RECIPE, f"out={out}", *words, observers=observers, progress=progress)
     elif (run := Run.open(path)).status["status"] not in ("finished", "diverged"):
         run = resume(path, observers=observers, progress=progress)
     if run.status["status"] == "interrupted":
@@ -82,30 +92,37 @@ def _trained(path: Path, words: list[str], observers: Sequence[Observer], progre
 
 
 def expected(plain: Mapping[str, Measurement], treated: Mapping[str, Measurement]) -> list[Finding]:
-    """Whether the treated network differs from the plain one as the papers say, of every claim that was measured."""
-    return [found for claim in CLAIMS if (found := _held(claim, plain, treated)) is not None]
+    """Of every claim, whether the treated network differs from the plain one as the paper says."""
+    evidence = Evidence(treated, reference=plain)
+    return [_judged(claim, evidence.theirs(claim.number), evidence.number(claim.number)) for claim in CLAIMS]
 
 
-def _held(claim: Claim, plain: Mapping[str, Measurement], treated: Mapping[str, Measurement]) -> Finding | None:
-    pair = [exam[claim.probe].scalars.get(claim.scalar) if claim.probe in exam else None for exam in (plain, treated)]
-    if pair[0] is None or pair[1] is None:
-        return None
-    before, after = pair[0], pair[1]
-    change = after.value - before.value
-    ends = [(s.value if s.low is None else s.low, s.value if s.high is None else s.high) for s in (before, after)]
-    apart = ends[1][0] > ends[0][1] or ends[1][1] < ends[0][0]
-    if not apart:
-        word, title = "which is within the intervals", f"No clear change in {claim.what}"
-    elif (change > 0) == claim.rises:
-        word, title = f"as {claim.paper} says", f"{'Higher' if claim.rises else 'Lower'} {claim.what}, as published"
+def _judged(claim: Claim, before: Scalar | None, after: Scalar | None) -> Finding:
+    severity: Severity
+    numbers: dict[str, Scalar] = {}
+    if before is None or after is None:
+        title, severity = f"No comparison of {claim.what}", "notice"
+        says = f"The {claim.what} was not measured of both networks alike: {claim.paper} is not put to the test."
     else:
-        word, title = f"against what {claim.paper} says", f"{claim.what.capitalize()} changes against the paper"
+        title, severity, word = _word(claim, before, after)
+        numbers = {claim.number: after, f"plain {claim.number}": before}
+        says = f"The {claim.what} is {shown(before)} without and {shown(after)} with treatment, {word}."
     return Finding(
         rule="as_published",
         title=title,
-        severity="healthy" if title.endswith("as published") else "notice",
-        statement=f"The {claim.what} is {before.value:.3f} without and {after.value:.3f} with treatment, {word}.",
-        numbers={f"{claim.probe}.{claim.scalar}": after, f"plain {claim.probe}.{claim.scalar}": before},
+        severity=severity,
+        statement=says,
+        numbers=numbers,
         threshold=f"The two intervals do not overlap, and it {'rises' if claim.rises else 'falls'} ({claim.paper}).",
         basis="reference network",
     )
+
+
+def _word(claim: Claim, before: Scalar, after: Scalar) -> tuple[str, Severity, str]:
+    """Title, severity and the end of the sentence."""
+    rises, falls = low(after) > high(before), high(after) < low(before)
+    if not rises and not falls:
+        return f"No clear change in {claim.what}", "notice", "and the two intervals overlap"
+    if rises == claim.rises:
+        return f"{'Higher' if rises else 'Lower'} {claim.what}, as published", "healthy", f"as {claim.paper} says"
+    return f"{claim.what.capitalize()} changes against the paper", "notice", f"against what {claim.paper} says"

@@ -118,6 +118,26 @@ def test_a_run_that_was_only_trained_has_its_curves(run):
     assert "Nothing measured yet" in text
 
 
+def test_a_run_that_diverged_at_once_has_its_curves_and_the_finding(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    recipe = {
+        "model": {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2},
+        "data": {"source": "digits", "limit": 100, "augment": "none"},
+        "optimizer": {"name": "sgd", "lr": 1e9},
+        "schedule": {"name": "constant", "warmup": 0},
+        **{"clip": None, "steps": 20, "workers": 0, "out": "runs/broken"},
+    }
+    run = vitclinic.train(recipe)
+    assert run.status["status"] == "diverged"
+    assert not list(run.path.glob("checkpoints/*"))
+    text = report("runs/broken").read_text()
+    assert 'id="training"' in text
+    assert "Training diverged" in text
+    assert "on its training only" in caplog.text
+    with pytest.raises(RunError, match="no checkpoint 'last'"):
+        report("runs/broken@last")
+
+
 def test_a_damaged_measurement_is_left_out_with_a_message(run, caplog):
     next((run / "exams").glob("cost-*.json")).write_text("{")
     text = report("runs/a").read_text()

@@ -9,7 +9,7 @@ import pytest
 from vitclinic.data import open_data
 from vitclinic.data.dataset import Split
 from vitclinic.errors import DataError, RecipeError, RunError
-from vitclinic.prescribing import Watcher, prescribe
+from vitclinic.prescribing import Watcher, costs, prescribe
 from vitclinic.training import build_recipe, train
 
 from .made import RECIPE, STEP_COSTS, made_world
@@ -216,6 +216,26 @@ def test_too_small_a_budget_says_what_would_be_needed(asked, tmp_path):
     assert "at least" in str(caught.value)
     assert "Comparing one treatment needs about" in str(caught.value)
     assert asked(out="enough", budget=75, treatments=["neutral"]).final.seeds  # 2 x 3 trials of 10 s, and a reserve
+
+
+def test_a_place_where_nothing_was_tried_is_free_for_another_question(asked):
+    with pytest.raises(RecipeError, match="is too small"):
+        asked(treatments=["neutral"], budget=2)
+    assert asked(treatments=["neutral"]).winner.name == "neutral"
+
+
+def test_what_could_not_be_tried_is_tried_again_until_there_is_a_plan(asked, monkeypatch):
+    """A package that was missing is installed, memory is free again: the same command goes on."""
+    measured = costs.measure_cost
+
+    def broken(*parts):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(costs, "measure_cost", broken)
+    with pytest.raises(RecipeError, match="cannot be trained: RuntimeError: out of memory"):
+        asked(treatments=["neutral"])
+    monkeypatch.setattr(costs, "measure_cost", measured)
+    assert asked(treatments=["neutral"]).winner.name == "neutral"
 
 
 def test_the_last_of_the_list_are_left_out_where_the_time_is_not_enough(asked):

@@ -50,3 +50,18 @@ def test_treatments_of_findings_in_their_order_and_nothing_else(run, monkeypatch
 def test_a_run_without_an_exam_is_a_sentence(run):
     with pytest.raises(RunError, match="has not been examined"):
         suggested.suggested_treatments(run.path)
+
+
+def test_an_exam_is_read_as_its_report_reads_it(run, monkeypatch, caplog):
+    """A damaged file is left out, and a later failure, or another checkpoint, does not hide what was measured."""
+    from vitclinic.clinic import examine
+
+    exam = examine(run.path, probes=["norms", "cost"], limit=10)
+    exam.files["cost"].write_text("{")
+    failed = exam["norms"].model_copy(update={"status": "failed", "reason": "broke", "scalars": {}, "units": []})
+    failed.write(exam.folder / "norms-zzz.json")
+    seen = {}
+    monkeypatch.setattr(suggested, "find", lambda measurements, training: seen.update(measurements) or [])
+    assert suggested.suggested_treatments(run.path) == []
+    assert {name: found.status for name, found in seen.items()} == {"norms": "ok"}
+    assert "It is left out" in caplog.text

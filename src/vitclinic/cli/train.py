@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +63,7 @@ def demo(
     Under five minutes on two cores. Look at the page, report.html, in any browser.
     """
     path = out or free_path(Path("runs") / "demo")
-    with resumable(f"go on with: vitclinic demo --out {path}", same=False):
+    with resumable(f"go on with: vitclinic demo --out {shlex.quote(str(path))}", same=False):
         from rich.markup import escape
 
         from vitclinic.clinic.display import show_exams

@@ -56,6 +56,12 @@ def report(
     return write_report(out if out is not None else beside / PAGE, networks, title=title, images=images)
 
 
+def stored_exam(target: str | Path | Run) -> dict[str, Measurement]:
+    """What is stored of a target's network, by probe, as its report shows it."""
+    found = _stored(str(target.path if isinstance(target, Run) else target))
+    return chosen([found.measurements])[0]
+
+
 def examined(
     name: str,
     measurements: Mapping[str, Measurement],
@@ -110,8 +116,11 @@ def _of_network(target: str, measurements: list[Measurement], named: bool) -> li
     try:
         digest = network_digest(resolve(target, torch.device("cpu")).network)
     except VitclinicError as error:
-        if named or not measurements:
+        if named:
             raise
+        if not measurements:  # such as one that diverged at once: how that went is there to show
+            log.warning("%s The report is on its training only.", error)
+            return []
         log.warning("%s The report is on the network that was measured last.", error)
         digest = measurements[-1].subject
     mine = [measurement for measurement in measurements if measurement.subject == digest]

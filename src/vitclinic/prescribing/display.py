@@ -90,7 +90,8 @@ def show_prescription(found: Prescription, console: Console) -> None:
     console.print(_final_table(found))
     console.print(_selection_table(found))
     if found.file is not None:
-        _say(console, f"the recipe: [bold]{escape(str(found.file))}[/]; go on with: vitclinic train {found.file}")
+        file = escape(str(found.file))
+        _say(console, f"the recipe: [bold]{file}[/]; go on with: vitclinic train {file}")
         if found.cost_ratio > 1.1:
             _say(console, f"a step of it costs {found.cost_ratio:.2f} times a plain one, and the trials made up for it")
     _say(console, f"in full: [bold]{escape(str(found.folder / 'prescription.json'))}[/]")

@@ -96,15 +96,18 @@ class Ledger:
     def _read(self) -> None:
         try:
             stored = json.loads(self.path.read_text(encoding="utf-8"))
-            if stored["schema"] != SCHEMA or stored["identity"] != self.identity:
+            other = stored["schema"] != SCHEMA or stored["identity"] != self.identity
+            if other and not stored["decided"]:
+                return  # nothing was tried, as with a budget that was too small: nothing is lost
+            if other:
                 raise RunError(
                     f"'{self.path.parent}' holds another prescription (other data, recipe, budget, treatments or seed);"
                     " give another --out."
                 )
             self.used = stored["used"]
             self.costs = {name: Cost(**cost) for name, cost in stored["costs"].items()}
-            self.left_out = stored["left_out"]
             if stored["candidates"] is not None:
+                self.left_out = stored["left_out"]  # until there is a plan, what could not be tried is tried again
                 self.candidates = [Arm(tuple(treatments)) for treatments in stored["candidates"]]
             self.plan = [Stage(**stage) for stage in stored["plan"]]
             self.decided = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from vitclinic.clinic.findings import find
+from vitclinic.clinic.reporting import stored_exam
 from vitclinic.errors import RunError
-from vitclinic.measurement import Measurement
 from vitclinic.training import Run
 from vitclinic.treatments import known_treatments
 
@@ -17,15 +17,9 @@ def suggested_treatments(path: str | Path) -> list[str]:
     Suggestions that change the recipe in another way, such as its augmentation, are not treatments and not among them.
     """
     run = Run.open(path)
-    measurements = _newest(run.path / "exams")
+    measurements = stored_exam(run)
     if not measurements:
         raise RunError(f"'{path}' has not been examined; `vitclinic examine {path}` does it.")
     suggestions = (suggestion for finding in find(measurements, run.metrics) for suggestion in finding.suggestions)
     names = dict.fromkeys(suggestion.treatment for suggestion in suggestions)
     return [name for name in names if name in known_treatments()]
-
-
-def _newest(folder: Path) -> dict[str, Measurement]:
-    """The last measurement of each probe."""
-    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime) if folder.is_dir() else []
-    return {measurement.probe: measurement for measurement in map(Measurement.read, files)}

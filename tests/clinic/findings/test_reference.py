@@ -20,11 +20,15 @@ def test_worse_than_the_reference_within_the_published_range_is_a_notice():
     assert (finding.basis, finding.severity) == ("reference network", "notice")
     assert "reference network has 0.26 (0.25 to 0.27)" in finding.statement
     assert "reference network" in finding.threshold
+    assert "above 0.7" not in finding.threshold
 
 
 def test_worse_than_the_reference_and_beyond_the_published_range_is_a_problem():
     finding = only(find(similarity(0.80, 0.82), reference=similarity(0.25, 0.27)))
     assert (finding.basis, finding.severity) == ("reference network", "problem")
+    # The reference alone would make it a notice: the line that makes it a problem is told, too.
+    assert "above 0.7" in finding.threshold
+    assert "reference network's by 0.1" in finding.threshold
 
 
 def test_no_better_than_a_sick_reference_is_still_sick():

@@ -55,13 +55,17 @@ class Rule:
         if verdict is None:
             return None
         compared = verdict.against_reference and self.reference is not None
+        own = f"{self.threshold}: {self.source}"
+        lines = [f"{self.reference}"] if compared else [own]
+        if compared and verdict.severity == "problem":  # worse than the reference alone is a notice
+            lines.insert(0, own)
         return Finding(
             rule=self.name,
             title=self.title,
             severity=verdict.severity,
             statement=verdict.statement,
             numbers=dict(verdict.numbers),
-            threshold=f"{self.reference}." if compared else f"{self.threshold}: {self.source}.",
+            threshold=f"{'; and '.join(lines)}.",
             basis="reference network" if compared else self.basis,
             suggestions=verdict.suggestions + self.suggestions,
         )
