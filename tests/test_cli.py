@@ -36,7 +36,7 @@ def test_the_surface_grows_on_purpose():
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
-        "report": sorted(["targets", "--out", "--no-images", "--title", "--verbose", "-v", "--quiet", "-q"]),
+        "report": sorted(["targets", "--all", "--out", "--no-images", "--title", "--verbose", "-v", "--quiet", "-q"]),
         "corrupt": sorted(
             [
                 *("data", "--out", "--corruption", "--severity", "--format", "--split", "--limit", "--size", "--seed"),

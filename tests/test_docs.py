@@ -16,6 +16,11 @@ def test_the_table_of_keys_is_current():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_tally_of_the_claims_is_current():
+    done = subprocess.run([sys.executable, "docs/make_tally.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):

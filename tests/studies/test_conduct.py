@@ -14,8 +14,9 @@ import yaml
 
 from vitclinic.errors import DataError, RecipeError, RunError
 from vitclinic.studies import runner
-from vitclinic.studies.catalogue import open_study
+from vitclinic.studies.catalogue import open_study, shipped_studies
 from vitclinic.studies.conduct import study
+from vitclinic.studies.reporting import report_studies
 
 from .networks import STUDY, TINY, tiny_study
 
@@ -46,6 +47,12 @@ def test_every_arm_is_trained_with_every_seed_measured_and_judged(tmp_path):
     stored = json.loads((tmp_path / "T1.json").read_text())
     assert stored == json.loads(json.dumps(result.plain()))
     assert stored["values"]["fast"]["1"] == result.values["fast"][1]
+    assert comparison.numbers == pytest.approx(dict(enumerate(differences)))
+    page = result.page.read_text()
+    assert all(f'href="pool/{run}/"' in page for by_seed in result.runs.values() for run in by_seed.values())
+    index = report_studies(tmp_path).read_text()
+    assert 'href="T1.html"' in index
+    assert index.count("not run yet</span>") == len(shipped_studies())
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,12 @@ def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
 
 @app.command()
 def report(
-    targets: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, or folders exams/NAME-DIGEST.")],
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="RUN...", help="Runs, or folders exams/NAME-DIGEST.")
+    ] = None,
+    all_studies: Annotated[
+        bool, typer.Option("--all", help="All studies of a folder, ./studies unless named, with an index.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The page; a run's own report.html, of several ./report.html.")
     ] = None,
@@ -154,11 +159,28 @@ def report(
     vitclinic report runs/plain runs/sam --out compared.html  the second is compared with the first
     vitclinic report runs/photos@epoch-3                     what was measured of another checkpoint
     vitclinic report exams/timm-resnet18-1a2b3c4d            a network that is no run's
+    vitclinic report --all                                   studies/index.html: every claim and what was found
+    vitclinic report --all elsewhere                         elsewhere/index.html
 
     The page needs no network connection and nothing beside it: docs/report.md.
     """
-    from vitclinic.clinic.reporting import report as write
-
     console = console_for(verbose, quiet)
-    page = write(targets, out, title=title, images=not no_images)
+    if all_studies:
+        page = _all_studies(targets or ["studies"], out, title)
+    elif targets:
+        from vitclinic.clinic.reporting import report as write
+
+        page = write(targets, out, title=title, images=not no_images)
+    else:
+        raise RecipeError("Name a run that was examined, or say --all for all studies.")
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _all_studies(folders: list[str], out: Path | None, title: str | None) -> Path:
+    from vitclinic.studies.reporting import report_studies
+
+    if len(folders) > 1:
+        raise RecipeError(f"--all takes one folder of studies (got {', '.join(folders)}).")
+    if out is not None:
+        raise RecipeError("--all writes its pages beside the results, to which they lead: leave --out away.")
+    return report_studies(folders[0], title=title)

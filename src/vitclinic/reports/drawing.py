@@ -36,13 +36,14 @@ class Drawings:
         try:
             drawer = DRAWERS.get(probe)
             figures = drawn_generically(probe, examined) if drawer is None else drawer(examined)
-            return [self._view(figure) for figure in figures]
+            return [self.view(figure) for figure in figures]
         except Exception as error:  # a measurement of another version may lack what its drawer looks for
             log.info("%s cannot be drawn", probe, exc_info=error)
             log.warning("The figures of %s cannot be drawn: %s: %s", probe, type(error).__name__, error)
-            return [self._view(figure) for figure in drawn_generically(probe, examined)]
+            return [self.view(figure) for figure in drawn_generically(probe, examined)]
 
-    def _view(self, figure: Figure) -> dict[str, Any]:
+    def view(self, figure: Figure) -> dict[str, Any]:
+        """What the templates show of a figure, which the page carries from now on."""
         name = self._own(figure.name)
         if figure.plot is not None:
             self.packed[f"plot-{name}"] = packed(plot_json(figure.plot, self.images))

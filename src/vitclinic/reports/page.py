@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
-
 from vitclinic.errors import RecipeError
-from vitclinic.files import write_bytes, write_errors
 from vitclinic.reports import views
 from vitclinic.reports.contents import Examined
 from vitclinic.reports.drawing import Drawings
-from vitclinic.reports.packing import checksum, packed_plotly, plotly_checksum
+from vitclinic.reports.frame import filled, write_page
 from vitclinic.reports.prepared import prepared
 from vitclinic.reports.sections import about, grouped, in_order, inapplicable, of_probe
-from vitclinic.reports.theme import template
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +27,11 @@ def write_report(
     path: str | Path, examined: Sequence[Examined], *, title: str | None = None, images: bool = True
 ) -> Path:
     """Write the report on these networks as one HTML file, which opens offline."""
-    path = Path(path)
-    content = render(examined, title=title, images=images).encode("utf-8", "replace")
-    if len(content) > LIMIT:
-        log.warning("The report has %.1f MB; without pictures (--no-images) it is smaller.", len(content) / 1e6)
-    with write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, content)
-    return path
+    written = write_page(path, render(examined, title=title, images=images))
+    size = written.stat().st_size
+    if size > LIMIT:
+        log.warning("The report has %.1f MB; without pictures (--no-images) it is smaller.", size / 1e6)
+    return written
 
 
 def render(examined: Sequence[Examined], *, title: str | None = None, images: bool = True) -> str:
@@ -68,9 +55,8 @@ def render(examined: Sequence[Examined], *, title: str | None = None, images: bo
         "training": training,
         "groups": groups,
         "inapplicable": inapplicable(shown),
-        "version": version("vitclinic"),
     }
-    return _environment().get_template("page.html").render(**contents, **_programs(), packed=_carried(drawings))
+    return filled("page.html", drawings, **contents)
 
 
 def _groups(examined: Sequence[Examined], drawings: Drawings) -> list[dict[str, Any]]:
@@ -111,49 +97,3 @@ def _measured_when(examined: Sequence[Examined]) -> str:
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     one = len(examined) == 1
     return f"{len(found)} measurements of {'one network' if one else f'{len(examined)} networks'}, {when}"
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("vitclinic.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["breakable"] = breakable
-    return environment
-
-
-def breakable(name: str) -> Markup:
-    """A name that may go on in the next line after an underscore or a dot, as a narrow screen needs.
-
-    Example:
-        >>> breakable("nep_<b>")
-        Markup('nep_<wbr>&lt;b&gt;')
-    """
-    return Markup(re.sub("([_.])", r"\1<wbr>", str(escape(name))))
-
-
-@cache
-def _programs() -> dict[str, Markup]:
-    """Our own style and script, and the policy by which the browser runs nothing else."""
-    folder = files("vitclinic.reports") / "templates"
-    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
-    themes = json.dumps({name: template(name == "dark") for name in ("light", "dark")})
-    policy = (
-        f"default-src 'none'; script-src '{checksum(script)}' '{plotly_checksum()}' 'unsafe-eval';"
-        " style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    )
-    return {
-        "style": Markup(style),
-        "script": Markup(script),
-        "themes": Markup(themes.replace("<", "\\u003c")),
-        "policy": Markup(policy),
-    }
-
-
-def _carried(drawings: Drawings) -> dict[str, Markup]:
-    """Base64, which needs no escaping."""
-    return {name: Markup(content) for name, content in {"plotly": packed_plotly(), **drawings.packed}.items()}

@@ -29,7 +29,7 @@ def shipped_studies() -> dict[str, str]:
 
 @cache
 def seen_results() -> dict[str, dict[str, Any]]:
-    """What our own runs say of claims: {claim: {verdict, seeds, date}}; docs/make_seen.py writes the file."""
+    """What our own runs say of claims: {claim: {verdict, seeds, date}}; docs/make_tally.py writes the file."""
     text = (resources.files("vitclinic") / "studies" / "seen.json").read_text(encoding="utf-8")
     seen: dict[str, dict[str, Any]] = json.loads(text)
     return seen

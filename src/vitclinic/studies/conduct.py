@@ -1,4 +1,4 @@
-"""The verb `study`: train what is missing, measure what is missing, judge, and keep the result as one file."""
+"""The verb `study`: train what is missing, measure what is missing, judge, and keep the result and a page about it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from vitclinic.errors import RecipeError, RunError
 from vitclinic.files import write_errors, write_json
 from vitclinic.measurement import plain_data
+from vitclinic.reports.study.page import write_study
 from vitclinic.studies.catalogue import open_study
 from vitclinic.studies.measuring import measured_of, training_seconds
 from vitclinic.studies.named_data import require_data
@@ -49,6 +50,11 @@ class Result:
     """What training took, by the runs' own record."""
     file: Path
     """Where this is stored."""
+
+    @property
+    def page(self) -> Path:
+        """What a person reads of it."""
+        return self.file.with_suffix(".html")
 
     @property
     def failures(self) -> dict[tuple[str, int], str]:
@@ -100,7 +106,7 @@ def study(
         'reproduced'
 
     Runs are trained once per digest, in `out/pool`, whatever study asks for them; the result is `out/CLAIM.json` (at
-    the paper's scale `out/CLAIM-paper.json`). The same call goes on where another was stopped.
+    the paper's scale `out/CLAIM-paper.json`), with a page about it beside it. The same call goes on where another was stopped.
     """
     chosen = what if isinstance(what, Study) else open_study(what)
     numbers = tuple(range(seed_count(chosen, scale, seeds)))
@@ -137,6 +143,7 @@ def study(
         file=folder / f"{chosen.claim}{'-paper' if scale == 'paper' else ''}.json",
     )
     write_json(result.file, result.plain())
+    write_study(result.page, result.plain())
     return result
 
 

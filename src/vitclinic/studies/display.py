@@ -36,7 +36,8 @@ def show_result(result: Result, console: Console) -> None:
     for reason, where in _without_numbers(result).items():
         _say(console, f"[yellow]no number:[/] {escape(where)}: {escape(reason)}")
     _say(console, f"training took {written(result.seconds)} in all, by the runs' own record")
-    _say(console, f"in full: [bold]{escape(str(result.file))}[/]; the runs: {escape(str(result.file.parent / 'pool'))}")
+    _say(console, f"in full: {escape(str(result.file))}; the runs: {escape(str(result.file.parent / 'pool'))}")
+    _say(console, f"report: [bold]{escape(str(result.page))}[/]")
 
 
 def statement(result: Result) -> str:

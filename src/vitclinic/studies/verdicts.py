@@ -50,6 +50,8 @@ class Comparison:
     seeds: int
     missing: int
     """Seeds without a number, such as those in which a run diverged before it could be measured."""
+    numbers: Mapping[int, float]
+    """What it compares, by seed; NaN where there is none."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def judge(study: Study, values: Values, seeds: Sequence[int]) -> Verdict:
 def _compared(
     expected: Expectation, values: Values, seeds: Sequence[int], confidence: float, binary: bool
 ) -> Comparison:
-    numbers = [per_seed(expected, values, seed) for seed in seeds]
-    known = [number for number in numbers if not math.isnan(number)]
+    numbers = {seed: per_seed(expected, values, seed) for seed in seeds}
+    known = [number for number in numbers.values() if not math.isnan(number)]
     mean = math.fsum(known) / len(known) if known else math.nan
     if binary and known and expected.grows is None and expected.falls is None:
         lost, gained = known.count(1.0), known.count(-1.0)
@@ -95,8 +97,18 @@ def _compared(
     than = expected.than
     if low > than or high < than:
         status = "as claimed" if (low > than) == (expected.direction > 0) else "opposite"
-    missing = len(numbers) - len(known)
-    return Comparison(expected.says, expected.measure, expected.direction, status, mean, low, high, len(known), missing)
+    return Comparison(
+        says=expected.says,
+        measure=expected.measure,
+        direction=expected.direction,
+        status=status,
+        mean=mean,
+        low=low,
+        high=high,
+        seeds=len(known),
+        missing=len(numbers) - len(known),
+        numbers=numbers,
+    )
 
 
 def per_seed(expected: Expectation, values: Values, seed: int) -> float:

@@ -140,6 +140,7 @@
   // ---- sections ----
   const folds = () => all("details.probe");
   const showFold = () => {
+    if (!element("fold")) return;
     const open = folds().some((details) => details.open);
     element("fold").textContent = open ? "Close all" : "Open all";
     element("fold").setAttribute("aria-expanded", String(open));
@@ -185,7 +186,7 @@
       chosen = theme() === "dark" ? "light" : "dark";
       showTheme();
     });
-    element("fold").addEventListener("click", () => {
+    element("fold")?.addEventListener("click", () => {
       const open = folds().some((details) => details.open);
       for (const details of folds()) details.open = !open;
     });

@@ -1,0 +1,93 @@
+"""Write what our own runs say of the claims, from the files in docs/results/studies: none of it is edited by hand.
+
+python docs/make_tally.py            rewrite docs/results/tally.md, and studies/seen.json for `vitclinic list studies`
+python docs/make_tally.py --check    fail if one is not current (a test does this)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitclinic.reports.numbers import seconds
+from vitclinic.reports.study.page import comparison
+from vitclinic.reports.study.result import StudyResult, read_result
+from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
+from vitclinic.studies.reporting import tally
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results" / "studies"
+PAGE = ROOT / "docs" / "results" / "tally.md"
+SEEN = ROOT / "src" / "vitclinic" / "studies" / "seen.json"
+
+HEAD = """# The papers' claims, and what was found here
+
+<!-- made by docs/make_tally.py from docs/results/studies: do not edit -->
+
+One study for each claim of the papers, at CPU scale unless it says otherwise: small networks, CIFAR-10, paired seeds. The rule was fixed
+before any run: a comparison is *as claimed* if its interval (t, corrected for the number of comparisons of its study) lies on the side
+that the claim says, *opposite* if on the other, *undecided* otherwise; a claim is *reproduced* if all its comparisons are as
+claimed, *not reproduced* if one is opposite, *undecided* otherwise, and *exploratory* below five seeds. Effects are means over seeds, in
+the measure's own unit, with their interval. Cost is training time by the runs' own record; studies share runs, so that costs do not
+add up. What a study trains and measures is in its file, `src/vitclinic/studies/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it.
+"""
+COLUMNS = ["| claim | verdict | effects [interval] | seeds | cost | date |", "|---|---|---|---|---|---|"]
+
+
+def page(results: dict[str, StudyResult]) -> str:
+    found = tally(results)
+    lines = [HEAD, ", ".join(f"**{count}** {outcome}" for outcome, count in counts(found).items()) + "."]
+    for paper, entries in by_paper(found).items():
+        lines += ["", f"## {paper}", "", *COLUMNS, *map(row, entries)]
+    return "\n".join(lines) + "\n"
+
+
+def row(entry: Entry) -> str:
+    claim, result = entry.claim, entry.result
+    if result is None:
+        return line([f"**{claim.name}** {claim.title}", NOT_RUN, "", "", "", ""])
+    scale = ", at the paper's scale" if result.scale == "paper" else ""
+    stored = f"[{claim.name}](studies/{entry.page.removesuffix('.html')}.json)"
+    cost = f"{seconds(result.seconds)} of training"
+    about = f"**{stored}** {result.title}{scale}"
+    return line([about, result.verdict, effects(result), seeds(result), cost, result.date])
+
+
+def effects(result: StudyResult) -> str:
+    shown = [comparison(one) for one in result.comparisons]
+    return "<br>".join(
+        f"{one['says']}: `{one['measure']}` {one['mean']}"
+        f"{'' if one['interval'] == '–' else ' [' + one['interval'] + ']'}, {one['status']}"
+        for one in shown
+    )
+
+
+def seeds(result: StudyResult) -> str:
+    """Of all comparisons, where they differ, in their order."""
+    numbers = [str(one.seeds) for one in result.comparisons]
+    return numbers[0] if len(set(numbers)) == 1 else "<br>".join(numbers)
+
+
+def line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def seen(results: dict[str, StudyResult]) -> str:
+    facts = {
+        result.claim: {"verdict": result.verdict, "seeds": len(result.seeds), "date": result.date}
+        for result in results.values()
+        if result.scale == "cpu"
+    }
+    return json.dumps(facts, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    stored = {file.stem: read_result(file) for file in sorted(RESULTS.glob("*.json"))}
+    made = {PAGE: page(stored), SEEN: seen(stored)}
+    for file, text in made.items():
+        if "--check" not in sys.argv:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"{file.relative_to(ROOT)} is not current: run docs/make_tally.py")

@@ -1,0 +1,152 @@
+"""The page of one study: the verdict first, then what it rests on, down to every run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from vitclinic.reports.colours import of_network
+from vitclinic.reports.drawing import Drawings
+from vitclinic.reports.frame import filled, write_page
+from vitclinic.reports.numbers import number, seconds
+from vitclinic.reports.study.figures import comparisons_figure, measure_figure
+from vitclinic.reports.study.result import ENDED, Arm, Compared, StudyResult, result_of
+from vitclinic.reports.views import letter
+
+POOL = "pool"
+"""Where the runs are, beside the page."""
+
+SEVERITIES = {"reproduced": "healthy", "not reproduced": "problem", "undecided": "notice"}
+"""The look of a verdict, as that of findings."""
+STATUS_SEVERITIES = {"as claimed": "healthy", "opposite": "problem", "undecided": "notice"}
+
+
+def write_study(path: str | Path, stored: Mapping[str, Any]) -> Path:
+    """Write the page of a result, given as what is stored of it."""
+    return write_page(path, render_study(result_of(stored)))
+
+
+def render_study(result: StudyResult) -> str:
+    """The page as HTML. Whatever a user named is shown as text."""
+    drawings = Drawings(images=True)
+    return filled(
+        "study.html",
+        drawings,
+        title=f"{result.claim}: {result.title}",
+        result=result,
+        severity=SEVERITIES[result.word],
+        statement=statement(result),
+        facts=_facts(result),
+        comparisons=[comparison(one) for one in result.comparisons],
+        measures=list(result.measures),
+        arms=[_arm(result, place, arm) for place, arm in enumerate(result.arms)],
+        failures=_failures(result),
+        without=_without_numbers(result),
+        compared=drawings.view(comparisons_figure(result)),
+        measured=[drawings.view(measure_figure(result, name, at)) for at, name in enumerate(result.measures, 1)],
+    )
+
+
+def statement(result: StudyResult) -> str:
+    """On what the verdict rests, in a sentence or two."""
+    count = len(result.comparisons)
+    claimed, opposite = (sum(one.status == word for one in result.comparisons) for word in ("as claimed", "opposite"))
+    text = f"{claimed} of {count} comparison{'s' * (count != 1)} as claimed"
+    text += f", {opposite} opposite." if opposite else "."
+    if result.exploratory:
+        fewest = min(one.seeds for one in result.comparisons)
+        text += f" Exploratory: {fewest} seed{'s' * (fewest != 1)} with all numbers, and a verdict takes five."
+    return text
+
+
+def comparison(one: Compared) -> dict[str, Any]:
+    """One comparison as tables show it."""
+    return {
+        "says": one.says,
+        "measure": one.measure,
+        "terms": one.terms,
+        "mean": signed(one.mean),
+        "interval": "–" if math.isnan(one.low) else f"{number(one.low)} to {number(one.high)}",
+        "status": one.status,
+        "severity": STATUS_SEVERITIES[one.status],
+        "seeds": one.seeds,
+        "missing": one.missing,
+    }
+
+
+def signed(value: float) -> str:
+    """A difference.
+
+    Example:
+        >>> signed(0.25), signed(-0.5), signed(math.nan)
+        ('+0.25', '-0.5', '–')
+    """
+    return "–" if math.isnan(value) else f"{'+' * (value > 0)}{number(value)}"
+
+
+def _facts(result: StudyResult) -> dict[str, str]:
+    runs = {run for by_seed in result.runs.values() for run in by_seed.values() if run}
+    facts = {
+        "claim": result.title,
+        "paper": f"{result.paper}, {result.source}",
+        "scale": "the paper's own" if result.scale == "paper" else "CPU",
+        "note": result.note if result.scale != "paper" else "",
+        "data": ", ".join(result.data),
+        "runs": f"{len(runs)}: {len(result.arms)} arms, {len(result.seeds)} seeds",
+        "cost": f"{seconds(result.seconds)} of training, by the runs' own record",
+        "date": result.date,
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+def _arm(result: StudyResult, place: int, arm: str) -> dict[str, Any]:
+    statuses = result.statuses[arm]
+    return {
+        "name": arm,
+        "letter": letter(place),
+        "colour": of_network(place),
+        "cells": [_cell(arms[arm]) if arm in arms else None for arms in result.measures.values()],
+        "runs": [_run(result.runs[arm].get(seed, ""), statuses.get(seed)) for seed in result.seeds],
+    }
+
+
+def _cell(arm: Arm) -> dict[str, Any]:
+    value = f"{math.fsum(arm.known):.0f} of {len(arm.known)}" if arm.share else number(arm.mean) if arm.known else ""
+    ends = arm.interval
+    return {
+        "value": value if arm.known else "",
+        "interval": "" if ends is None else f"{number(ends[0])} to {number(ends[1])}",
+        "lacking": len(arm.numbers) - len(arm.known),
+    }
+
+
+def _run(folder: str, status: str | None) -> dict[str, str]:
+    """A run's link, if it has a folder, and its status in one word; the reasons of failures are listed below."""
+    return {
+        "link": f"{POOL}/{quote(folder, safe='')}/" if folder else "",
+        "folder": folder,
+        "status": "not run" if status is None else status if status in ENDED else "failed",
+    }
+
+
+def _failures(result: StudyResult) -> list[tuple[str, str, str]]:
+    """(arm, seeds, why), once for all seeds that failed alike."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for arm, by_seed in result.statuses.items():
+        for seed, status in by_seed.items():
+            if status not in ENDED:
+                alike.setdefault((arm, status), []).append(str(seed))
+    return [(arm, ", ".join(seeds), reason) for (arm, reason), seeds in alike.items()]
+
+
+def _without_numbers(result: StudyResult) -> list[tuple[str, str, str, str]]:
+    """(measure, arm, seeds, why it has no number)."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for arm, by_seed in result.missing.items():
+        for seed, reasons in by_seed.items():
+            for measure, reason in reasons.items():
+                alike.setdefault((measure, arm, reason), []).append(str(seed))
+    return [(measure, arm, ", ".join(seeds), reason) for (measure, arm, reason), seeds in alike.items()]

@@ -1,0 +1,202 @@
+"""The stored result of a study, read as pages need it; also one that an earlier version has stored."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitclinic.errors import RunError
+from vitclinic.statistics import share_interval, t_interval
+
+SCHEMA = 1
+WORDS = ("reproduced", "not reproduced", "undecided")
+STATUSES = ("as claimed", "opposite", "undecided")
+EXPLORATORY = " (exploratory)"
+ENDED = ("finished", "diverged")
+
+PAPERS = {
+    "park2022": "Park and Kim 2022",
+    "chen2022": "Chen, Hsieh and Gong 2022",
+    "wang2022": "Wang et al. 2022",
+    "hyeonwoo2023": "Hyeon-Woo et al. 2023",
+    "gong2021": "Gong et al. 2021",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What became of one expectation."""
+
+    says: str
+    measure: str
+    terms: str
+    """What its number is: `SAM − AdamW`, or of a trend `slope`."""
+    direction: int
+    than: float
+    """What the number should be above (direction 1) or below (-1)."""
+    status: str
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    missing: int
+    numbers: Mapping[int, float]
+    """By seed; empty in results that were stored without them."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One measure of one arm."""
+
+    numbers: Mapping[int, float]
+    """By seed; NaN where there is none."""
+    share: bool
+    """Whether the numbers are yes or no, such as whether a run diverged."""
+
+    @property
+    def known(self) -> list[float]:
+        return [number for number in self.numbers.values() if not math.isnan(number)]
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.known) / len(self.known) if self.known else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """At 95%: Wilson's of a share, Student's of any other mean."""
+        if self.share:
+            return share_interval(round(math.fsum(self.known)), len(self.known)) if self.known else None
+        return t_interval(self.known)
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A result as it lies on disk, with its numbers as numbers again."""
+
+    claim: str
+    title: str
+    paper: str
+    source: str
+    note: str
+    scale: str
+    data: tuple[str, ...]
+    words: tuple[str, ...]
+    seeds: tuple[int, ...]
+    word: str
+    exploratory: bool
+    comparisons: tuple[Compared, ...]
+    measures: Mapping[str, Mapping[str, Arm]]
+    """measure, as it is called -> arm."""
+    missing: Mapping[str, Mapping[int, Mapping[str, str]]]
+    runs: Mapping[str, Mapping[int, str]]
+    statuses: Mapping[str, Mapping[int, str]]
+    seconds: float
+    date: str
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        return tuple(self.runs)
+
+    @property
+    def verdict(self) -> str:
+        """In full, as it is stored."""
+        return f"{self.word}{EXPLORATORY}" if self.exploratory else self.word
+
+    @property
+    def confidence(self) -> float:
+        """Of each comparison, in percent, so that all hold together at 95%."""
+        return 100 - 5 / len(self.comparisons)
+
+    @property
+    def command(self) -> str:
+        """The words that led here; where the data lies is not stored."""
+        changed = [f"'{word}'" if " " in word else word for word in self.words]
+        data = [f"--data {name}" for name in self.data[:1]]
+        scale = ["--scale paper"] if self.scale == "paper" else []
+        return " ".join(["vitclinic study", self.claim, *data, *scale, f"--seeds {len(self.seeds)}", *changed])
+
+
+def read_result(path: Path) -> StudyResult:
+    """The result in a file; anything else there is one sentence."""
+    try:
+        return result_of(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"'{path}' is no result of a study that this version can show.") from error
+
+
+def result_of(plain: Mapping[str, Any]) -> StudyResult:
+    """The result in what was stored."""
+    study, verdict = plain["study"], str(plain["verdict"])
+    word = verdict.removesuffix(EXPLORATORY)
+    if plain["schema"] != SCHEMA or word not in WORDS:
+        raise ValueError(f"schema {plain['schema']}, verdict {verdict}")
+    return StudyResult(
+        claim=str(plain["claim"]),
+        title=str(study["title"]),
+        paper=PAPERS.get(study["paper"], str(study["paper"])),
+        source=str(study["source"]),
+        note=str(study.get("note") or ""),
+        scale=str(plain["scale"]),
+        data=tuple(plain["data"]),
+        words=tuple(plain["words"]),
+        seeds=tuple(plain["seeds"]),
+        word=word,
+        exploratory=verdict != word,
+        comparisons=tuple(map(_compared, plain["comparisons"], study["expectations"])),
+        measures=_measures(study["measures"], plain["values"]),
+        missing={arm: _by_seed(seeds) for arm, seeds in plain["missing"].items()},
+        runs={arm: _by_seed(seeds) for arm, seeds in plain["runs"].items()},
+        statuses={arm: _by_seed(seeds) for arm, seeds in plain["statuses"].items()},
+        seconds=float(plain["seconds"]),
+        date=str(plain["date"]),
+    )
+
+
+def _compared(plain: Mapping[str, Any], expected: Mapping[str, Any]) -> Compared:
+    if plain["status"] not in STATUSES:
+        raise ValueError(plain["status"])
+    return Compared(
+        says=str(plain["says"]),
+        measure=str(plain["measure"]),
+        terms=_terms(expected),
+        direction=int(plain["direction"]),
+        than=float(expected.get("than", 0.0)),
+        status=plain["status"],
+        mean=float(plain["mean"]),
+        low=float(plain["low"]),
+        high=float(plain["high"]),
+        seeds=int(plain["seeds"]),
+        missing=int(plain["missing"]),
+        numbers={int(seed): float(number) for seed, number in plain.get("numbers", {}).items()},
+    )
+
+
+def _terms(expected: Mapping[str, Any]) -> str:
+    pair: Sequence[Any] | None = expected.get("greater") or expected.get("less")
+    if pair is None:
+        return "exponent" if expected.get("power") else "slope, for each doubling"
+    first, second = (" − ".join(term) if isinstance(term, list) else str(term) for term in pair)
+    if isinstance(pair[1], list):
+        second = f"({second})"
+    return first if pair[1] == 0 else f"{first} − {second}"
+
+
+def _measures(measures: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Arm]]:
+    return {
+        f"log10 {name}" if measure.get("log") else name: {
+            arm: Arm(
+                {int(seed): float(numbers.get(name, math.nan)) for seed, numbers in by_seed.items()},
+                share=measure.get("result") == "diverged",
+            )
+            for arm, by_seed in values.items()
+        }
+        for name, measure in measures.items()
+    }
+
+
+def _by_seed(plain: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(seed): value for seed, value in plain.items()}

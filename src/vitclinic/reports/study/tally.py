@@ -1,0 +1,110 @@
+"""The tally: every claim with what was found of it, as rows for the index of studies and for the documentation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitclinic.reports.drawing import Drawings
+from vitclinic.reports.frame import filled, write_page
+from vitclinic.reports.numbers import seconds
+from vitclinic.reports.study.page import SEVERITIES, comparison
+from vitclinic.reports.study.result import PAPERS, WORDS, StudyResult
+
+EXPLORATORY, NOT_RUN = "exploratory", "not run yet"
+OUTCOMES = (*WORDS, EXPLORATORY, NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the catalogue."""
+
+    name: str
+    title: str
+    paper: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the tally: a claim with one of its results, or without."""
+
+    claim: Claim
+    result: StudyResult | None = None
+    page: str = ""
+    """The result's own page, as a link from the index."""
+
+    @property
+    def outcome(self) -> str:
+        """One of OUTCOMES: with too few seeds for a verdict a result counts as exploratory, whatever it says."""
+        if self.result is None:
+            return NOT_RUN
+        return EXPLORATORY if self.result.exploratory else self.result.word
+
+
+def entries(claims: Sequence[Claim], results: Mapping[str, StudyResult]) -> list[Entry]:
+    """The claims in their order, each with its results (by the names of their files), then results of other studies."""
+    known = {claim.name for claim in claims}
+    found = []
+    for claim in claims:
+        own = [(name, result) for name, result in results.items() if result.claim == claim.name]
+        found += [Entry(claim, result, f"{name}.html") for name, result in own] or [Entry(claim)]
+    for name, result in results.items():
+        if result.claim not in known:
+            of = Claim(result.claim, result.title, result.paper, result.source)
+            found.append(Entry(of, result, f"{name}.html"))
+    return found
+
+
+def counts(found: Sequence[Entry]) -> dict[str, int]:
+    """How many of each outcome."""
+    counted = Counter(entry.outcome for entry in found)
+    return {outcome: counted[outcome] for outcome in OUTCOMES}
+
+
+def by_paper(found: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """The entries of each paper, in the order of the papers' first."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in found:
+        groups.setdefault(PAPERS.get(entry.claim.paper, entry.claim.paper), []).append(entry)
+    return groups
+
+
+def write_index(path: str | Path, found: Sequence[Entry], title: str | None = None) -> Path:
+    """Write the index of all studies."""
+    return write_page(path, render_index(found, title))
+
+
+def render_index(found: Sequence[Entry], title: str | None = None) -> str:
+    """The index as HTML."""
+    groups = [
+        {"name": paper, "id": f"paper-{place}", "rows": [_row(entry) for entry in entries]}
+        for place, (paper, entries) in enumerate(by_paper(found).items(), 1)
+    ]
+    results = [entry.result for entry in found if entry.result is not None]
+    return filled(
+        "studies.html",
+        Drawings(images=True),
+        title=title or "The papers' claims, and what was found",
+        claims=len({entry.claim.name for entry in found}),
+        results=len(results),
+        cost=seconds(sum(result.seconds for result in results)),
+        counts=[(outcome, SEVERITIES.get(outcome, "plain"), count) for outcome, count in counts(found).items()],
+        groups=groups,
+    )
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    result = entry.result
+    row = {"claim": entry.claim, "page": entry.page, "result": result, "outcome": entry.outcome}
+    if result is None:
+        return row
+    return {
+        **row,
+        "severity": SEVERITIES[result.word],
+        "cost": seconds(result.seconds),
+        "comparisons": [comparison(one) for one in result.comparisons],
+    }

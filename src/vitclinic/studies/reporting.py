@@ -1,0 +1,50 @@
+"""Pages of all studies of a folder from what is stored there, with the tally of the whole catalogue."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from vitclinic.errors import RunError
+from vitclinic.reports.study.page import render_study
+from vitclinic.reports.study.result import StudyResult, read_result
+from vitclinic.reports.study.tally import Claim, Entry, entries, write_index
+from vitclinic.reports.frame import write_page
+from vitclinic.studies.catalogue import open_study, shipped_studies
+
+log = logging.getLogger(__name__)
+
+INDEX = "index.html"
+
+
+def report_studies(folder: str | Path = "studies", *, title: str | None = None) -> Path:
+    """Write the page of every result in a folder of `vitclinic study`, and an index of the catalogue beside them.
+
+    Example:
+        >>> report_studies("studies")  # doctest: +SKIP
+        PosixPath('studies/index.html')
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunError(f"There is no folder '{folder}' of results: `vitclinic study` makes one.")
+    results = stored_results(folder)
+    for name, result in results.items():
+        write_page(folder / f"{name}.html", render_study(result))
+    return write_index(folder / INDEX, tally(results), title)
+
+
+def stored_results(folder: Path) -> dict[str, StudyResult]:
+    """The results of a folder by the names of their files; what is none is left out, with a warning."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            found[file.stem] = read_result(file)
+        except RunError as error:
+            log.warning("Left out: %s", error)
+    return found
+
+
+def tally(results: dict[str, StudyResult]) -> list[Entry]:
+    """Every claim of the catalogue with its results, or none yet."""
+    studies = [open_study(name) for name in shipped_studies()]
+    return entries([Claim(study.claim, study.title, study.paper, study.source) for study in studies], results)
