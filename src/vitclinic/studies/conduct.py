@@ -106,7 +106,8 @@ def study(
         'reproduced'
 
     Runs are trained once per digest, in `out/pool`, whatever study asks for them; the result is `out/CLAIM.json` (at
-    the paper's scale `out/CLAIM-paper.json`), with a page about it beside it. The same call goes on where another was stopped.
+    the paper's scale `out/CLAIM-paper.json`), with a page about it beside it. The same call goes on where
+    another was stopped.
     """
     chosen = what if isinstance(what, Study) else open_study(what)
     numbers = tuple(range(seed_count(chosen, scale, seeds)))

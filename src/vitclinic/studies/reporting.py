@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 from vitclinic.errors import RunError
+from vitclinic.reports.frame import write_page
 from vitclinic.reports.study.page import render_study
 from vitclinic.reports.study.result import StudyResult, read_result
 from vitclinic.reports.study.tally import Claim, Entry, entries, write_index
-from vitclinic.reports.frame import write_page
 from vitclinic.studies.catalogue import open_study, shipped_studies
 
 log = logging.getLogger(__name__)
