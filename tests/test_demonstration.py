@@ -89,6 +89,7 @@ def small(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demonstration, "RECIPE", str(tmp_path / "small.yaml"))
+    monkeypatch.setattr(demonstration, "SHORTER", ())
     monkeypatch.setattr(demonstration, "TREATMENTS", ("conv_stem",))
     monkeypatch.setattr(demonstration, "BUDGET", "6s")
     return Path("my: demo #1")
