@@ -130,13 +130,14 @@ def _seeds(known: Mapping[int, float], at: float, colour: str) -> go.Scatter:
 
 def _mean(mean: float, low: float, high: float, at: float, colour: str) -> go.Scatter:
     bars = error_bars([mean], [low], [high])
+    ends = {key: bars[key].tolist() for key in ("array", "arrayminus")}
     span = "" if math.isnan(low) else f" [{number(low)}, {number(high)}]"
     return go.Scatter(
         x=[mean],
         y=[at],
         mode="markers",
         marker={"color": colour, "size": 11, "symbol": "diamond"},
-        error_x={**bars, "color": colour, "thickness": 2, "width": 5},
+        error_x={**bars, **ends, "color": colour, "thickness": 2, "width": 5},
         hovertemplate=f"mean {number(mean)}{span}<extra></extra>",
     )
 
