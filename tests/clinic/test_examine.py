@@ -188,7 +188,7 @@ def test_a_probe_whose_own_images_are_not_there_does_not_apply():
     without = dataclasses.replace(data, splits={"train": data.splits["train"]})
     exam = vitclinic.examine(Counting(), without, split="train", probes=["lesion", "norms"])
     assert (exam["lesion"].status, exam["norms"].status) == ("does_not_apply", "ok")
-    assert "no images in its test split" in exam["lesion"].reason
+    assert exam["lesion"].reason == "it is measured on images of the test split, and the data has none."
 
 
 def test_want_of_memory_does_not_stop_an_exam():

@@ -19,7 +19,14 @@ WORDS = [VIT, "--random-weights", "--data", "shapes:120", "--budget", "15s", "--
 
 def command(folder: Path) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "vitclinic", "examine", *WORDS, "--out", str(folder)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever runs the tests in the background of a script may ignore Ctrl-C, and this would be inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def stored(folder: Path) -> dict[str, bytes]:

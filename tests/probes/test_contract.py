@@ -10,6 +10,7 @@ import torch
 from tests.probes.subjects import NETWORKS, subject
 from vitclinic.measurement import Measurement
 from vitclinic.probes import estimated_seconds, known_probes, measure, parse_probes, seen_by
+from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.restoring import _TABLES, left_as_it_was
 
 QUICK = {
@@ -111,7 +112,8 @@ def test_a_probe_says_what_it_is_and_what_it_costs(name):
     assert probe.name == name
     assert (probe.__doc__ or "").split("\n")[0].endswith(".")
     assert probe().forwards(subject()) >= 0
-    assert estimated_seconds(subject(), [probe()]) > 0
+    applies = obstacle_to(probe(), subject()) is None
+    assert (estimated_seconds(subject(), [probe()]) > 0) == applies
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError])
