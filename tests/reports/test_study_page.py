@@ -96,6 +96,14 @@ def test_one_seed_has_no_interval_and_a_failed_run_its_reason():
     assert "failed" in text
 
 
+def test_one_comparison_alone_is_drawn():
+    plain = stored()
+    plain["comparisons"] = plain["comparisons"][:1]
+    plain["study"]["expectations"] = plain["study"]["expectations"][:1]
+    plot = json.loads(carried(render_study(result_of(plain)), "plot-comparisons"))
+    assert len(plot["data"]) == 2
+
+
 def test_a_result_without_seeds_numbers_still_shows_mean_and_interval():
     plain = stored()
     for one in plain["comparisons"]:

@@ -31,7 +31,8 @@ def comparisons_figure(result: StudyResult) -> Figure:
     below = LINE * (1 + max(_axis_title(one).count("<br>") for one in compared)) + 34
     rows = len(compared)
     inside = PANEL * rows + (above + below) * (rows - 1)
-    plot = canvas(inside + above + below, rows, titles=titles, vertical_spacing=(above + below) / inside)
+    between = (above + below) / inside if rows > 1 else 0.0
+    plot = canvas(inside + above + below, rows, titles=titles, vertical_spacing=between)
     plot.update_layout(showlegend=False, margin={"t": above, "b": below})
     plot.update_annotations(x=0, xanchor="left", align="left")
     for row, one in enumerate(compared, 1):
