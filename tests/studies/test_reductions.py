@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from vitclinic.data import DataConfig
 from vitclinic.errors import RecipeError
 from vitclinic.measurement import Measurement, Scalar, UnitRow
-from vitclinic.studies.measuring import early_epoch, numbers_of, of_measurement, over_stages, over_units
+from vitclinic.studies.measuring import early_epoch, measured_of, of_measurement, over_stages, over_units
 from vitclinic.studies.study import Measure, parse_study
 from vitclinic.studies.verdicts import judge
 from vitclinic.training import Run
@@ -57,11 +58,12 @@ def test_a_run_that_diverged_counts_as_chance_where_the_measure_says_so() -> Non
         "nll": Measure(result="test.nll", when_diverged=9.0),
         "plain": Measure(result="test.accuracy"),
     }
-    found = numbers_of(_run("diverged"), measures)
+    found = measured_of(_run("diverged"), DataConfig(source="digits"), measures).numbers
     assert found["accuracy"] == 0.25
     assert found["nll"] == 9.0
     assert math.isnan(found["plain"])
-    assert math.isnan(numbers_of(_run("finished"), measures)["accuracy"]), "a finished run has its own number or none"
+    finished = measured_of(_run("finished"), DataConfig(source="digits"), measures).numbers
+    assert math.isnan(finished["accuracy"]), "a finished run has its own number or none"
 
 
 def test_early_is_the_first_epoch_kept_after_the_start() -> None:
