@@ -305,7 +305,9 @@ def study(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build every network, count runs and FLOPs; no training.")
     ] = False,
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many; the study's own unless given.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many; the study's own unless given.")
+    ] = None,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="Runs at a time; they divide the cores.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster; auto: the one at hand.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs and the result go.")] = Path("studies"),
