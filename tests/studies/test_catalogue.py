@@ -1,6 +1,8 @@
 """Every study of the catalogue: it says what it means, builds what it names, and runs in miniature."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -55,6 +57,15 @@ def test_it_is_named_after_its_claim_and_speaks_of_what_it_measures(claim):
 
 def named(term):
     return [term] if isinstance(term, str) else term if isinstance(term, list) else []
+
+
+def test_the_example_in_the_docs_is_a_study(tmp_path):
+    page = (Path(__file__).parent.parent.parent / "docs" / "study.md").read_text(encoding="utf-8")
+    file = tmp_path / "mine.yaml"
+    file.write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    asked = open_study(file)
+    assert len(asked.recipes()) == len(asked.recipes(scale="paper")) == 3
+    assert asked.recipes()["AdamW"].epochs == 40
 
 
 @pytest.mark.parametrize("scale", ["cpu", "paper"])

@@ -207,7 +207,7 @@ def test_a_base_is_what_several_studies_have_in_common(tmp_path):
     slow = open_study(file).recipes()["slow"]
     assert (slow.data.limit, slow.batch_size, slow.optimizer.lr) == (3000, 50, 1e-5)
     file.write_text(yaml.safe_dump({**STUDY, "base": {"like": "smal"}}))
-    with pytest.raises(RecipeError, match="There is no base 'smal' for a study. Did you mean 'small'"):
+    with pytest.raises(RecipeError, match=r"There is no base 'smal' for a study\. Did you mean 'small'"):
         open_study(file)
 
 
