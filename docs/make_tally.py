@@ -32,9 +32,9 @@ comparisons of its study) lies on the side that the claim says, *opposite* if on
 claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite, *undecided*
 otherwise, and *exploratory* below five seeds. Effects are means over seeds, in the measure's own unit, with their
 interval. Cost is training time by the runs' own record; studies share runs, so that costs do not add up. What a study
-trains and measures is in its file, `src/vitclinic/studies/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it. Lines that
-the papers do not give (in P9, C15, W2, W5, H2, G2 and G3) are ours, and were drawn after first looks at networks of this
-size (docs/results/layers.md, remedies.md): what they say of those claims is not blind.
+trains and measures is in its file, `src/vitclinic/studies/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it. Lines
+that the papers do not give (in P9, C15, W2, W5, H2, G2 and G3) are ours, and were drawn after first looks at networks
+of this size (docs/results/layers.md, remedies.md): what they say of those claims is not blind.
 """
 COLUMNS = ["| claim | verdict | effects [interval] | seeds | cost | date |", "|---|---|---|---|---|---|"]
 

@@ -14,9 +14,8 @@ import yaml
 
 from vitclinic.errors import DataError, RecipeError, RunError
 from vitclinic.studies import runner
-from vitclinic.studies.catalogue import open_study, shipped_studies
+from vitclinic.studies.catalogue import open_study
 from vitclinic.studies.conduct import study
-from vitclinic.studies.reporting import report_studies
 
 from .networks import STUDY, TINY, tiny_study
 
@@ -47,12 +46,6 @@ def test_every_arm_is_trained_with_every_seed_measured_and_judged(tmp_path):
     stored = json.loads((tmp_path / "T1.json").read_text())
     assert stored == json.loads(json.dumps(result.plain()))
     assert stored["values"]["fast"]["1"] == result.values["fast"][1]
-    assert comparison.numbers == pytest.approx(dict(enumerate(differences)))
-    page = result.page.read_text()
-    assert all(f'href="pool/{run}/"' in page for by_seed in result.runs.values() for run in by_seed.values())
-    index = report_studies(tmp_path).read_text()
-    assert 'href="T1.html"' in index
-    assert index.count("not run yet</span>") == len(shipped_studies())
 
 
 @pytest.mark.parametrize(
@@ -214,7 +207,7 @@ def test_a_base_is_what_several_studies_have_in_common(tmp_path):
     slow = open_study(file).recipes()["slow"]
     assert (slow.data.limit, slow.batch_size, slow.optimizer.lr) == (3000, 50, 1e-5)
     file.write_text(yaml.safe_dump({**STUDY, "base": {"like": "smal"}}))
-    with pytest.raises(RecipeError, match="There is no base 'smal' for a study"):
+    with pytest.raises(RecipeError, match=r"There is no base 'smal' for a study\. Did you mean 'small'"):
         open_study(file)
 
 

@@ -34,7 +34,7 @@ def study(
         bool, typer.Option("--dry-run", help="Build every network, count runs and FLOPs; no training.")
     ] = False,
     seeds: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many; the study's own unless given.")
+        int | None, typer.Option(metavar="N", min=1, help="How many; the study says unless given.")
     ] = None,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="Runs at a time; they divide the cores.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster; auto: the one at hand.")] = None,

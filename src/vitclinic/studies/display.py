@@ -129,7 +129,7 @@ def _cost(cost: ArmCost, gpu: bool) -> dict[str, str]:
         "images seen": f"{cost.images:,}",
         "FLOPs": f"{cost.flops:.2g}",
     }
-    return {**row, "GPU hours": f"{cost.gpu_hours:.2g}"} if gpu else row
+    return {**row, "GPU time": written(3600 * cost.gpu_hours)} if gpu else row
 
 
 def _show(title: str, rows: Rows, console: Console) -> None:

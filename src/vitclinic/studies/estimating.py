@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from vitclinic.studies.catalogue import open_study
 from vitclinic.studies.conduct import seed_count, with_data
 from vitclinic.studies.named_data import data_facts
 from vitclinic.studies.study import Scale, ScaleName, Study
-from vitclinic.training import Recipe
+from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.network import network_for
 from vitclinic.training.recipe import DEFAULT_EPOCHS
 from vitclinic.treatments import Case
@@ -100,14 +102,13 @@ def _cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
         raise RecipeError(f"'{arm}' trains for a time (max_time): its number of steps is not known beforehand.")
     images, case = _facts(recipe, scale)
     try:
-        network = network_for(recipe, case)
+        parameters, forward = _built(json.dumps(recipe.model_dump(include={"model", "treatments"})), case)
     except ModelError as error:
         raise ModelError(f"The network of '{arm}' cannot be built: {error}") from error
-    parameters = sum(parameter.numel() for parameter in network.parameters())
     steps = recipe.steps or max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * images / recipe.batch_size - 1e-9))
     seen = steps * recipe.batch_size
     passes = max([treatment.passes() for treatment in recipe.parsed_treatments()], default=1.0)
-    flops = 3.0 * passes * forward_flops(network, case) * seen
+    flops = 3.0 * passes * forward * seen
     hours = flops / (GPU_PEAK[recipe.precision] * GPU_SHARE) / 3600
     return ArmCost(arm, recipe.model.name, case.classes, case.size, parameters, steps, seen, flops, hours)
 
@@ -125,9 +126,16 @@ def _facts(recipe: Recipe, scale: Scale) -> tuple[int, Case]:
     )
 
 
+@cache
+def _built(recipe: str, case: Case) -> tuple[int, int]:
+    """Parameters and FLOPs of the network that a recipe's `model` and `treatments` make; arms often share one."""
+    network = network_for(build_recipe(json.loads(recipe)), case)
+    return sum(parameter.numel() for parameter in network.parameters()), forward_flops(network, case)
+
+
 def forward_flops(network: torch.nn.Module, case: Case) -> int:
     """Of one image. Counted on torch's meta device, which follows shapes and computes nothing."""
-    network = network.to("meta").eval()
+    network = network.to("meta").eval().requires_grad_(False)
     image = torch.zeros(1, case.channels, *case.size, device="meta")
     # torch's counter does not know every fused attention
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
