@@ -42,6 +42,8 @@ FEW = {
 def epochs_measured(asked):
     """The epochs that the measures of a study speak of."""
     at = [int(measure.result.partition("@")[2]) for measure in asked.measures.values() if "@" in (measure.result or "")]
+    if any(measure.checkpoint == "early" for measure in asked.measures.values()):
+        at += [epoch for recipe in asked.recipes().values() for epoch in recipe.checkpoint.keep_epochs]
     return at + [measure.epoch for measure in asked.measures.values() if measure.epoch is not None]
 
 
