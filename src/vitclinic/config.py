@@ -68,6 +68,10 @@ def section(config: type[Config], key: str) -> type[Config] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Config)), None)
 
 
+_REPEATED = 60
+"""Characters of a section that an error repeats; one that is longer is too much to read."""
+
+
 def _sentence(config: type[Config], problem: Any, where: str) -> str:
     path = [str(part) for part in problem["loc"] if not _is_union_member(part)]
     key = ".".join([*([where] if where else []), *path])
@@ -82,8 +86,7 @@ def _sentence(config: type[Config], problem: Any, where: str) -> str:
     if not key:
         return f"{message[:1].upper()}{message[1:].rstrip('.')}."
     message = message[:1].lower() + message[1:]
-    if isinstance(problem["input"], Mapping) and problem["type"] == "value_error":
-        # A whole section, which is too much to repeat.
+    if isinstance(problem["input"], Mapping) and len(repr(problem["input"])) > _REPEATED:
         return f"'{key}': {message}" if message.endswith(("?", ".")) else f"'{key}': {message}."
     return f"'{key}': {message.rstrip('.')} (got {problem['input']!r})."
 
