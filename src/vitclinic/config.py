@@ -86,7 +86,7 @@ def _sentence(config: type[Config], problem: Any, where: str) -> str:
     if not key:
         return f"{message[:1].upper()}{message[1:].rstrip('.')}."
     message = message[:1].lower() + message[1:]
-    if isinstance(problem["input"], Mapping) and len(repr(problem["input"])) > _REPEATED:
+    if isinstance(problem["input"], Mapping) and (message.endswith("?") or len(repr(problem["input"])) > _REPEATED):
         return f"'{key}': {message}" if message.endswith(("?", ".")) else f"'{key}': {message}."
     return f"'{key}': {message.rstrip('.')} (got {problem['input']!r})."
 
