@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.data.splits import assign, stratified_order, subset
+from vitclinic.data.splits import assign, stratified_order, subset, training_count
 
 labels_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=200).map(lambda x: np.array(x, dtype=np.int64))
 
@@ -28,6 +28,12 @@ def test_held_out_splits_are_disjoint_and_lose_nothing(labels, seed):
     rows = np.concatenate([indices for _, indices in splits.values()])
     assert sorted(rows) == list(range(len(labels)))
     assert len(splits["train"][1]) >= 1
+
+
+@given(labels_strategy, st.sets(st.sampled_from(["val", "test"])))
+def test_how_many_stay_for_training_is_known_beforehand(labels, beside):
+    splits = assign({"train": labels, **dict.fromkeys(beside, labels)}, 0)
+    assert training_count(len(labels), beside) == len(splits["train"][1])
 
 
 def test_a_balanced_set_is_split_exactly():

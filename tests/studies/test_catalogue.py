@@ -100,8 +100,8 @@ def test_a_dry_run_at_the_paper_s_scale_builds_every_network(claim, tmp_path, mo
     plan = plan_study(claim, scale="paper")
     assert len(plan.arms) == len(open_study(claim).recipes(scale="paper"))
     for cost in plan.arms:
-        assert cost.parameters > 1e6
-        assert cost.flops > 1e15
+        assert cost.parameters > (1e5 if claim == "P12" else 1e6)  # P12 has ViTs as narrow as 48 channels
+        assert cost.flops > 1e15 or cost.steps == 1  # C3 measures at initialisation
 
 
 @pytest.fixture(scope="session")

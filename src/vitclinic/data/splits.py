@@ -7,7 +7,7 @@ reproducible and nested.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,11 @@ def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tupl
             order = order[held:]
     result["train"] = ("train", np.sort(order))
     return result
+
+
+def training_count(images: int, splits: Collection[str]) -> int:
+    """How many of so many training images `assign` leaves for training, if the source has these splits."""
+    return images - round(HELD_OUT * images) * len({"val", "test"}.difference(splits))
 
 
 def subset(labels: NDArray[np.int64], count: int, seed: int) -> Indices:

@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from vitclinic.data import DataConfig
 from vitclinic.data.dataset import open_source
-from vitclinic.data.splits import assign
+from vitclinic.data.splits import training_count
 from vitclinic.data.survey import survey
 from vitclinic.errors import DataError
 from vitclinic.training import Recipe
@@ -64,12 +62,9 @@ def data_facts(config: DataConfig) -> tuple[int, Case]:
     """How many training images a source has before `limit`, and their kind; no image of it is decoded."""
     named = missing_data(config.source)
     if named is not None:
-        labels = {split: np.zeros(1, dtype=np.int64) for split in named.held_out}
-        labels["train"] = np.zeros(named.images, dtype=np.int64)
-        case = Case(named.classes, 3, (named.size, named.size))
-    else:
-        source = open_source(config)
-        found = survey(source, lambda what, done, total: None)
-        labels = {split: records.labels for split, records in source.splits.items()}
-        case = Case(len(source.classes), found.channels, found.size)
-    return len(assign(labels, config.split_seed)["train"][1]), case
+        return training_count(named.images, named.held_out), Case(named.classes, 3, (named.size, named.size))
+    source = open_source(config)
+    found = survey(source, lambda what, done, total: None)
+    training = source.splits.get("train")
+    images = 0 if training is None else training_count(len(training.labels), source.splits)
+    return images, Case(len(source.classes), found.channels, found.size)

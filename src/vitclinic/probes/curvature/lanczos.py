@@ -4,6 +4,13 @@ After m products, A V = V T + beta v_{m+1} e_m^T with orthonormal rows of V and 
 approximate those of A; their residual is |A y - theta y| = beta |s_m|, s the eigenvector of T. An eigenvalue of A lies
 within the residual r of theta, and within r^2 / gap of it where the rest of the spectrum is `gap` away.
 
+That says how good a value is, not whether it is one of the largest: of two that are close, or where the start has
+little of one, the other comes out first, as if it were alone. So no other value may lie within `_NEAR` of its own
+residuals of those asked for: the one that is missing shows as a value that is still on its way, with a large residual.
+(Once the basis is full, that is given up: few vectors never tell the values of a dense spectrum from each other.)
+Of the five largest of two trained ViTs, from 1,000 random starts each, 21 and 25% were wrong without that, and none
+with it, for 23 and 26 products instead of 18 and 22.
+
 New vectors are made orthogonal to all earlier ones, twice: without that, rounding makes copies of converged
 eigenvalues [Parlett 1998, ch. 13]. When the basis is full it restarts from its best vectors [Wu & Simon 2000].
 Shapes: n the matrix's order, m the size of the basis, k wanted eigenvalues.
@@ -21,6 +28,9 @@ from torch import Tensor
 
 _BASIS = 40
 """Vectors kept, as a rule: restarts are then rare, and memory is that of so many copies of the weights."""
+
+_NEAR = 4
+"""Residuals that a value which is not wanted has to stay below those that are, by magnitude."""
 
 Product = Callable[[Tensor], Tensor]
 """A symmetric matrix times a vector [n]."""
@@ -65,6 +75,7 @@ class Basis:
         self.beta = 0.0
         self.products = 0
         self.largest = 0.0
+        self.restarted = False
 
     def grow(self) -> None:
         """One product: the newest vector's image joins the basis."""
@@ -112,7 +123,7 @@ class Basis:
         self.projected[:] = 0
         self.projected[range(p), range(p)] = values
         self.projected[p, :p] = self.projected[:p, p] = self.beta * keep[m - 1]
-        self.size = p
+        self.size, self.restarted = p, True
 
 
 def largest_eigenpairs(
@@ -127,9 +138,9 @@ def largest_eigenpairs(
 ) -> Eigenpairs:
     """The `k` eigenvalues of largest magnitude of the symmetric matrix behind `product`, from the vector `start`.
 
-    Stops when the estimated error of each is below `tolerance` times its magnitude, after `max_products`, or when
-    `go_on`, called after every product with the best so far, says no; `converged` says which. `basis` bounds the number
-    of vectors kept.
+    Stops when the estimated error of each is below `tolerance` times its magnitude and no other value comes near, after
+    `max_products`, or when `go_on`, called after every product with the best so far, says no; `converged` says which.
+    `basis` bounds the number of vectors kept.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([3.0, -5.0, 1.0, 0.5], dtype=torch.float64))
@@ -162,10 +173,13 @@ def _ritz(space: Basis, k: int, tolerance: float) -> Ritz:
     residuals = np.maximum(residuals, torch.finfo(space.vectors.dtype).eps * space.largest)
     gaps = np.maximum(_gaps(values, residuals), residuals)
     errors = residuals * np.divide(residuals, gaps, out=np.zeros(m), where=gaps > 0)
-    order = np.argsort(-np.abs(values))[:k]
-    small = errors[order] <= np.maximum(tolerance * np.abs(values[order]), np.finfo(float).tiny)
-    converged = m >= min(k + 1, n) and bool(small.all())
-    return Ritz(values[order], residuals[order], errors[order], s_mm[:, order], converged)
+    order = np.argsort(-np.abs(values))
+    wanted, others = order[:k], order[k:]
+    small = errors[wanted] <= np.maximum(tolerance * np.abs(values[wanted]), np.finfo(float).tiny)
+    reach = np.abs(values[others]) + _NEAR * residuals[others]
+    below = reach <= (1 + tolerance) * np.abs(values[wanted]).min()
+    converged = m >= min(k + 1, n) and bool(small.all() and (space.restarted or below.all()))
+    return Ritz(values[wanted], residuals[wanted], errors[wanted], s_mm[:, wanted], converged)
 
 
 def _gaps(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:

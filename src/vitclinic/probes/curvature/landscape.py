@@ -105,6 +105,7 @@ class Landscape(CurvatureProbe):
     """
 
     name: ClassVar[str] = "landscape"
+    revision: ClassVar[int] = 2  # eigenvalues that were missed before
     cheaper: ClassVar[Cheaper] = ({"points": 11, "images": 64}, {"points": 15, "images": 128})
 
     dimensions: Literal[1, 2] = Field(2, description="a line or a plane")

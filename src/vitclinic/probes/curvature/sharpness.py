@@ -51,6 +51,7 @@ class Sharpness(CurvatureProbe):
     """Largest Hessian eigenvalue, whole and per component, trace and spectral density [chen2022 App. F]."""
 
     name: ClassVar[str] = "sharpness"
+    revision: ClassVar[int] = 2  # eigenvalues that were missed before
     cheaper: ClassVar[Cheaper] = (
         {"images": 32, "components": False, "density_draws": 0},
         {"images": 32},

@@ -41,7 +41,7 @@ from vitclinic.statistics import share_interval
 
 Count = Annotated[int, Field(ge=1)]
 Values = NDArray[np.float64]
-_PRODUCTS, _PASSES = 25, 6
+_PRODUCTS, _PASSES = 26, 6
 """What a mini-batch takes as a rule: products, and forward passes a product."""
 _KEPT = ("values", "residuals", "errors", "products", "converged")
 
@@ -51,6 +51,7 @@ class HessianSpectrum(OwningProbe):
     """Top Hessian eigenvalues of training mini-batches: their spectrum, NEP and APE [park2022 Fig. 1c, 4]."""
 
     name: ClassVar[str] = "hessian_spectrum"
+    revision: ClassVar[int] = 2  # eigenvalues that were missed before
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"batches": 4}, {"batches": 8})
