@@ -328,6 +328,11 @@ def test_ctrl_c_is_not_a_traceback(moment, command, monkeypatch):
     ("words", "code", "message"),
     [
         (["resnet18", "--data", "digits"], 2, "error: 'resnet18' is not a target: write timm:resnet18."),
+        (
+            ["nets/own.py:build", "--data", "digits"],
+            2,
+            "error: 'nets/own.py:build' is not a target: a module has no '.py', write 'nets.own:build'.",
+        ),
         (["timm:resnet18", "--probes", "nroms", "--data", "digits"], 2, "Did you mean 'norms'?"),
         (["timm:resnet18", "--set", "cost=3", "--data", "digits"], 2, "--set takes PROBE.OPTION=VALUE"),
         (

@@ -143,6 +143,9 @@ def _keywords(query: str, text: str) -> dict[str, Any]:
 
 
 def _call(text: str, module: str, function: str) -> nn.Module:
+    if module.endswith(".py"):
+        meant = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise RecipeError(f"'{text}' is not a target: a module has no '.py', write '{meant}:{function}'.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` would: the module is most often a file right here
     try:

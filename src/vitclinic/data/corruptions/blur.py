@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic.data.corruptions.drawing import Draws, in_threads
+from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.data.corruptions.filtering import correlate, gaussian_smooth
 from vitclinic.data.corruptions.levels import rounded, truncated
 from vitclinic.data.corruptions.parameters import Setting
@@ -69,16 +69,9 @@ def along_lines(x_bchw: Tensor, radius: float, sigma: float, angles: Tensor) -> 
     reach = len(weights)
     padded = F.pad(x_bchw, (reach,) * 4, mode="replicate")
     blurred = torch.zeros_like(x_bchw)
-    plan = list(zip((down + reach).tolist(), (right + reach).tolist(), strict=True))
-    shares = weights.tolist()
-
-    def some(rows: range) -> None:
-        for row in rows:
-            image, result = padded[row], blurred[row]
-            for y, x, share in zip(*plan[row], shares, strict=True):
-                result.add_(image[:, y : y + h, x : x + w], alpha=share)
-
-    in_threads(some, len(x_bchw))
+    for image, result, *places in zip(padded, blurred, (down + reach).tolist(), (right + reach).tolist(), strict=True):
+        for y, x, share in zip(*places, weights.tolist(), strict=True):
+            result.add_(image[:, y : y + h, x : x + w], alpha=share)
     return blurred
 
 

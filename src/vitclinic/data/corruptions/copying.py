@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.corruptions.corruption import Corruption
-from vitclinic.data.corruptions.drawing import in_threads
 from vitclinic.data.corruptions.parameters import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, setting
+from vitclinic.data.corruptions.threads import in_threads
 from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
 from vitclinic.data.decoding import as_image
 from vitclinic.data.folder import CLASSES_FILE
@@ -262,13 +262,13 @@ class Copy:
             corrupted = self.corruption(to_unit_interval(x_bhwc), part.rows[some])
             pixels = corrupted.mul_(255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
-            def encode(rows: range, pixels: Any = pixels, start: int = start) -> None:
-                for row in rows:
+            def encode(rows: slice, pixels: Any = pixels, start: int = start) -> None:
+                for row in range(*rows.indices(len(pixels))):
                     file = io.BytesIO()
                     as_image(pixels[row]).save(file, "PNG", compress_level=1)
                     files[start + row] = file.getvalue()
 
-            in_threads(encode, len(some))
+            in_threads(encode, len(some), at_once=len(some))
             progress(start + len(some))
         return files
 

@@ -20,6 +20,7 @@ from vitclinic.data.corruptions.levels import rounded, truncated
 from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
 from vitclinic.data.corruptions.spatter import spatter
+from vitclinic.data.corruptions.threads import in_threads
 from vitclinic.data.corruptions.weather import fog, frost, snow
 from vitclinic.errors import DataError, RecipeError, did_you_mean
 
@@ -40,9 +41,9 @@ _BESIDE = 0.5
 """How far beside [0, 1] a value may be, as interpolation brings it, and is clipped; images of 255 levels, or those that
 are normalised already, are not meant."""
 
-_AT_ONCE, _ON_GPU = 2**19, 2**26
-"""Values that are corrupted at a time: what so many need stays in a CPU's cache, and in memory that is mapped already
-(page faults take as long as the work, otherwise)."""
+_AT_ONCE = 2**18
+"""Values that one CPU thread corrupts at a time: what so many need stays in its cache, and in memory that is mapped
+already (page faults take as long as the work, otherwise)."""
 
 
 class Corruption:
@@ -83,12 +84,14 @@ class Corruption:
             raise DataError(f"A corruption takes images in [0, 1] (got values from {least:g} to {most:g}).")
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
         result = torch.empty_like(images)
-        count = (_AT_ONCE if images.device.type == "cpu" else _ON_GPU) // images[0].numel()
-        threads = torch.get_num_threads()
-        count = max(threads, count // threads * threads)  # where each has a thread, none has more than the others
-        for start in range(0, len(images), count):
-            part = slice(start, start + count)
+
+        def some(part: slice) -> None:
             result[part] = self._corrupted(images[part], rows[part], chosen)
+
+        if images.device.type == "cpu":
+            in_threads(some, len(images), max(1, _AT_ONCE // images[0].numel()))
+        else:
+            some(slice(None))
         return result
 
     def _corrupted(self, images: Tensor, rows: NDArray[np.int64], chosen: Setting) -> Tensor:

@@ -8,10 +8,8 @@ batches are drawn at once, where they are needed: in all threads of the CPU, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -82,15 +80,3 @@ def _fold(x: Tensor, by: int, spare: Tensor) -> Tensor:
     """x ^= x >> by, the shift filling in zeros; in place."""
     torch.bitwise_right_shift(x, by, out=spare)
     return x.bitwise_xor_(spare.bitwise_and_((1 << (32 - by)) - 1))
-
-
-def in_threads(work: Callable[[range], None], count: int) -> None:
-    """`work` on the numbers 0 to `count` - 1, in ranges, one for each of torch's threads."""
-    threads = min(torch.get_num_threads(), count)
-    if threads <= 1:
-        work(range(count))
-        return
-    borders = [count * part // threads for part in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work, range(*pair)) for pair in pairwise(borders)]:
-            done.result()

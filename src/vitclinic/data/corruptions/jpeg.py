@@ -15,7 +15,7 @@ import torchvision.io
 from PIL import Image
 from torch import Tensor
 
-from vitclinic.data.corruptions.drawing import Draws, in_threads
+from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.data.corruptions.parameters import Setting
 from vitclinic.data.decoding import as_image
 
@@ -29,16 +29,9 @@ def jpeg_compression(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     levels = (x_bchw * 255).round_().byte()
     # Colours last, as libjpeg takes them; stacking is three times faster than a change of the memory format.
     pixels = torch.stack(levels.unbind(1), -1).cpu().permute(0, 3, 1, 2)
-    decoded = list(pixels)
-
-    def some(rows: range) -> None:
-        for row in rows:  # without the interpreter's lock, but for a moment
-            decoded[row] = through(pixels[row], setting.parameters)
-
-    in_threads(some, len(pixels))
     result = torch.empty_like(x_bchw)
-    for row, image in enumerate(decoded):
-        result[row] = image
+    for image, target in zip(pixels, result, strict=True):
+        target.copy_(through(image, setting.parameters))
     return result.div_(255)
 
 
