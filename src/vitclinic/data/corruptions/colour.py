@@ -25,7 +25,7 @@ def brightness(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
 def contrast(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Distances from the channel's mean multiplied by `share`."""
     share = setting.parameters
-    means = x_bchw.mean((2, 3), keepdim=True, dtype=torch.float64).float()
+    means = x_bchw.mean(3, keepdim=True).double().mean(2, keepdim=True).float()  # long sums need the digits
     return (x_bchw - means).mul_(share).add_(means)
 
 

@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.corruptions.corruption import Corruption
 from vitclinic.data.corruptions.parameters import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, setting
-from vitclinic.data.corruptions.threads import in_threads
+from vitclinic.data.corruptions.pictures import Picture, as_pictures
 from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
 from vitclinic.data.decoding import as_image
 from vitclinic.data.folder import CLASSES_FILE
@@ -255,22 +256,21 @@ class Copy:
         """The corrupted images as PNG files."""
         height, width = self.dataset.size
         at_a_time = max(1, _BATCH_VALUES // (height * width * self.dataset.channels))
-        files: list[bytes] = [b""] * len(indices)
-        for start in range(0, len(indices), at_a_time):
-            some = indices[start : start + at_a_time]
-            x_bhwc = np.ascontiguousarray(centre_view(part.read(some), self.dataset.size))
-            corrupted = self.corruption(to_unit_interval(x_bhwc), part.rows[some])
-            pixels = corrupted.mul_(255).round_().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
-
-            def encode(rows: slice, pixels: Any = pixels, start: int = start) -> None:
-                for row in range(*rows.indices(len(pixels))):
-                    file = io.BytesIO()
-                    as_image(pixels[row]).save(file, "PNG", compress_level=1)
-                    files[start + row] = file.getvalue()
-
-            in_threads(encode, len(some), at_once=len(some))
-            progress(start + len(some))
+        files: list[bytes] = []
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for start in range(0, len(indices), at_a_time):
+                some = indices[start : start + at_a_time]
+                x_bhwc = np.ascontiguousarray(centre_view(part.read(some), self.dataset.size))
+                corrupted = self.corruption(to_unit_interval(x_bhwc), part.rows[some])
+                files += pool.map(_png, as_pictures(corrupted))
+                progress(len(files))
         return files
+
+
+def _png(picture: Picture) -> bytes:
+    file = io.BytesIO()
+    as_image(picture).save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def class_folders(classes: Sequence[str]) -> list[str]:

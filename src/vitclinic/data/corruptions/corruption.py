@@ -13,14 +13,13 @@ from torch import Tensor
 from vitclinic.data.batch import Batch
 from vitclinic.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from vitclinic.data.corruptions.colour import brightness, contrast, saturate
-from vitclinic.data.corruptions.digital import elastic_transform, pixelate
 from vitclinic.data.corruptions.drawing import Draws
-from vitclinic.data.corruptions.jpeg import jpeg_compression
+from vitclinic.data.corruptions.elastic import elastic_transform
 from vitclinic.data.corruptions.levels import rounded, truncated
 from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
+from vitclinic.data.corruptions.pictures import PICTURES, through_pictures
 from vitclinic.data.corruptions.spatter import spatter
-from vitclinic.data.corruptions.threads import in_threads
 from vitclinic.data.corruptions.weather import fog, frost, snow
 from vitclinic.errors import DataError, RecipeError, did_you_mean
 
@@ -30,20 +29,20 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
         *(gaussian_noise, shot_noise, impulse_noise, speckle_noise),
         *(defocus_blur, glass_blur, motion_blur, zoom_blur, gaussian_blur),
         *(snow, frost, fog, brightness, contrast, saturate, spatter),
-        *(elastic_transform, pixelate, jpeg_compression),
+        elastic_transform,
     )
 }
 
-_ON_LEVELS = frozenset({"motion_blur", "pixelate", "jpeg_compression"})
+_ON_LEVELS = frozenset({"motion_blur"})
 """Those whose results have 256 levels already."""
 
 _BESIDE = 0.5
 """How far beside [0, 1] a value may be, as interpolation brings it, and is clipped; images of 255 levels, or those that
 are normalised already, are not meant."""
 
-_AT_ONCE = 2**18
-"""Values that one CPU thread corrupts at a time: what so many need stays in its cache, and in memory that is mapped
-already (page faults take as long as the work, otherwise)."""
+_AT_ONCE, _ON_GPU = 2**19, 2**26
+"""Values that are corrupted at a time: what so many need stays in a CPU's cache, and in memory that is mapped already
+(page faults take as long as the work, otherwise)."""
 
 
 class Corruption:
@@ -62,7 +61,7 @@ class Corruption:
     """
 
     def __init__(self, name: str, severity: int, seed: int = 0) -> None:
-        if name not in _FUNCTIONS:
+        if name not in NINETEEN:
             hint = did_you_mean(name, NINETEEN) or f" There are {', '.join(NINETEEN)}."
             raise RecipeError(f"There is no corruption '{name}'.{hint}")
         if severity not in SEVERITIES:
@@ -84,19 +83,20 @@ class Corruption:
             raise DataError(f"A corruption takes images in [0, 1] (got values from {least:g} to {most:g}).")
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
         result = torch.empty_like(images)
-
-        def some(part: slice) -> None:
+        count = (_AT_ONCE if images.device.type == "cpu" else _ON_GPU) // images[0].numel()
+        threads = torch.get_num_threads()
+        count = max(threads, count // threads * threads)  # where each has a thread, none has more than the others
+        for start in range(0, len(images), count):
+            part = slice(start, start + count)
             result[part] = self._corrupted(images[part], rows[part], chosen)
-
-        if images.device.type == "cpu":
-            in_threads(some, len(images), max(1, _AT_ONCE // images[0].numel()))
-        else:
-            some(slice(None))
         return result
 
     def _corrupted(self, images: Tensor, rows: NDArray[np.int64], chosen: Setting) -> Tensor:
         draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
-        corrupted = _FUNCTIONS[self.name](rounded(images.detach().float()), chosen, draws)
+        x = images.detach().float()
+        if self.name in PICTURES:
+            return through_pictures(x, PICTURES[self.name], chosen)
+        corrupted = _FUNCTIONS[self.name](rounded(x), chosen, draws)
         return corrupted if self.name in _ON_LEVELS else truncated(corrupted)
 
     def batch(self, batch: Batch) -> Batch:

@@ -1,10 +1,7 @@
-"""Elastic deformation and pixelation."""
+"""Elastic deformation."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,50 +52,3 @@ def _sampled(x_bchw: Tensor, places_bhw2: Tensor, repeat_border: bool) -> Tensor
     span = torch.tensor([w, h], device=x_bchw.device, dtype=torch.float32)
     unit = (places_bhw2 * 2 + 1) / span - 1 if repeat_border else places_bhw2 * 2 / (span - 1) - 1
     return F.grid_sample(x_bchw, unit, mode="bilinear", padding_mode="reflection", align_corners=not repeat_border)
-
-
-def pixelate(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Made smaller to a `share` of each side and back, both as Pillow's box filter does, in 8 bits at every step."""
-    share = setting.parameters
-    h, w = x_bchw.shape[-2:]
-    high, wide = int(h * share), int(w * share)
-    small = _box_rows(_turned(x_bchw * 255), wide)  # rows are added and copied faster than columns
-    small = _turned(_box_rows(_turned(small), high).div_(255))
-    rows, columns = (_nearest(a, b).to(x_bchw.device) for a, b in ((high, h), (wide, w)))
-    return _turned(small.index_select(2, columns)).index_select(2, rows)
-
-
-def _turned(x_bchw: Tensor) -> Tensor:
-    return x_bchw.transpose(2, 3).contiguous()
-
-
-def _box_rows(x_bchw: Tensor, smaller: int) -> Tensor:
-    """So many rows, each the rounded mean of those in its window."""
-    taps, shares = box_windows(x_bchw.shape[2], smaller)
-    total = torch.zeros_like(x_bchw[:, :, :smaller])
-    for rows, share in zip(taps.to(x_bchw.device), shares.to(x_bchw.device), strict=True):
-        total.addcmul_(x_bchw.index_select(2, rows), share)
-    return total.add_(0.5 + 1e-3).floor_()
-
-
-@lru_cache(maxsize=64)
-def box_windows(size: int, smaller: int) -> tuple[Tensor, Tensor]:
-    """Of each new pixel the pixels whose centres lie in it, the left end excluded, [most, smaller]; and their shares.
-
-    Shares are [most, smaller, 1]; where a window has fewer than the most, they are 0.
-    """
-    ratio = size / smaller
-    centres = (np.arange(smaller)[:, None] + 0.5) * ratio
-    distance = (np.arange(size) - centres + 0.5) * (1.0 / ratio)  # rounded as Pillow does, for pixels on a border
-    first, end = (np.floor(centres + way * 0.5 * ratio + 0.5) for way in (-1, 1))
-    window = (np.arange(size) >= first) & (np.arange(size) < end)
-    inside = window & (distance > -0.5) & (distance <= 0.5)
-    counts = inside.sum(1)
-    steps = np.arange(counts.max())[:, None]
-    taps = np.minimum(inside.argmax(1) + steps, size - 1)
-    shares = (steps < counts) / counts
-    return torch.from_numpy(taps), torch.from_numpy(shares.astype(np.float32))[..., None]
-
-
-def _nearest(size: int, larger: int) -> Tensor:
-    return torch.from_numpy(((np.arange(larger) + 0.5) * (size / larger)).astype(np.int64))
