@@ -15,7 +15,7 @@ from vitclinic.reports.numbers import seconds
 from vitclinic.reports.study.page import comparison
 from vitclinic.reports.study.result import StudyResult, read_result
 from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
-from vitclinic.studies.reporting import tally
+from vitclinic.studies.reporting import changed, tally
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"
@@ -55,7 +55,8 @@ def row(entry: Entry) -> str:
     stored = f"[{claim.name}](studies/{entry.page.removesuffix('.html')}.json)"
     cost = f"{seconds(result.seconds)} of training"
     about = f"**{stored}** {result.title}{scale}"
-    return line([about, result.verdict, effects(result), seeds(result), cost, result.date])
+    verdict = f"changed: {entry.changed}" if entry.changed else result.verdict
+    return line([about, verdict, effects(result), seeds(result), cost, result.date])
 
 
 def effects(result: StudyResult) -> str:
@@ -69,7 +70,9 @@ def effects(result: StudyResult) -> str:
 
 def seeds(result: StudyResult) -> str:
     """Of all comparisons, where they differ, in their order."""
-    numbers = [str(one.seeds) for one in result.comparisons]
+    numbers = [
+        f"{one.seeds}{f' ({one.missing} without a number)' if one.missing else ''}" for one in result.comparisons
+    ]
     return numbers[0] if len(set(numbers)) == 1 else "<br>".join(numbers)
 
 
@@ -81,7 +84,7 @@ def seen(results: dict[str, StudyResult]) -> str:
     facts = {
         result.claim: {"verdict": result.verdict, "seeds": len(result.seeds), "date": result.date}
         for result in results.values()
-        if result.scale == "cpu"
+        if result.scale == "cpu" and not changed(result)
     }
     return json.dumps(facts, indent=2) + "\n"
 

@@ -11,6 +11,8 @@ from vitclinic.errors import RunError
 from vitclinic.reports.study.page import render_study
 from vitclinic.reports.study.result import read_result, result_of
 from vitclinic.reports.study.tally import Claim, counts, entries, render_index
+from vitclinic.studies.catalogue import open_study
+from vitclinic.studies.reporting import changed, tally
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +136,18 @@ def test_the_index_counts_every_claim_and_leads_to_the_pages():
     assert 'id="packed-plotly"' not in page  # there is nothing to draw
     assert HOSTILE_ARM not in page
     assert "-0.1595 to -0.04048" in Tags(page).text
+
+
+def test_a_result_of_another_experiment_says_nothing_of_the_claim():
+    result = result_of(stored())
+    assert changed(result) == "changed by epochs=5, by a study that this version cannot read"
+    counted = counts(tally({"C6": result}))
+    assert (counted["changed"], counted["undecided"], counted["exploratory"]) == (1, 0, 0)
+    page = render_index(tally({"C6": result}))
+    assert "another experiment than the catalogue's: changed by epochs=5" in page
+    shipped = open_study("C6").model_dump(mode="json", exclude_defaults=True)
+    as_written = {**stored(study=shipped, words=[]), "comparisons": stored()["comparisons"][:1]}
+    assert changed(result_of(as_written)) == ""
+    assert changed(result_of({**as_written, "data": ["shapes"]})) == "on shapes instead of cifar10"
+    shipped["arms"]["SAM"] = {}
+    assert changed(result_of(as_written)) == "by another study of that name"

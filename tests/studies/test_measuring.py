@@ -19,6 +19,18 @@ from .networks import tiny
 MODEL = {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 12, "depth": 3, "num_heads": 2}
 
 
+def test_what_a_run_saved_before_it_diverged_is_not_what_it_came_to(tmp_path):
+    """Of weights that were kept on purpose, on the way, there is a number."""
+    crash = {"optimizer": {"name": "sgd", "lr": 300.0}, "schedule": {"warmup": "30 steps"}, "clip": None}
+    keeping = {"steps": 40, "checkpoint": {"every": "1 steps", "keep_epochs": [0]}}
+    run = train(tiny(**crash, **keeping).model_copy(update={"out": str(tmp_path / "run")}))
+    assert run.status["status"] == "diverged"
+    assert run.status["step"] > 1
+    norm = {"probe": "norms", "scalar": "weight_norm"}
+    assert number(run, **norm) == "it diverged before its checkpoint 'last'"
+    assert number(run, **norm, checkpoint="epoch-0") > 0
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Three layers, two epochs, of which the first's weights are kept."""

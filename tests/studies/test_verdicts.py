@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from vitclinic.errors import RecipeError
 from vitclinic.studies.study import Expectation, parse_study
 from vitclinic.studies.verdicts import judge, per_seed, slope
 
@@ -82,6 +83,70 @@ def test_without_numbers_nothing_is_decided():
     verdict = judge(study_of(HIGHER), {}, range(5))
     assert verdict.word == "undecided"
     assert verdict.comparisons[0].missing == 5
+
+
+def test_a_verdict_on_survivors_is_exploratory_however_many_there_are():
+    values = values_of(a=[3, 3.1, 3.2, 3.1, 3.3, 3.0, math.nan], b=[1, 1, 1, 1, 1.1, 1.2, 1])
+    assert str(judge(study_of(HIGHER), values, range(7))) == "reproduced (exploratory)"
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {"less": [["b", "a"], 0.01]},
+        {"greater": ["a", 0.05]},
+        {"grows": {300: "a", 1000: "b", 3000: "c"}},
+        {"falls": {0.05: "a", 0.5: "b", 2: "c"}},
+        {"greater": [["a", "b"], ["b", "c"]]},
+    ],
+)
+def test_numbers_that_are_all_the_same_decide_nothing(expected):
+    """As those of runs that all diverged, for which chance stands: what differs is rounding."""
+    values = values_of(a=[0.1] * 5, b=[0.1] * 5, c=[0.1] * 5)
+    verdict = judge(study_of({"says": "it does", "measure": "x", **expected}), values, range(5))
+    assert verdict.word == "undecided"
+    assert math.isnan(verdict.comparisons[0].low)
+
+
+@pytest.mark.parametrize("seeds", range(5, 11))
+def test_on_null_tables_of_crashes_fewer_than_five_in_a_hundred_verdicts_are_wrong(seeds):
+    """All tables of two arms that crash alike and independently, at any rate, weighted by how likely they are."""
+    asked = study_of({"says": "a crashes more", "measure": "diverged", "greater": ["a", "b"]})
+
+    def wrong(lost, gained):
+        a = [1.0] * lost + [0.0] * (seeds - lost)
+        b = [0.0] * lost + [1.0] * gained + [0.0] * (seeds - lost - gained)
+        return judge(asked, values_of("diverged", a=a, b=b), range(seeds)).word != "undecided"
+
+    tables = [(lost, gained) for lost in range(seeds + 1) for gained in range(seeds + 1 - lost) if wrong(lost, gained)]
+    for rate in np.linspace(0.02, 0.98, 49):
+        q = rate * (1 - rate)
+        shares = [
+            stats.multinomial.pmf([lost, gained, seeds - lost - gained], seeds, [q, q, 1 - 2 * q])
+            for lost, gained in tables
+        ]
+        assert sum(shares) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("expected", "sentence"),
+    [
+        ({"greater": [2, 1]}, "compare two different things"),
+        ({"greater": ["a", "a"]}, "compare two different things"),
+        ({"greater": ["a", 7]}, "has the number 7: '7' is the arm"),
+        ({"greater": ["a", math.inf]}, "finite"),
+        ({"grows": {}}, "at least two numbers"),
+        ({"grows": {math.inf: "a", 1: "b"}}, "finite"),
+        ({"grows": {1: 0.5, 2: "b"}}, "string"),
+        ({"grows": {1: "a", 2: "b"}, "than": -math.inf}, "finite"),
+        ({"measure": "diverged", "greater": ["a", 0.5]}, "compares two arms, or one with 0"),
+        ({"measure": "diverged", "greater": [["a", "b"], ["b", "c"]]}, "compares two arms, or one with 0"),
+        ({"measure": "diverged", "grows": {1: "a", 2: "b"}}, "compares two arms, or one with 0"),
+    ],
+)
+def test_what_compares_nothing_is_refused(expected, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        study_of({"says": "it does", "measure": "x", **expected}, arms=("a", "b", "c", "7"))
 
 
 def test_crashes_are_counted_in_pairs():

@@ -76,6 +76,8 @@ def _examined(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> di
 def _exam(
     run: Run, data: DataConfig, checkpoint: str, limit: int, probes: Mapping[str, Any]
 ) -> Mapping[str, Measurement]:
+    if checkpoint in ("last", "best") and run.status["status"] == "diverged":
+        return {}  # what it saved before it crashed is not what it was trained to
     if checkpoint == "early":
         checkpoint = f"epoch-{early_epoch(run)}"
     entries = [{name: probes[name]} for name in probes]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from vitclinic.errors import RunError
+from vitclinic.errors import RecipeError, RunError
 from vitclinic.reports.frame import write_page
 from vitclinic.reports.study.page import render_study
 from vitclinic.reports.study.result import StudyResult, read_result
 from vitclinic.reports.study.tally import Claim, Entry, entries, write_index
 from vitclinic.studies.catalogue import open_study, shipped_studies
+from vitclinic.studies.study import parse_study
 
 log = logging.getLogger(__name__)
 
@@ -47,4 +48,25 @@ def stored_results(folder: Path) -> dict[str, StudyResult]:
 def tally(results: dict[str, StudyResult]) -> list[Entry]:
     """Every claim of the catalogue with its results, or none yet."""
     studies = [open_study(name) for name in shipped_studies()]
-    return entries([Claim(study.claim, study.title, study.paper, study.source) for study in studies], results)
+    claims = [Claim(study.claim, study.title, study.paper, study.source) for study in studies]
+    return entries(claims, results, changed)
+
+
+_EXPERIMENT = ("base", "arms", "axes", "measures", "expectations")
+
+
+def changed(result: StudyResult) -> str:
+    """How a result of a claim of the catalogue came about otherwise than by its study, in words; "" if it did not."""
+    shipped = open_study(result.claim)
+    differences = [f"changed by {' '.join(result.words)}"] if result.words else []
+    source = str(shipped.base["data"]["source"])
+    if result.scale == "cpu" and result.data and result.data != (source,):
+        differences.append(f"on {', '.join(result.data)} instead of {source}")
+    try:
+        stored = parse_study(result.design, result.claim)
+    except RecipeError:
+        return ", ".join([*differences, "by a study that this version cannot read"])
+    parts = ("paper_scale", *_EXPERIMENT) if result.scale == "paper" else _EXPERIMENT
+    if any(getattr(stored, part) != getattr(shipped, part) for part in parts):
+        differences.append("by another study of that name")
+    return ", ".join(differences)

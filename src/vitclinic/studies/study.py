@@ -34,7 +34,9 @@ from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.overrides import laid_over, merge
 
 Two = Field(min_length=2, max_length=2)
-Term = str | float | Annotated[list[str], Two]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Pair = Annotated[list[str], Two]
+Term = str | Number | Pair
 """An arm; a number; or two arms, of which the second is taken from the first."""
 ScaleName = Literal["cpu", "paper"]
 
@@ -105,26 +107,37 @@ class Expectation(Config):
     measure: str
     greater: Annotated[list[Term], Two] | None = None
     less: Annotated[list[Term], Two] | None = None
-    grows: dict[float, Term] | None = Field(None, description="with the number that stands for each arm")
-    falls: dict[float, Term] | None = None
+    grows: dict[Number, str | Pair] | None = Field(None, description="with the number that stands for each arm")
+    falls: dict[Number, str | Pair] | None = None
     power: bool = Field(False, description="the trend is an exponent: log of the measure by log of the number")
-    than: float = Field(0.0, description="what the slope of a trend should be above or below")
+    than: Number = Field(0.0, description="what the slope of a trend should be above or below")
 
     @model_validator(mode="after")
     def _one_comparison(self) -> Expectation:
         if sum(kind is not None for kind in (self.greater, self.less, self.grows, self.falls)) != 1:
             raise ValueError("give one of greater, less, grows and falls")
-        trend = self.grows or self.falls
+        trend = self.falls if self.grows is None else self.grows
         if trend is not None and (len(trend) < 2 or min(trend) <= 0):
             raise ValueError("a trend needs at least two numbers, all above 0")
         if trend is None and self.than:
             raise ValueError("than is for trends; two arms compare with a number as in less: [[one, other], 0.01]")
+        terms = list(self.terms())
+        if trend is None and (terms[0] == terms[1] or all(isinstance(term, float) for term in terms)):
+            raise ValueError(
+                "compare two different things, one of them an arm (its name, in quotes if that is a number)"
+            )
         return self
 
     @property
     def direction(self) -> Literal[1, -1]:
         """1 if the comparison should be above 0."""
         return 1 if self.greater is not None or self.grows is not None else -1
+
+    @property
+    def of_two_arms(self) -> bool:
+        """Whether it compares an arm with another, or with nothing."""
+        pair = self.greater or self.less or ()
+        return bool(pair) and all(isinstance(term, str) or term == 0 for term in pair)
 
     def terms(self) -> Iterator[Term]:
         yield from self.greater or self.less or ()
@@ -175,6 +188,14 @@ class Study(Config):
             for term in expected.terms():
                 for arm in (term,) if isinstance(term, str) else term if isinstance(term, list) else ():
                     _check(arm, arms, f"the expectation '{expected.says}'")
+                if isinstance(term, float) and f"{term:g}" in arms:
+                    raise ValueError(
+                        f"the expectation '{expected.says}' has the number {term:g}: '{term:g}' is the arm"
+                    )
+            if self.measures[expected.measure].result == "diverged" and not expected.of_two_arms:
+                raise ValueError(
+                    f"the expectation '{expected.says}': whether runs diverge compares two arms, or one with 0"
+                )
         for arm in self.paper_scale.arms:
             _check(arm, arms, "paper_scale")
         return self

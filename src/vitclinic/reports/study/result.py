@@ -96,6 +96,8 @@ class StudyResult:
     statuses: Mapping[str, Mapping[int, str]]
     seconds: float
     date: str
+    design: Mapping[str, Any]
+    """The study as it was stored."""
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -153,6 +155,7 @@ def result_of(plain: Mapping[str, Any]) -> StudyResult:
         statuses={arm: _by_seed(seeds) for arm, seeds in plain["statuses"].items()},
         seconds=float(plain["seconds"]),
         date=str(plain["date"]),
+        design=study,
     )
 
 

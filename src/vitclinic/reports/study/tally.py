@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from vitclinic.reports.numbers import seconds
 from vitclinic.reports.study.page import SEVERITIES, comparison
 from vitclinic.reports.study.result import PAPERS, WORDS, StudyResult
 
-EXPLORATORY, NOT_RUN = "exploratory", "not run yet"
-OUTCOMES = (*WORDS, EXPLORATORY, NOT_RUN)
+EXPLORATORY, CHANGED, NOT_RUN = "exploratory", "changed", "not run yet"
+OUTCOMES = (*WORDS, EXPLORATORY, CHANGED, NOT_RUN)
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,33 @@ class Entry:
     result: StudyResult | None = None
     page: str = ""
     """The result's own page, as a link from the index."""
+    changed: str = ""
+    """How the experiment differs from the catalogue's: it then says nothing of the claim."""
 
     @property
     def outcome(self) -> str:
         """One of OUTCOMES: with too few seeds for a verdict a result counts as exploratory, whatever it says."""
         if self.result is None:
             return NOT_RUN
+        if self.changed:
+            return CHANGED
         return EXPLORATORY if self.result.exploratory else self.result.word
 
 
-def entries(claims: Sequence[Claim], results: Mapping[str, StudyResult]) -> list[Entry]:
-    """The claims in their order, each with its results (by the names of their files), then results of other studies."""
+def entries(
+    claims: Sequence[Claim],
+    results: Mapping[str, StudyResult],
+    changed: Callable[[StudyResult], str] = lambda result: "",
+) -> list[Entry]:
+    """The claims in their order, each with its results (by the names of their files), then results of other studies.
+
+    `changed` says how a result's experiment differs from the claim's own, if it does.
+    """
     known = {claim.name for claim in claims}
     found = []
     for claim in claims:
         own = [(name, result) for name, result in results.items() if result.claim == claim.name]
-        found += [Entry(claim, result, f"{name}.html") for name, result in own] or [Entry(claim)]
+        found += [Entry(claim, result, f"{name}.html", changed(result)) for name, result in own] or [Entry(claim)]
     for name, result in results.items():
         if result.claim not in known:
             of = Claim(result.claim, result.title, result.paper, result.source)
@@ -60,9 +71,9 @@ def entries(claims: Sequence[Claim], results: Mapping[str, StudyResult]) -> list
 
 
 def counts(found: Sequence[Entry]) -> dict[str, int]:
-    """How many of each outcome."""
+    """How many of each outcome; of changed studies only if there are any."""
     counted = Counter(entry.outcome for entry in found)
-    return {outcome: counted[outcome] for outcome in OUTCOMES}
+    return {outcome: counted[outcome] for outcome in OUTCOMES if outcome != CHANGED or counted[outcome]}
 
 
 def by_paper(found: Sequence[Entry]) -> dict[str, list[Entry]]:
@@ -99,7 +110,13 @@ def render_index(found: Sequence[Entry], title: str | None = None) -> str:
 
 def _row(entry: Entry) -> dict[str, Any]:
     result = entry.result
-    row = {"claim": entry.claim, "page": entry.page, "result": result, "outcome": entry.outcome}
+    row = {
+        "claim": entry.claim,
+        "page": entry.page,
+        "result": result,
+        "outcome": entry.outcome,
+        "changed": entry.changed,
+    }
     if result is None:
         return row
     return {
