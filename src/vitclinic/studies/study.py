@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from vitclinic.anatomy import Kind
 from vitclinic.config import Config, validate
 from vitclinic.errors import RecipeError, did_you_mean
 from vitclinic.probes import parse_probes
@@ -41,7 +42,7 @@ Term = str | Number | Pair
 ScaleName = Literal["cpu", "paper"]
 
 
-_RESULT = r"diverged|(train|val|test)\.\w+(@\d+)?"
+_RESULT = r"diverged|(train\.loss|(val|test)\.(loss|nll|accuracy|accuracy_top5))(@\d+)?"
 
 
 def _like(pattern: str, sentence: str) -> AfterValidator:
@@ -60,7 +61,7 @@ class Measure(Config):
     options: dict[str, Any] = Field(default_factory=dict)
     scalar: str | None = Field(None, description="which of the probe's scalars")
     value: str | None = Field(None, description="which of the probe's values of each unit")
-    units: str | None = Field(None, description="only units of this kind, such as msa")
+    units: Kind | None = Field(None, description="only units of this kind, such as msa")
     over_units: Literal["mean", "first", "last", "lower", "upper", "trend", "stage_rise", "stage_step"] = Field(
         "mean",
         description="one number of all units; lower and upper: the mean of that half; trend: Kendall's tau with depth;"
