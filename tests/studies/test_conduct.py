@@ -69,6 +69,18 @@ def written_rows(folder):
     return sum(file.read_text().count("\n") for file in folder.glob("pool/*/metrics.jsonl"))
 
 
+def test_two_commands_at_a_time_share_their_runs_and_find_the_same(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(STUDY))
+    command = [sys.executable, "-m", "vitclinic", "study", str(file), "--out", str(tmp_path / "out"), "--json"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    one, other = (json.loads(out) for out, _ in said)
+    assert one == other
+    assert set(one["statuses"]["fast"].values()) == {"finished"}
+
+
 def test_interrupted_it_says_one_sentence_and_the_same_command_goes_on(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump({**STUDY, "base": {**TINY, "steps": 300}}))
