@@ -23,6 +23,9 @@ DIVERGING = {"optimizer": {"name": "sgd", "lr": 1e9}, "schedule": {"warmup": 0},
 IMPOSSIBLE = {"treatments": ["spatial_smoothing"]}  # which is for CNNs
 
 
+OWN_SEED = "A study sets 'seed' itself: leave it away, and say how many seeds (seeds) and where runs go (--out)."
+
+
 def table(result):
     """All that a study says, but for the clock."""
     plain = result.plain()
@@ -204,6 +207,28 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
             "The measure 'norm' is of epoch 3, whose weights 'slow' does not keep: add it to checkpoint.keep_epochs.",
         ),
         ({"claim": "../T1"}, "'T1.claim': write a short name: it is that of the result's file, too (got '../T1')."),
+        (
+            {"claim": "T" * 61},
+            f"'T1.claim': write a name of at most 60 letters: it is that of the result's file, too (got '{'T' * 61}').",
+        ),
+        (
+            {"claim": "Index"},
+            "'T1.claim': write another name: this is that of the page of all studies (got 'Index').",
+        ),
+        (
+            {"claim": "C6-paper"},
+            "'T1.claim': write another name: those with -paper are of results at the paper's scale (got 'C6-paper').",
+        ),
+        ({"axes": {"optimizer.lr": []}}, "'T1': the axis 'optimizer.lr' has no values."),
+        ({"axes": {"optimizer.lr": [0.1, 0.10]}}, "'T1': there are two arms 'optimizer.lr=0.1'."),
+        (
+            {"arms": {**STUDY["arms"], "batch_size=9": {}}, "axes": {"batch_size": [8, 9]}},
+            "'T1': there are two arms 'batch_size=9'.",
+        ),
+        ({"base": {**TINY, "seed": 1}}, f"The arm 'slow' of T1: {OWN_SEED}"),
+        ({"arms": {"slow": {}, "fast": {"seed": 1}}}, f"The arm 'fast' of T1: {OWN_SEED}"),
+        ({"axes": {"seed": [1, 2]}}, f"The arm 'seed=1' of T1: {OWN_SEED}"),
+        ({"base": {**TINY, "out": "runs/x"}}, f"The arm 'slow' of T1: {OWN_SEED.replace('seed', 'out', 1)}"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_anything_is_trained(tmp_path, changes, sentence):
@@ -211,6 +236,20 @@ def test_a_mistake_is_one_sentence_before_anything_is_trained(tmp_path, changes,
         study(tiny_study(**changes), out=tmp_path)
     assert str(found.value) == sentence
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("word", ["seed=3", "out=runs/x"])
+def test_a_word_that_a_study_would_ignore_is_refused(tmp_path, word):
+    with pytest.raises(RecipeError, match=f"A study sets '{word.partition('=')[0]}' itself"):
+        study(tiny_study(), word, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_that_is_there_twice_is_not_read_as_its_last(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(STUDY) + "seeds: 7\n")
+    with pytest.raises(RecipeError, match=r"mine\.yaml' is not YAML: the key 'seeds' is there twice"):
+        open_study(file)
 
 
 def test_a_base_is_what_several_studies_have_in_common(tmp_path):
