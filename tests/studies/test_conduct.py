@@ -16,6 +16,8 @@ from vitclinic.errors import DataError, RecipeError, RunError
 from vitclinic.studies import runner
 from vitclinic.studies.catalogue import open_study
 from vitclinic.studies.conduct import study
+from vitclinic.studies.keeping import result_name
+from vitclinic.studies.reporting import stored_results
 
 from .networks import STUDY, TINY, tiny_study
 
@@ -275,7 +277,7 @@ def test_data_that_is_only_a_name_is_asked_for(tmp_path, monkeypatch):
 def test_the_result_says_what_was_changed_but_not_where_the_data_lies(tmp_path, photo_folder):
     words = ["batch_size=8", "data.limit=8", "steps=2"]
     result = study(tiny_study(), *words, data=photo_folder, out=tmp_path / "out", seeds=1)
-    stored = (tmp_path / "out" / "T1.json").read_text()
+    stored = result.file.read_text()
     assert str(tmp_path) not in stored
     assert (result.data, result.words) == (("photos",), tuple(words))
     moved = photo_folder.rename(tmp_path / "moved")
@@ -283,3 +285,39 @@ def test_the_result_says_what_was_changed_but_not_where_the_data_lies(tmp_path, 
     again = study(tiny_study(measures=measures), *words, data=moved, out=tmp_path / "out", seeds=1)
     assert again.runs == result.runs
     assert not again.failures
+
+
+def test_other_words_and_data_have_results_of_their_own(tmp_path, photo_folder):
+    plain = study(tiny_study(), out=tmp_path)
+    before = plain.file.read_text()
+    lesser = study(tiny_study(), "steps=1", out=tmp_path, seeds=1)
+    other = study(tiny_study(), "steps=1", "batch_size=8", "data.limit=8", data=photo_folder, out=tmp_path, seeds=1)
+    assert plain.file == tmp_path / "T1.json"
+    assert len({plain.file, lesser.file, other.file}) == 3
+    assert lesser.file.name.startswith("T1+")
+    assert study(tiny_study(), "steps=1", out=tmp_path, seeds=1).file == lesser.file
+    assert study(tiny_study(), out=tmp_path, data="digits").file == plain.file
+    assert plain.file.read_text() == before
+    assert set(stored_results(tmp_path)) == {file.stem for file in (plain.file, lesser.file, other.file)}
+
+
+def test_other_images_of_the_same_name_are_other_data(tmp_path):
+    asked = tiny_study(base={**TINY, "data": "digits"})
+    one, other = (asked.recipes([f"data.source={tmp_path / name / 'photos'}"]).values() for name in ("one", "other"))
+    assert result_name(asked, "cpu", (), one) != result_name(asked, "cpu", (), other)
+    assert result_name(asked, "cpu", (), asked.recipes().values()) == "T1"
+
+
+def test_of_the_same_call_the_result_with_more_seeds_is_kept(tmp_path, caplog):
+    study(tiny_study(), out=tmp_path, seeds=1)
+    more = study(tiny_study(), out=tmp_path, seeds=2)
+    assert not caplog.records
+    before, page = more.file.read_text(), more.page.read_text()
+    fewer = study(tiny_study(), out=tmp_path, seeds=1)
+    assert fewer.seeds == (0,)
+    assert (more.file.read_text(), more.page.read_text()) == (before, page)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"'{more.file}' has more seeds and is kept: the result with 1 is shown only here."
+    ]
+    study(tiny_study(title="another"), out=tmp_path, seeds=1)
+    assert json.loads(more.file.read_text())["study"]["title"] == "another"
