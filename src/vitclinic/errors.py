@@ -70,6 +70,10 @@ class RunError(VitclinicError):
     exit_code = 4
 
 
+class LockedError(RunError):
+    """Another process is working in a run directory: whoever can wait may."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or the empty string when nothing known is close to `word`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -78,6 +78,14 @@ def test_the_verdict_comes_first_and_everything_behind_it_is_there(page):
     assert "4 seeds with all numbers, and a verdict takes five" in text
 
 
+def test_the_command_is_one_that_a_shell_takes_and_names_the_study_s_file():
+    changed = {"named": "my study.yaml", "data": ["my photos"], "words": ["treatments=[{sam: {rho: 0.1}}]"]}
+    assert result_of(stored(**changed, scale="paper")).command == (
+        "vitclinic study 'my study.yaml' --data 'my photos' --scale paper --seeds 5 'treatments=[{sam: {rho: 0.1}}]'"
+    )
+    assert "--data" not in result_of(stored(data=["a", "b"])).command  # which would have both arms take one of them
+
+
 def test_names_are_text(page):
     assert HOSTILE_ARM not in page
     assert HOSTILE_ARM in Tags(page).text

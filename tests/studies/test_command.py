@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from vitclinic.cli import app
 from vitclinic.errors import RecipeError
+from vitclinic.reports.study.result import read_result
 from vitclinic.studies.catalogue import shipped_studies
 from vitclinic.studies.conduct import study
 from vitclinic.studies.display import show_result, statement
@@ -57,7 +58,9 @@ def test_the_verdict_is_first_then_the_tables_then_what_failed(file, tmp_path):
 
 def test_json_is_the_stored_result_and_nothing_else(file, tmp_path):
     done = command("study", str(file), "--out", str(tmp_path / "out"), "--seeds", "1", "--json")
-    assert json.loads(done.stdout) == json.loads((tmp_path / "out" / "T1.json").read_text())
+    stored = tmp_path / "out" / "T1.json"
+    assert json.loads(done.stdout) == json.loads(stored.read_text())
+    assert read_result(stored).command == "vitclinic study study.yaml --data digits --seeds 1"
 
 
 def test_a_dry_run_trains_nothing(tmp_path, monkeypatch):

@@ -16,11 +16,16 @@ from vitclinic.errors import DataError, RecipeError, RunError
 from vitclinic.studies import runner
 from vitclinic.studies.catalogue import open_study
 from vitclinic.studies.conduct import study
+from vitclinic.studies.keeping import result_name
+from vitclinic.studies.reporting import stored_results
 
 from .networks import STUDY, TINY, tiny_study
 
 DIVERGING = {"optimizer": {"name": "sgd", "lr": 1e9}, "schedule": {"warmup": 0}, "clip": None}
 IMPOSSIBLE = {"treatments": ["spatial_smoothing"]}  # which is for CNNs
+
+
+OWN_SEED = "A study sets 'seed' itself: leave it away, and say how many seeds (seeds) and where runs go (--out)."
 
 
 def table(result):
@@ -67,6 +72,18 @@ def test_killed_anywhere_it_goes_on_to_the_identical_table(tmp_path, rows):
 
 def written_rows(folder):
     return sum(file.read_text().count("\n") for file in folder.glob("pool/*/metrics.jsonl"))
+
+
+def test_two_commands_at_a_time_share_their_runs_and_find_the_same(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(STUDY))
+    command = [sys.executable, "-m", "vitclinic", "study", str(file), "--out", str(tmp_path / "out"), "--json"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    one, other = (json.loads(out) for out, _ in said)
+    assert one == other
+    assert set(one["statuses"]["fast"].values()) == {"finished"}
 
 
 def test_interrupted_it_says_one_sentence_and_the_same_command_goes_on(tmp_path):
@@ -192,6 +209,28 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
             "The measure 'norm' is of epoch 3, whose weights 'slow' does not keep: add it to checkpoint.keep_epochs.",
         ),
         ({"claim": "../T1"}, "'T1.claim': write a short name: it is that of the result's file, too (got '../T1')."),
+        (
+            {"claim": "T" * 61},
+            f"'T1.claim': write a name of at most 60 letters: it is that of the result's file, too (got '{'T' * 61}').",
+        ),
+        (
+            {"claim": "Index"},
+            "'T1.claim': write another name: this is that of the page of all studies (got 'Index').",
+        ),
+        (
+            {"claim": "C6-paper"},
+            "'T1.claim': write another name: those with -paper are of results at the paper's scale (got 'C6-paper').",
+        ),
+        ({"axes": {"optimizer.lr": []}}, "'T1': the axis 'optimizer.lr' has no values."),
+        ({"axes": {"optimizer.lr": [0.1, 0.10]}}, "'T1': there are two arms 'optimizer.lr=0.1'."),
+        (
+            {"arms": {**STUDY["arms"], "batch_size=9": {}}, "axes": {"batch_size": [8, 9]}},
+            "'T1': there are two arms 'batch_size=9'.",
+        ),
+        ({"base": {**TINY, "seed": 1}}, f"The arm 'slow' of T1: {OWN_SEED}"),
+        ({"arms": {"slow": {}, "fast": {"seed": 1}}}, f"The arm 'fast' of T1: {OWN_SEED}"),
+        ({"axes": {"seed": [1, 2]}}, f"The arm 'seed=1' of T1: {OWN_SEED}"),
+        ({"base": {**TINY, "out": "runs/x"}}, f"The arm 'slow' of T1: {OWN_SEED.replace('seed', 'out', 1)}"),
     ],
 )
 def test_a_mistake_is_one_sentence_before_anything_is_trained(tmp_path, changes, sentence):
@@ -199,6 +238,20 @@ def test_a_mistake_is_one_sentence_before_anything_is_trained(tmp_path, changes,
         study(tiny_study(**changes), out=tmp_path)
     assert str(found.value) == sentence
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("word", ["seed=3", "out=runs/x"])
+def test_a_word_that_a_study_would_ignore_is_refused(tmp_path, word):
+    with pytest.raises(RecipeError, match=f"A study sets '{word.partition('=')[0]}' itself"):
+        study(tiny_study(), word, out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_that_is_there_twice_is_not_read_as_its_last(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(STUDY) + "seeds: 7\n")
+    with pytest.raises(RecipeError, match=r"mine\.yaml' is not YAML: the key 'seeds' is there twice"):
+        open_study(file)
 
 
 def test_a_base_is_what_several_studies_have_in_common(tmp_path):
@@ -224,7 +277,7 @@ def test_data_that_is_only_a_name_is_asked_for(tmp_path, monkeypatch):
 def test_the_result_says_what_was_changed_but_not_where_the_data_lies(tmp_path, photo_folder):
     words = ["batch_size=8", "data.limit=8", "steps=2"]
     result = study(tiny_study(), *words, data=photo_folder, out=tmp_path / "out", seeds=1)
-    stored = (tmp_path / "out" / "T1.json").read_text()
+    stored = result.file.read_text()
     assert str(tmp_path) not in stored
     assert (result.data, result.words) == (("photos",), tuple(words))
     moved = photo_folder.rename(tmp_path / "moved")
@@ -232,3 +285,39 @@ def test_the_result_says_what_was_changed_but_not_where_the_data_lies(tmp_path, 
     again = study(tiny_study(measures=measures), *words, data=moved, out=tmp_path / "out", seeds=1)
     assert again.runs == result.runs
     assert not again.failures
+
+
+def test_other_words_and_data_have_results_of_their_own(tmp_path, photo_folder):
+    plain = study(tiny_study(), out=tmp_path)
+    before = plain.file.read_text()
+    lesser = study(tiny_study(), "steps=1", out=tmp_path, seeds=1)
+    other = study(tiny_study(), "steps=1", "batch_size=8", "data.limit=8", data=photo_folder, out=tmp_path, seeds=1)
+    assert plain.file == tmp_path / "T1.json"
+    assert len({plain.file, lesser.file, other.file}) == 3
+    assert lesser.file.name.startswith("T1+")
+    assert study(tiny_study(), "steps=1", out=tmp_path, seeds=1).file == lesser.file
+    assert study(tiny_study(), out=tmp_path, data="digits").file == plain.file
+    assert plain.file.read_text() == before
+    assert set(stored_results(tmp_path)) == {file.stem for file in (plain.file, lesser.file, other.file)}
+
+
+def test_other_images_of_the_same_name_are_other_data(tmp_path):
+    asked = tiny_study(base={**TINY, "data": "digits"})
+    one, other = (asked.recipes([f"data.source={tmp_path / name / 'photos'}"]).values() for name in ("one", "other"))
+    assert result_name(asked, "cpu", (), one) != result_name(asked, "cpu", (), other)
+    assert result_name(asked, "cpu", (), asked.recipes().values()) == "T1"
+
+
+def test_of_the_same_call_the_result_with_more_seeds_is_kept(tmp_path, caplog):
+    study(tiny_study(), out=tmp_path, seeds=1)
+    more = study(tiny_study(), out=tmp_path, seeds=2)
+    assert not caplog.records
+    before, page = more.file.read_text(), more.page.read_text()
+    fewer = study(tiny_study(), out=tmp_path, seeds=1)
+    assert fewer.seeds == (0,)
+    assert (more.file.read_text(), more.page.read_text()) == (before, page)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"'{more.file}' has more seeds and is kept: the result with 1 is shown only here."
+    ]
+    study(tiny_study(title="another"), out=tmp_path, seeds=1)
+    assert json.loads(more.file.read_text())["study"]["title"] == "another"

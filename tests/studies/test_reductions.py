@@ -86,16 +86,22 @@ def test_a_slope_is_judged_against_the_number_it_should_be_below(than: float, st
         "paper": "none",
         "source": "none",
         "base": {},
-        "axes": {"seed": [1, 4]},
+        "axes": {"batch_size": [1, 4]},
         "measures": {"ape": {"result": "test.nll"}},
         "expectations": [
-            {"says": "it falls", "measure": "ape", "power": True, "than": than, "falls": {1: "seed=1", 4: "seed=4"}}
+            {
+                "says": "it falls",
+                "measure": "ape",
+                "power": True,
+                "than": than,
+                "falls": {1: "batch_size=1", 4: "batch_size=4"},
+            }
         ],
     }
     jitter = [0.02, -0.02, 0.01, -0.01, 0.0]
     values = {
-        "seed=1": {seed: {"ape": 1.0} for seed in range(5)},
-        "seed=4": {seed: {"ape": 4 ** (-0.5 + jitter[seed])} for seed in range(5)},
+        "batch_size=1": {seed: {"ape": 1.0} for seed in range(5)},
+        "batch_size=4": {seed: {"ape": 4 ** (-0.5 + jitter[seed])} for seed in range(5)},
     }
     (comparison,) = judge(parse_study(plain, "a test"), values, range(5)).comparisons
     assert comparison.status == status

@@ -1,14 +1,18 @@
 """Many runs: each once, in any number of processes, whatever becomes of one of them."""
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from threading import Timer
 
 import pytest
 
-from vitclinic.studies import Pool, Watcher, run_all
+from vitclinic.studies import Pool, Watcher, run_all, runner
 from vitclinic.training.metrics import without_timing
 
 from .networks import long, tiny
@@ -74,6 +78,75 @@ def test_a_signal_that_comes_too_late_to_stop_one_run_stops_those_after_it(tmp_p
     assert not pool.path(tiny(seed=1)).exists()
 
 
+HOLDER = """
+import sys, time
+from pathlib import Path
+from vitclinic.training import Run
+with Run(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def holding(path):
+    """Another process that is at a run, and does not get on."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_another_process_is_at_comes_last_and_is_ours_when_that_dies(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(runner, "LOOK_AGAIN", 0.05)
+    pool = Pool(tmp_path)
+
+    class Killing(Listening):
+        def on_outcome(self, outcome):
+            super().on_outcome(outcome)
+            other.kill()
+
+    watcher = Killing()
+    with holding(pool.path(tiny(seed=0))) as other:
+        outcomes = run_all([tiny(seed=0), tiny(seed=1)], pool, processes=processes, threads=1, watcher=watcher)
+    assert [outcome.status for outcome in outcomes] == ["finished", "finished"]
+    assert [outcome.recipe.seed for outcome in watcher.outcomes] == [1, 0]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_waiting_for_another_process_can_be_interrupted(tmp_path, processes):
+    pool = Pool(tmp_path)
+    recipes = [tiny(seed=0), tiny(seed=1)]
+
+    class Stopping(Watcher):
+        def on_progress(self, done, total):
+            Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with holding(pool.path(recipes[0])), holding(pool.path(recipes[1])), pytest.raises(KeyboardInterrupt):
+        run_all(recipes, pool, processes=processes, threads=1, watcher=Stopping())
+
+
+def test_a_worker_that_dies_while_another_speaks_loses_its_own_run_only(tmp_path):
+    pool = Pool(tmp_path)
+
+    class Killing(Listening):
+        def on_progress(self, done, total):
+            status = pool.path(long(1)) / "status.json"
+            found = json.loads(status.read_text()) if status.exists() else {}
+            workers = {worker.pid: worker for worker in multiprocessing.active_children()}
+            if found.get("status") == "running" and found["process"] in workers:
+                workers[found["process"]].kill()
+                workers[found["process"]].join()
+
+    outcomes = run_all([long(0), long(1)], pool, processes=2, threads=1, watcher=Killing())
+    assert [outcome.status for outcome in outcomes] == ["finished", "failed"]
+    assert outcomes[1].reason.startswith("its process died (exit code -9)")
+
+
 LEADER = """
 import sys
 from tests.studies.networks import long
@@ -125,6 +198,4 @@ def test_stopped_with_two_processes_the_runs_are_saved_and_go_on(tmp_path, numbe
 
 
 def _status(run):
-    import json
-
     return json.loads((run / "status.json").read_text())["status"]

@@ -10,14 +10,15 @@ import json
 import logging
 import socket
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitclinic.errors import MissingExtraError, RunError
-from vitclinic.studies.runner import After, Outcome, Tally, attempt
+from vitclinic.errors import LockedError, MissingExtraError, RunError
+from vitclinic.studies.runner import LOOK_AGAIN, After, Outcome, Tally, attempt
 from vitclinic.studies.store import Pool
 from vitclinic.training import Recipe, Run
 
@@ -130,4 +131,8 @@ def _task(recipe: Recipe, folder: Path, threads: int, after: After | None) -> Ou
     import torch
 
     torch.set_num_threads(threads)
-    return attempt(Pool(folder), recipe, (), after)
+    while True:
+        try:
+            return attempt(Pool(folder), recipe, (), after)
+        except LockedError:
+            time.sleep(LOOK_AGAIN)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic.errors import RecipeError, RunError
-from vitclinic.files import write_errors, write_json
+from vitclinic.files import write_errors
 from vitclinic.measurement import plain_data
-from vitclinic.reports.study.page import write_study
 from vitclinic.studies.catalogue import open_study
+from vitclinic.studies.keeping import data_names, keep, result_name
 from vitclinic.studies.measuring import measured_of, training_seconds
 from vitclinic.studies.named_data import require_data
 from vitclinic.studies.runner import Outcome, Watcher, run_all
@@ -50,6 +50,8 @@ class Result:
     """What training took, by the runs' own record."""
     file: Path
     """Where this is stored."""
+    named: str
+    """What a command calls the study: its claim, or the name of its file."""
 
     @property
     def page(self) -> Path:
@@ -71,6 +73,7 @@ class Result:
         return {
             "schema": SCHEMA,
             "claim": self.study.claim,
+            "named": self.named,
             "study": plain_data(self.study.model_dump(mode="json", exclude_defaults=True), "study"),
             "scale": self.scale,
             "data": list(self.data),
@@ -106,8 +109,8 @@ def study(
         'reproduced'
 
     Runs are trained once per digest, in `out/pool`, whatever study asks for them; the result is `out/CLAIM.json` (at
-    the paper's scale `out/CLAIM-paper.json`), with a page about it beside it. The same call goes on where
-    another was stopped.
+    the paper's scale `out/CLAIM-paper.json`; with other words or data, a digest of them follows a +), with a page about
+    it beside it. The same call goes on where another was stopped; with fewer seeds than stored, it changes no file.
     """
     chosen = what if isinstance(what, Study) else open_study(what)
     numbers = tuple(range(seed_count(chosen, scale, seeds)))
@@ -129,11 +132,12 @@ def study(
         raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
     ended = list(zip(places, outcomes, strict=True))
     values = _laid_out((place, outcome.measured.numbers) for place, outcome in ended)
+    changed = tuple(word for word in words if word.partition("=")[0] not in ("data", "data.source"))
     result = Result(
         study=chosen,
         scale=scale,
-        data=tuple(sorted({Path(recipe.data.source).name for recipe in recipes.values()})),
-        words=tuple(word for word in words if word.partition("=")[0] not in ("data", "data.source")),
+        data=data_names(recipes.values()),
+        words=changed,
         seeds=numbers,
         values=values,
         missing=_laid_out((place, outcome.measured.missing) for place, outcome in ended if outcome.measured.missing),
@@ -141,10 +145,10 @@ def study(
         statuses=_laid_out((place, _status(outcome)) for place, outcome in ended),
         verdict=judge(chosen, values, numbers),
         seconds=_seconds(outcomes),
-        file=folder / f"{chosen.claim}{'-paper' if scale == 'paper' else ''}.json",
+        file=folder / f"{result_name(chosen, scale, changed, recipes.values())}.json",
+        named=_name(what),
     )
-    write_json(result.file, result.plain())
-    write_study(result.page, result.plain())
+    keep(result.file, result.plain())
     return result
 
 
@@ -158,6 +162,10 @@ def seed_count(chosen: Study, scale: ScaleName, asked: int | None) -> int:
     if asked is not None and asked < 1:
         raise RecipeError(f"A study needs at least one seed (got {asked}).")
     return chosen.seeds_at(scale) if asked is None else asked
+
+
+def _name(what: str | Path | Study) -> str:
+    return what.claim if isinstance(what, Study) else Path(what).name
 
 
 def _seeded(recipe: Recipe, seed: int) -> Recipe:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vitclinic.data import DataConfig
+from vitclinic.errors import LockedError
 from vitclinic.studies.store import Pool
 from vitclinic.training import Observer, Recipe, Run
 from vitclinic.training.interrupts import listening
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
     from vitclinic.training.loop import Trainer
 
 log = logging.getLogger(__name__)
+
+LOOK_AGAIN = 1.0
+"""Seconds until the next look at a run that another process is at."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,9 @@ def run_all(
     With several `processes`, each has `threads` threads (its share of the cores unless given). A run's numbers depend
     on the number of its threads in their last bits, and on nothing else here: not on how many run beside it. With
     `ray`, the address of a Ray cluster (`auto`: the one at hand), they are its tasks, `threads` cores each. One that
-    fails is reported, and the others go on. Ctrl-C stops when all that are at work are saved, and is raised. `after` is
-    called with each run that has ended, also with those that had before.
+    fails is reported, and the others go on. One that another invocation is at is left for last and waited for, and
+    trained on here should that die. Ctrl-C stops when all that are at work are saved, and is raised. `after` is called
+    with each run that has ended, also with those that had before.
     """
     watcher = watcher or Watcher()
     ended: dict[Path, Outcome] = {}
@@ -97,9 +105,7 @@ def run_all(
 
         ended |= in_cluster(waiting, pool.folder, ray, threads or 1, after, tally)
     elif processes == 1:
-        for path, recipe in waiting.items():
-            ended[path] = attempt(pool, recipe, [StepShare(tally, path)], after)
-            tally.end(path, ended[path])
+        ended |= in_turn(waiting, pool, after, tally)
     else:
         from vitclinic.studies.workers import in_processes
 
@@ -108,21 +114,75 @@ def run_all(
     return [ended[pool.path(recipe)] for recipe in recipes]
 
 
+def in_turn(waiting: Mapping[Path, Recipe], pool: Pool, after: After | None, tally: Tally) -> dict[Path, Outcome]:
+    """The outcomes of all that is `waiting`, trained in this process."""
+    queue = Queue(waiting)
+    ended: dict[Path, Outcome] = {}
+    while queue.runs:
+        time.sleep(queue.rest())
+        path, recipe = queue.take()
+        try:
+            ended[path] = attempt(pool, recipe, [StepShare(tally, path)], after)
+        except LockedError:
+            queue.put_back(path, recipe)
+        else:
+            tally.end(path, ended[path])
+    return ended
+
+
+class Queue:
+    """Runs to be done, in their order; one that another process is at goes to the end, and rests before its next turn.
+
+    Since the end is where the latest comes, no run in the queue is ready unless the first one is.
+    """
+
+    def __init__(self, waiting: Mapping[Path, Recipe]) -> None:
+        self.runs = deque((path, recipe, -math.inf) for path, recipe in waiting.items())
+        self.told = False
+
+    def rest(self) -> float:
+        """Seconds until the first may be taken."""
+        return max(0.0, self.runs[0][2] - time.monotonic())
+
+    def take(self) -> tuple[Path, Recipe]:
+        path, recipe, _ = self.runs.popleft()
+        return path, recipe
+
+    def put_back(self, path: Path, recipe: Recipe) -> None:
+        self.runs.append((path, recipe, time.monotonic() + LOOK_AGAIN))
+        if not self.told:
+            log.warning("Another process is at work on some of these runs: they are left for last, and waited for.")
+        self.told = True
+
+
 def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer], after: After | None = None) -> Outcome:
-    """Train and measure, or say why that failed. A signal is raised as KeyboardInterrupt, also after the last step."""
+    """Train and measure, or say why that failed. A signal is raised as KeyboardInterrupt, also after the last step.
+
+    That another process is training or measuring it is no failure, and raised as LockedError.
+    """
     with listening() as interrupt:
-        outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, observers)))
-    if interrupt.signal is not None:
-        raise KeyboardInterrupt
+        try:
+            outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, observers)))
+        finally:
+            if interrupt.signal is not None:
+                raise KeyboardInterrupt
     if after is None or outcome.status == "failed":
         return outcome
-    return _caught(recipe, lambda: replace(outcome, measured=after(outcome.run, recipe.data)))
+    return _caught(recipe, lambda: replace(outcome, measured=_measured(outcome.run, recipe, after)))
+
+
+def _measured(run: Run, recipe: Recipe, after: After) -> Measured:
+    """Two that measure a run at a time would do all of it twice, and write the same files."""
+    with run.locked():
+        return after(run, recipe.data)
 
 
 def _caught(recipe: Recipe, action: Callable[[], Outcome]) -> Outcome:
     """What the action returns, or its failure: whatever one run dies of, the others go on."""
     try:
         return action()
+    except LockedError:
+        raise
     except Exception as error:  # a network, a probe or a disk may raise anything
         log.info("a run failed", exc_info=error)
         return Outcome(recipe, "failed", reason=str(error).splitlines()[0] if str(error) else type(error).__name__)

@@ -46,12 +46,17 @@ class Pool:
     def trained(self, recipe: Recipe, observers: Sequence[Observer] = ()) -> Run:
         """The ended run of a recipe: found, resumed if it was interrupted or failed, or trained.
 
-        A signal that stopped the training, once that is saved, is raised as KeyboardInterrupt.
+        A signal that stopped the training, once that is saved, is raised as KeyboardInterrupt; that another process is
+        at it, as LockedError.
         """
         found = self.find(recipe)
         if found is not None:
             return found
         path = self.path(recipe)
+        with Run(path).locked():  # before another look: until then, another process may have trained it
+            return self.find(recipe) or self._train(recipe, path, observers)
+
+    def _train(self, recipe: Recipe, path: Path, observers: Sequence[Observer]) -> Run:
         if (path / "recipe.yaml").is_file():
             # Where the same data lies by now, and what changes no number, is the asking recipe's to say.
             words = [f"data.source={json.dumps(recipe.data.source)}", f"device={recipe.device}"]

@@ -54,6 +54,21 @@ def _like(pattern: str, sentence: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+LONGEST_NAME = 60
+"""Bytes of a claim: with what results and pages add to it, a file system must take it."""
+
+
+def _free_name(claim: str) -> str:
+    """A claim names files, some of whose names are taken."""
+    if len(claim.encode()) > LONGEST_NAME:
+        raise ValueError(f"write a name of at most {LONGEST_NAME} letters: it is that of the result's file, too")
+    if claim.lower() == "index":
+        raise ValueError("write another name: this is that of the page of all studies")
+    if claim.lower().endswith("-paper"):
+        raise ValueError("write another name: those with -paper are of results at the paper's scale")
+    return claim
+
+
 class Measure(Config):
     """A number of one run: of a probe, of its results, or the difference of two other measures."""
 
@@ -159,7 +174,11 @@ class Scale(Config):
 class Study(Config):
     """A claim as an experiment."""
 
-    claim: Annotated[str, _like(r"\w[\w.-]*", "write a short name: it is that of the result's file, too")]
+    claim: Annotated[
+        str,
+        _like(r"\w[\w.-]*", "write a short name: it is that of the result's file, too"),
+        AfterValidator(_free_name),
+    ]
     title: str
     paper: str
     source: str = Field(description="figure or table, and the paper's numbers")
@@ -175,7 +194,14 @@ class Study(Config):
 
     @model_validator(mode="after")
     def _known_names(self) -> Study:
-        arms = dict(self.all_arms())
+        for axis, values in self.axes.items():
+            if not values:
+                raise ValueError(f"the axis '{axis}' has no values")
+        arms: dict[str, dict[str, Any]] = {}
+        for arm, changes in self.all_arms():
+            if arm in arms:
+                raise ValueError(f"there are two arms '{arm}'")
+            arms[arm] = changes
         if not arms:
             raise ValueError("give arms or axes")
         names = list(self.measures)
@@ -230,6 +256,7 @@ class Study(Config):
             try:
                 recipe = build_recipe(laid_over(laid_over(base, changes), particular.arms.get(name, {})), words)
                 recipe.parsed_treatments()
+                _refuse_own_keys(recipe)
             except RecipeError as error:
                 raise RecipeError(f"The arm '{name}' of {self.claim}: {error}") from None
             for measure, of in self.measures.items():
@@ -240,6 +267,15 @@ class Study(Config):
                     )
             found[name] = recipe
         return found
+
+
+def _refuse_own_keys(recipe: Recipe) -> None:
+    """What a study sets itself would be ignored, wherever it is written."""
+    for key in ("seed", "out"):
+        if key in recipe.model_fields_set:
+            raise RecipeError(
+                f"A study sets '{key}' itself: leave it away, and say how many seeds (seeds) and where runs go (--out)."
+            )
 
 
 def _check(name: str, known: Any, where: str) -> None:

@@ -2,7 +2,7 @@
 
 A worker is a process of its own with its own number of threads. It is sent recipes through a pipe and answers with the
 share of steps done and with how a run ended. One that dies takes the run it was at with it, as a failure, and is
-replaced. One whose leader has died saves and stops.
+replaced. One whose leader has died saves and stops. One that finds another invocation at its run gives it back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitclinic.studies.runner import After, Outcome, Tally, attempt
+from vitclinic.errors import LockedError
+from vitclinic.studies.runner import After, Outcome, Queue, Tally, attempt
 from vitclinic.studies.store import Pool
 from vitclinic.training import Observer, Recipe
 
@@ -34,23 +35,28 @@ def in_processes(
     waiting: Mapping[Path, Recipe], folder: Path, processes: int, threads: int, after: After | None, tally: Tally
 ) -> dict[Path, Outcome]:
     """The outcomes of all that is `waiting`, trained by `processes` workers."""
-    to_do = list(waiting.items())[::-1]
+    queue = Queue(waiting)
     ended: dict[Path, Outcome] = {}
     workers: list[_Worker] = []
     try:
-        while to_do or any(worker.path for worker in workers):
-            workers = [worker for worker in workers if worker.process.is_alive()]
-            while len(workers) < min(processes, len(to_do) + sum(worker.path is not None for worker in workers)):
+        while queue.runs or any(worker.path for worker in workers):
+            # One that died with a run in hand has that still to say: its end of the pipe is closed.
+            workers = [worker for worker in workers if worker.path is not None or worker.process.is_alive()]
+            while len(workers) < min(processes, len(queue.runs) + sum(worker.path is not None for worker in workers)):
                 workers.append(_Worker(folder, threads, after))
             for worker in workers:
-                if worker.path is None and to_do:
-                    worker.give(*to_do.pop())
-            for worker in _speaking(workers):
-                outcome = worker.hear(tally)
-                if outcome is not None and worker.path is not None:
-                    ended[worker.path] = outcome
-                    tally.end(worker.path, outcome)
-                    worker.path = None
+                if worker.path is None and queue.runs and not queue.rest():
+                    worker.give(*queue.take())
+            for worker in _speaking(workers, queue.rest() if queue.runs else None):
+                word = worker.hear(tally)
+                if word is None or worker.path is None or worker.recipe is None:
+                    continue
+                if isinstance(word, LockedError):
+                    queue.put_back(worker.path, worker.recipe)
+                else:
+                    ended[worker.path] = word
+                    tally.end(worker.path, word)
+                worker.path = None
     finally:
         _dismiss(workers)
     return ended
@@ -74,8 +80,8 @@ class _Worker:
         with suppress(OSError):  # one that has just died is found dead
             self.connection.send(recipe)
 
-    def hear(self, tally: Tally) -> Outcome | None:
-        """The outcome, if this is what the worker says; or a failure, if it can say nothing any more."""
+    def hear(self, tally: Tally) -> Outcome | LockedError | None:
+        """How its run ended, or that it could not begin, if this is what it says; a failure, if it says no more."""
         try:
             word = self.connection.recv()
         except (EOFError, OSError):
@@ -85,17 +91,21 @@ class _Worker:
             assert self.recipe is not None
             reason = f"its process died (exit code {self.process.exitcode}); was there memory enough?"
             return Outcome(self.recipe, "failed", reason=reason)
-        if isinstance(word, Outcome):
+        if isinstance(word, Outcome | LockedError):
             return word
         if self.path is not None:
             tally.advance(self.path, word)
         return None
 
 
-def _speaking(workers: list[_Worker]) -> list[_Worker]:
-    """Those who have something to say; one that dies closes its end of the pipe, which is heard, too."""
+def _speaking(workers: list[_Worker], rest: float | None) -> list[_Worker]:
+    """Those who have something to say; one that dies closes its end of the pipe, which is heard, too.
+
+    If some are idle, not after `rest`, when a run is ready for them.
+    """
     busy = {worker.connection: worker for worker in workers if worker.path is not None}
-    return [busy[ready] for ready in wait(list(busy)) if isinstance(ready, Connection)]
+    idle = len(busy) < len(workers)
+    return [busy[ready] for ready in wait(list(busy), rest if idle else None) if isinstance(ready, Connection)]
 
 
 def _dismiss(workers: list[_Worker]) -> None:
@@ -140,7 +150,10 @@ def _serve(connection: Connection, folder: Path, threads: int, after: After | No
     with suppress(KeyboardInterrupt, EOFError, OSError):
         while True:
             recipe: Recipe = connection.recv()
-            connection.send(attempt(pool, recipe, [_Reporter(connection)], after))
+            try:
+                connection.send(attempt(pool, recipe, [_Reporter(connection)], after))
+            except LockedError as locked:
+                connection.send(locked)
 
 
 def _stop_with_the_leader() -> None:

@@ -19,7 +19,7 @@ import yaml
 
 from vitclinic.config import validate
 from vitclinic.data import Dataset
-from vitclinic.errors import RunError
+from vitclinic.errors import LockedError, RunError
 from vitclinic.files import write_errors, write_json, write_text
 from vitclinic.training.checkpoint import Checkpoints
 from vitclinic.training.metrics import Row, read_rows
@@ -78,8 +78,10 @@ class Run:
             try:
                 # A POSIX record lock: it is not inherited by worker processes, and goes with a killed owner.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunError(f"Another process is working in '{self.path}'; wait for it or stop it.") from None
+            except (BlockingIOError, PermissionError):  # either, says POSIX, where another process has it
+                raise LockedError(f"Another process is working in '{self.path}'; wait for it or stop it.") from None
+            except OSError as error:
+                raise RunError(f"'{self.path}' cannot be locked: {error.strerror}.") from error
             yield
 
     @property

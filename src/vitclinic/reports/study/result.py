@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,8 @@ class StudyResult:
     """A result as it lies on disk, with its numbers as numbers again."""
 
     claim: str
+    named: str
+    """What a command calls the study: its claim, or the name of its file."""
     title: str
     paper: str
     source: str
@@ -115,11 +118,11 @@ class StudyResult:
 
     @property
     def command(self) -> str:
-        """The words that led here; where the data lies is not stored."""
-        changed = [f"'{word}'" if " " in word else word for word in self.words]
-        data = [f"--data {name}" for name in self.data[:1]]
-        scale = ["--scale paper"] if self.scale == "paper" else []
-        return " ".join(["vitclinic study", self.claim, *data, *scale, f"--seeds {len(self.seeds)}", *changed])
+        """The words that led here, as a shell takes them; where the data and a study's file lie is not stored."""
+        data = ["--data", *self.data] if len(self.data) == 1 else []  # arms with data of their own had no --data
+        scale = ["--scale", "paper"] if self.scale == "paper" else []
+        seeds = ["--seeds", str(len(self.seeds))]
+        return shlex.join(["vitclinic", "study", self.named, *data, *scale, *seeds, *self.words])
 
 
 def read_result(path: Path) -> StudyResult:
@@ -138,6 +141,7 @@ def result_of(plain: Mapping[str, Any]) -> StudyResult:
         raise ValueError(f"schema {plain['schema']}, verdict {verdict}")
     return StudyResult(
         claim=str(plain["claim"]),
+        named=str(plain.get("named", plain["claim"])),  # not in results of earlier versions
         title=str(study["title"]),
         paper=PAPERS.get(study["paper"], str(study["paper"])),
         source=str(study["source"]),
