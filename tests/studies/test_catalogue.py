@@ -57,6 +57,32 @@ def test_it_is_named_after_its_claim_and_speaks_of_what_it_measures(claim):
     assert compared <= dict(asked.all_arms()).keys()
 
 
+IN_A_RECIPE = {
+    "weight decay": lambda recipe: recipe.optimizer.weight_decay,
+    "rate": lambda recipe: recipe.optimizer.lr,
+    "heads": lambda recipe: recipe.model.num_heads,
+    "dimension of a head": lambda recipe: recipe.model.embed_dim / recipe.model.num_heads,
+    "images": lambda recipe: recipe.data.limit or recipe.data.fraction or 1,
+}
+"""What the trends of the catalogue are over."""
+
+
+def is_over(trend, recipes, read):
+    """Whether the numbers of a trend are in the ratio of what its arms have, at both ends of a pair."""
+    ratios = [read(recipes[arm]) / at for at, term in trend.items() for arm in named(term)]
+    return ratios == pytest.approx([ratios[0]] * len(ratios))
+
+
+@pytest.mark.parametrize("scale", ["cpu", "paper"])
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_its_trends_are_over_what_the_recipes_of_their_arms_have(claim, scale):
+    asked = open_study(claim)
+    recipes = asked.recipes(scale=scale)
+    for expected in asked.judged_at(scale).expectations:
+        trend = expected.grows or expected.falls
+        assert trend is None or any(is_over(trend, recipes, read) for read in IN_A_RECIPE.values()), expected.says
+
+
 def named(term):
     return [term] if isinstance(term, str) else term if isinstance(term, list) else []
 

@@ -134,3 +134,23 @@ def test_the_paper_s_scale_has_its_own_recipes_seeds_and_result(tmp_path):
     for arm, steps in (("slow", 2), ("fast", 3)):
         metrics = tmp_path / "pool" / result.runs[arm][0] / "metrics.jsonl"
         assert metrics.read_text().count('"train"') == steps
+
+
+def test_the_paper_s_scale_has_its_own_numbers_for_the_arms_of_a_trend(tmp_path):
+    grows = {"says": "weights grow with the rate", "measure": "norm", "grows": {1.0: "slow", 2.0: "fast"}}
+    asked = tiny_study(expectations=[grows], paper_scale={"positions": {2.0: 16.0}})
+    for scale, doublings in (("cpu", 1), ("paper", 4)):
+        result = study(asked, scale=scale, seeds=1, out=tmp_path)
+        slow, fast = (result.values[arm][0]["norm"] for arm in ("slow", "fast"))
+        assert result.verdict.comparisons[0].mean == pytest.approx((fast - slow) / doublings)
+        assert result.study == asked
+
+
+@pytest.mark.parametrize(
+    ("positions", "sentence"),
+    [({3.0: 4.0}, "paper_scale.positions names 3, which no trend has"), ({2.0: 1.0}, "two arms of 's' one number")],
+)
+def test_numbers_of_the_paper_s_scale_are_those_of_trends_and_differ(positions, sentence):
+    grows = {"says": "s", "measure": "norm", "grows": {1.0: "slow", 2.0: "fast"}}
+    with pytest.raises(RecipeError, match=sentence):
+        tiny_study(expectations=[grows], paper_scale={"positions": positions})
