@@ -1,5 +1,6 @@
 """Every study of the catalogue: it says what it means, builds what it names, and runs in miniature."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,11 +10,13 @@ from PIL import Image
 from timm.models import is_model
 
 import vitclinic.models  # noqa: F401  (registers our networks)
+from tests.reports.made_studies import stored
 from vitclinic.data import shapes
 from vitclinic.probes import known_probes
 from vitclinic.studies.catalogue import open_study, shipped_studies
 from vitclinic.studies.conduct import study
 from vitclinic.studies.estimating import plan_study
+from vitclinic.studies.reporting import stored_results
 from vitclinic.studies.study import parse_study
 from vitclinic.studies.verdicts import ENOUGH_SEEDS
 from vitclinic.training.network import network_for
@@ -56,6 +59,23 @@ def test_it_is_named_after_its_claim_and_speaks_of_what_it_measures(claim):
     assert min(asked.seeds_at("cpu"), asked.seeds_at("paper")) >= ENOUGH_SEEDS
     compared = {arm for expected in asked.expectations for term in expected.terms() for arm in named(term)}
     assert compared <= dict(asked.all_arms()).keys()
+
+
+def test_a_result_stored_before_studies_said_it_is_not_taken_for_blind(tmp_path):
+    for claim in ("C6", "H2"):
+        (tmp_path / f"{claim}.json").write_text(json.dumps(stored(claim=claim)))
+    found = stored_results(tmp_path)
+    assert found["C6"].blind
+    assert not found["H2"].blind
+
+
+@pytest.mark.parametrize(("claim", "measure", "own"), [("H1", "ratio", [4.4 / 5.3]), ("P12", "ape", [-0.562, -0.796])])
+def test_the_paper_s_own_numbers_lie_clear_of_the_lines_that_are_ours(claim, measure, own):
+    asked = open_study(claim)
+    assert not asked.blind
+    for expected in (expected for expected in asked.expectations if expected.measure == measure):
+        line = expected.than or expected.greater[1]
+        assert all(expected.direction * (number - line) > 0.05 for number in own)
 
 
 IN_A_RECIPE = {

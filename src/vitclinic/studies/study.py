@@ -167,6 +167,10 @@ class Study(Config):
     measures: dict[str, Measure]
     expectations: Annotated[list[Expectation], Field(min_length=1)]
     minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="on two cores, as measured")
+    blind: bool = Field(
+        True,
+        description="false if lines that the paper does not give were drawn after first looks at networks of this size",
+    )
     note: str | None = Field(None, description="how the CPU scale differs from the paper, and what that leaves open")
     paper_scale: Scale = Scale()
 
