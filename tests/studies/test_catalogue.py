@@ -127,6 +127,22 @@ def test_its_recipes_name_known_networks_and_last_as_long_as_it_measures(claim, 
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
+def test_no_length_of_the_cpu_s_scale_is_left_at_the_paper_s(claim):
+    for recipe in open_study(claim).recipes(scale="paper").values():
+        assert recipe.steps is not None or recipe.epochs >= 90
+
+
+@pytest.mark.parametrize("claim", [claim for claim in CLAIMS if claim[0] == "C" and claim != "C3"])
+def test_what_is_claimed_of_convergence_comes_with_the_fit(claim):
+    assert any(measure.probe == "train_nll" for measure in open_study(claim).measures.values())
+
+
+@pytest.mark.parametrize("claim", ["W1", "W2", "W7"])
+def test_a_study_of_crashes_says_what_one_is(claim):
+    assert "A crash is a loss that is not finite or ten times the first" in open_study(claim).note
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
 def test_its_networks_can_be_built_at_cpu_scale(claim, built):
     for recipe in open_study(claim).recipes().values():
         key = recipe.model.model_dump_json() + str(recipe.treatments)
