@@ -15,7 +15,7 @@ from vitclinic.data import shapes
 from vitclinic.probes import known_probes
 from vitclinic.studies.catalogue import open_study, shipped_studies
 from vitclinic.studies.conduct import study
-from vitclinic.studies.estimating import plan_study
+from vitclinic.studies.estimating import TWO_CORES, plan_study
 from vitclinic.studies.reporting import stored_results
 from vitclinic.studies.study import parse_study
 from vitclinic.studies.verdicts import ENOUGH_SEEDS
@@ -154,6 +154,13 @@ def test_its_networks_can_be_built_at_cpu_scale(claim, built):
 def built():
     """Networks by what they are, so that arms and studies that share one build it once."""
     return {}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_its_minutes_are_those_of_its_flops(claim, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the data need not be there
+    plan = plan_study(claim)
+    assert plan.minutes == max(1, round(plan.flops / TWO_CORES / 60))
 
 
 @pytest.mark.slow

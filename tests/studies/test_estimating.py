@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitclinic.data import DataConfig, open_data
 from vitclinic.errors import ModelError, RecipeError
 from vitclinic.studies.conduct import study
-from vitclinic.studies.estimating import forward_flops, plan_study
+from vitclinic.studies.estimating import TWO_CORES, forward_flops, plan_study
 from vitclinic.studies.named_data import data_facts
 from vitclinic.training import build_recipe
 from vitclinic.training.distributed import joined_world
@@ -122,7 +122,8 @@ def test_the_time_on_two_cores_is_the_study_s_own_and_only_if_it_is_conducted_as
     asked = tiny_study(minutes=10.0)
     assert plan_study(asked).minutes == 10
     assert plan_study(asked, seeds=1).minutes == 5
-    assert plan_study(asked, "steps=2").minutes is None
+    changed = plan_study(asked, "steps=2")
+    assert changed.minutes == plan_study(tiny_study(), "steps=2").minutes == changed.flops / TWO_CORES / 60
     assert plan_study(asked, scale="paper").minutes is None
 
 

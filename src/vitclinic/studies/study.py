@@ -166,7 +166,9 @@ class Study(Config):
     seeds: Annotated[int, Field(ge=1)] = 5
     measures: dict[str, Measure]
     expectations: Annotated[list[Expectation], Field(min_length=1)]
-    minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="on two cores, as measured")
+    minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="on two cores, for training alone; the catalogue's are FLOPs at 45e9 a second, not measured"
+    )
     blind: bool = Field(
         True,
         description="false if lines that the paper does not give were drawn after first looks at networks of this size",
