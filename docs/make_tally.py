@@ -15,7 +15,7 @@ from vitclinic.reports.numbers import seconds
 from vitclinic.reports.study.page import comparison
 from vitclinic.reports.study.result import StudyResult, read_result
 from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
-from vitclinic.studies.reporting import changed, tally
+from vitclinic.studies.reporting import changed, not_blind, tally
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"
@@ -32,16 +32,20 @@ comparisons of its study) lies on the side that the claim says, *opposite* if on
 claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite, *undecided*
 otherwise, and *exploratory* below five seeds. Effects are means over seeds, in the measure's own unit, with their
 interval. Cost is training time by the runs' own record; studies share runs, so that costs do not add up. What a study
-trains and measures is in its file, `src/vitclinic/studies/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it. Lines
-that the papers do not give (in P9, C15, W2, W5, H2, G2 and G3) are ours, and were drawn after first looks at networks
-of this size (docs/results/layers.md, remedies.md): what they say of those claims is not blind.
+trains and measures is in its file, `src/vitclinic/studies/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it.
+
+Lines that the papers do not give are ours. Those of {not_blind} were drawn after first looks at networks of this size
+(docs/results/layers.md, remedies.md): what is said here of these claims is not blind.
 """
 COLUMNS = ["| claim | verdict | effects [interval] | seeds | cost | date |", "|---|---|---|---|---|---|"]
 
 
 def page(results: dict[str, StudyResult]) -> str:
     found = tally(results)
-    lines = [HEAD, ", ".join(f"**{count}** {outcome}" for outcome, count in counts(found).items()) + "."]
+    lines = [
+        HEAD.format(not_blind=", ".join(not_blind())),
+        ", ".join(f"**{count}** {outcome}" for outcome, count in counts(found).items()) + ".",
+    ]
     for paper, entries in by_paper(found).items():
         lines += ["", f"## {paper}", "", *COLUMNS, *map(row, entries)]
     return "\n".join(lines) + "\n"

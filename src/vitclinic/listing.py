@@ -98,7 +98,7 @@ def list_studies() -> Rows:
                 "paper": study.paper,
                 "source": study.source,
                 "command": f"vitclinic study {name} --data {study.base['data']['source']}/",
-                "minutes on two cores": "not measured" if study.minutes is None else f"{study.minutes:g}",
+                "minutes on two cores": "not estimated" if study.minutes is None else f"about {study.minutes:g}",
                 "seen here": "not run yet" if seen is None else f"{seen['verdict']}, {seen['seeds']} seeds",
             }
         )

@@ -86,6 +86,15 @@ def test_the_command_is_one_that_a_shell_takes_and_names_the_study_s_file():
     assert "--data" not in result_of(stored(data=["a", "b"])).command  # which would have both arms take one of them
 
 
+def test_a_study_that_is_not_blind_says_so(page):
+    plain = stored()
+    seen = render_study(result_of({**plain, "study": {**plain["study"], "blind": False}}))
+    assert "The rule and the expectations were fixed before any run. Runs are" in Tags(page).text
+    assert "The rule was fixed before any run. The claim needs lines" in Tags(seen).text
+    assert "so that the verdict is not blind. Runs are" in Tags(seen).text
+    assert "the expectations were fixed" not in Tags(seen).text
+
+
 def test_names_are_text(page):
     assert HOSTILE_ARM not in page
     assert HOSTILE_ARM in Tags(page).text

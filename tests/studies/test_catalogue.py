@@ -1,5 +1,6 @@
 """Every study of the catalogue: it says what it means, builds what it names, and runs in miniature."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,12 +10,15 @@ from PIL import Image
 from timm.models import is_model
 
 import vitclinic.models  # noqa: F401  (registers our networks)
+from tests.reports.made_studies import stored
 from vitclinic.data import shapes
 from vitclinic.probes import known_probes
 from vitclinic.studies.catalogue import open_study, shipped_studies
 from vitclinic.studies.conduct import study
-from vitclinic.studies.estimating import plan_study
+from vitclinic.studies.estimating import TWO_CORES, plan_study
+from vitclinic.studies.reporting import stored_results
 from vitclinic.studies.study import parse_study
+from vitclinic.studies.verdicts import ENOUGH_SEEDS
 from vitclinic.training.network import network_for
 from vitclinic.treatments import Case
 
@@ -52,9 +56,52 @@ def test_it_is_named_after_its_claim_and_speaks_of_what_it_measures(claim):
     asked = open_study(claim)
     assert asked.claim == claim
     assert asked.paper in ("park2022", "chen2022", "wang2022", "hyeonwoo2023", "gong2021")
-    assert asked.seeds >= 5
+    assert min(asked.seeds_at("cpu"), asked.seeds_at("paper")) >= ENOUGH_SEEDS
     compared = {arm for expected in asked.expectations for term in expected.terms() for arm in named(term)}
     assert compared <= dict(asked.all_arms()).keys()
+
+
+def test_a_result_stored_before_studies_said_it_is_not_taken_for_blind(tmp_path):
+    for claim in ("C6", "H2"):
+        (tmp_path / f"{claim}.json").write_text(json.dumps(stored(claim=claim)))
+    found = stored_results(tmp_path)
+    assert found["C6"].blind
+    assert not found["H2"].blind
+
+
+@pytest.mark.parametrize(("claim", "measure", "own"), [("H1", "ratio", [4.4 / 5.3]), ("P12", "ape", [-0.562, -0.796])])
+def test_the_paper_s_own_numbers_lie_clear_of_the_lines_that_are_ours(claim, measure, own):
+    asked = open_study(claim)
+    assert not asked.blind
+    for expected in (expected for expected in asked.expectations if expected.measure == measure):
+        line = expected.than or expected.greater[1]
+        assert all(expected.direction * (number - line) > 0.05 for number in own)
+
+
+IN_A_RECIPE = {
+    "weight decay": lambda recipe: recipe.optimizer.weight_decay,
+    "rate": lambda recipe: recipe.optimizer.lr,
+    "heads": lambda recipe: recipe.model.num_heads,
+    "dimension of a head": lambda recipe: recipe.model.embed_dim / recipe.model.num_heads,
+    "images": lambda recipe: recipe.data.limit or recipe.data.fraction or 1,
+}
+"""What the trends of the catalogue are over."""
+
+
+def is_over(trend, recipes, read):
+    """Whether the numbers of a trend are in the ratio of what its arms have, at both ends of a pair."""
+    ratios = [read(recipes[arm]) / at for at, term in trend.items() for arm in named(term)]
+    return ratios == pytest.approx([ratios[0]] * len(ratios))
+
+
+@pytest.mark.parametrize("scale", ["cpu", "paper"])
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_its_trends_are_over_what_the_recipes_of_their_arms_have(claim, scale):
+    asked = open_study(claim)
+    recipes = asked.recipes(scale=scale)
+    for expected in asked.judged_at(scale).expectations:
+        trend = expected.grows or expected.falls
+        assert trend is None or any(is_over(trend, recipes, read) for read in IN_A_RECIPE.values()), expected.says
 
 
 def named(term):
@@ -80,6 +127,22 @@ def test_its_recipes_name_known_networks_and_last_as_long_as_it_measures(claim, 
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
+def test_no_length_of_the_cpu_s_scale_is_left_at_the_paper_s(claim):
+    for recipe in open_study(claim).recipes(scale="paper").values():
+        assert recipe.steps is not None or recipe.epochs >= 90
+
+
+@pytest.mark.parametrize("claim", [claim for claim in CLAIMS if claim[0] == "C" and claim != "C3"])
+def test_what_is_claimed_of_convergence_comes_with_the_fit(claim):
+    assert any(measure.probe == "train_nll" for measure in open_study(claim).measures.values())
+
+
+@pytest.mark.parametrize("claim", ["W1", "W2", "W7"])
+def test_a_study_of_crashes_says_what_one_is(claim):
+    assert "A crash is a loss that is not finite or ten times the first" in open_study(claim).note
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
 def test_its_networks_can_be_built_at_cpu_scale(claim, built):
     for recipe in open_study(claim).recipes().values():
         key = recipe.model.model_dump_json() + str(recipe.treatments)
@@ -91,6 +154,13 @@ def test_its_networks_can_be_built_at_cpu_scale(claim, built):
 def built():
     """Networks by what they are, so that arms and studies that share one build it once."""
     return {}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_its_minutes_are_those_of_its_flops(claim, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the data need not be there
+    plan = plan_study(claim)
+    assert plan.minutes == max(1, round(plan.flops / TWO_CORES / 60))
 
 
 @pytest.mark.slow

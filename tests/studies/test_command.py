@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 import yaml
@@ -68,6 +69,7 @@ def test_a_dry_run_trains_nothing(tmp_path, monkeypatch):
     done = command("study", "C6", "--dry-run")
     assert done.exit_code == 0
     assert "10 runs (2 arms x 5 seeds)" in done.stdout
+    assert "on two cores, by an estimate for training alone" in done.stdout
     assert [line.split("\t")[0] for line in done.stdout.splitlines()[2:5]] == ["arm", "AdamW", "SAM"]
     plan = json.loads(command("study", "C6", "--dry-run", "--json", "--seeds", "1").stdout)
     assert (plan["claim"], plan["runs"], len(plan["arms"])) == ("C6", 2, 2)
@@ -86,6 +88,7 @@ def test_the_catalogue_is_listed_with_command_time_and_what_was_seen():
     assert [row["name"] for row in rows] == list(shipped_studies())
     c6 = next(row for row in rows if row["name"] == "C6")
     assert c6["paper"] == "chen2022"
+    assert re.fullmatch(r"about \d+", c6["minutes on two cores"])
     assert c6["command"] == "vitclinic study C6 --data cifar10/"
     assert c6.keys() == {"name", "title", "paper", "source", "command", "minutes on two cores", "seen here"}
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitclinic.data import DataConfig, open_data
 from vitclinic.errors import ModelError, RecipeError
 from vitclinic.studies.conduct import study
-from vitclinic.studies.estimating import forward_flops, plan_study
+from vitclinic.studies.estimating import TWO_CORES, forward_flops, plan_study
 from vitclinic.studies.named_data import data_facts
 from vitclinic.training import build_recipe
 from vitclinic.training.distributed import joined_world
@@ -122,7 +122,8 @@ def test_the_time_on_two_cores_is_the_study_s_own_and_only_if_it_is_conducted_as
     asked = tiny_study(minutes=10.0)
     assert plan_study(asked).minutes == 10
     assert plan_study(asked, seeds=1).minutes == 5
-    assert plan_study(asked, "steps=2").minutes is None
+    changed = plan_study(asked, "steps=2")
+    assert changed.minutes == plan_study(tiny_study(), "steps=2").minutes == changed.flops / TWO_CORES / 60
     assert plan_study(asked, scale="paper").minutes is None
 
 
@@ -134,3 +135,23 @@ def test_the_paper_s_scale_has_its_own_recipes_seeds_and_result(tmp_path):
     for arm, steps in (("slow", 2), ("fast", 3)):
         metrics = tmp_path / "pool" / result.runs[arm][0] / "metrics.jsonl"
         assert metrics.read_text().count('"train"') == steps
+
+
+def test_the_paper_s_scale_has_its_own_numbers_for_the_arms_of_a_trend(tmp_path):
+    grows = {"says": "weights grow with the rate", "measure": "norm", "grows": {1.0: "slow", 2.0: "fast"}}
+    asked = tiny_study(expectations=[grows], paper_scale={"positions": {2.0: 16.0}})
+    for scale, doublings in (("cpu", 1), ("paper", 4)):
+        result = study(asked, scale=scale, seeds=1, out=tmp_path)
+        slow, fast = (result.values[arm][0]["norm"] for arm in ("slow", "fast"))
+        assert result.verdict.comparisons[0].mean == pytest.approx((fast - slow) / doublings)
+        assert result.study == asked
+
+
+@pytest.mark.parametrize(
+    ("positions", "sentence"),
+    [({3.0: 4.0}, "paper_scale.positions names 3, which no trend has"), ({2.0: 1.0}, "two arms of 's' one number")],
+)
+def test_numbers_of_the_paper_s_scale_are_those_of_trends_and_differ(positions, sentence):
+    grows = {"says": "s", "measure": "norm", "grows": {1.0: "slow", 2.0: "fast"}}
+    with pytest.raises(RecipeError, match=sentence):
+        tiny_study(expectations=[grows], paper_scale={"positions": positions})

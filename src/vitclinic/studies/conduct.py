@@ -143,7 +143,7 @@ def study(
         missing=_laid_out((place, outcome.measured.missing) for place, outcome in ended if outcome.measured.missing),
         runs=_laid_out((place, outcome.path.name if outcome.path else "") for place, outcome in ended),
         statuses=_laid_out((place, _status(outcome)) for place, outcome in ended),
-        verdict=judge(chosen, values, numbers),
+        verdict=judge(chosen.judged_at(scale), values, numbers),
         seconds=_seconds(outcomes),
         file=folder / f"{result_name(chosen, scale, changed, recipes.values())}.json",
         named=_name(what),

@@ -114,9 +114,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     if plan.scale == "paper":
         _say(console, f"about {written(3600 * plan.gpu_hours)} on a GPU, without measuring the runs: {ASSUMPTION}")
     elif plan.minutes is not None:
-        _say(console, f"about {written(60 * plan.minutes)} on two cores, as we measured it")
-    else:
-        _say(console, "how long it takes on two cores has not been measured")
+        _say(console, f"about {written(60 * plan.minutes)} on two cores, by an estimate for training alone")
 
 
 def _cost(cost: ArmCost, gpu: bool) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from vitclinic.errors import RecipeError, RunError
@@ -39,10 +41,17 @@ def stored_results(folder: Path) -> dict[str, StudyResult]:
     found = {}
     for file in sorted(folder.glob("*.json")):
         try:
-            found[file.stem] = read_result(file)
+            result = read_result(file)
+            found[file.stem] = replace(result, blind=result.blind and result.claim not in not_blind())
         except RunError as error:
             log.warning("Left out: %s", error)
     return found
+
+
+@cache
+def not_blind() -> tuple[str, ...]:
+    """Claims of the catalogue whose lines were drawn after first looks; results stored before do not say so."""
+    return tuple(name for name in shipped_studies() if not open_study(name).blind)
 
 
 def tally(results: dict[str, StudyResult]) -> list[Entry]:

@@ -12,7 +12,7 @@
       missing_rate: {probe: missing_rate, scalar: missing_rate}
     expectations:
       - {says: SAM lowers the missing rate, measure: missing_rate, less: [SAM, AdamW]}
-    paper_scale: {base: {...}, seeds: 3}
+    paper_scale: {base: {...}, seeds: 5}
 
 An arm is what it changes of `base`. `axes` is short for all combinations of values of recipe keys, each an arm named
 after them (`optimizer.lr=0.001, model.depth=6`). Everything is plain data, checked strictly.
@@ -21,7 +21,7 @@ after them (`optimizer.lr=0.001, model.depth=6`). Everything is plain data, chec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any, Literal
 
@@ -155,6 +155,14 @@ class Expectation(Config):
         pair = self.greater or self.less or ()
         return bool(pair) and all(isinstance(term, str) or term == 0 for term in pair)
 
+    def moved(self, positions: Mapping[float, float]) -> Expectation:
+        """The same with other numbers for the arms of a trend; those that are not named stay."""
+        kind = "grows" if self.grows is not None else "falls"
+        trend: dict[float, Term] | None = getattr(self, kind)
+        if trend is None:
+            return self
+        return self.model_copy(update={kind: {positions.get(at, at): term for at, term in trend.items()}})
+
     def terms(self) -> Iterator[Term]:
         yield from self.greater or self.less or ()
         yield from (self.grows or self.falls or {}).values()
@@ -165,6 +173,9 @@ class Scale(Config):
 
     base: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    positions: dict[float, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="numbers of the study's trends that are others at this scale, and which"
+    )
     seeds: Annotated[int, Field(ge=1)] | None = None
     images: Annotated[int, Field(ge=1)] | None = Field(None, description="for a dry run; the data's own unless given")
     classes: Annotated[int, Field(ge=1)] | None = Field(None, description="likewise")
@@ -188,7 +199,13 @@ class Study(Config):
     seeds: Annotated[int, Field(ge=1)] = 5
     measures: dict[str, Measure]
     expectations: Annotated[list[Expectation], Field(min_length=1)]
-    minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="on two cores, as measured")
+    minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="on two cores, for training alone; the catalogue's are FLOPs at 45e9 a second, not measured"
+    )
+    blind: bool = Field(
+        True,
+        description="false if lines that the paper does not give were drawn after first looks at networks of this size",
+    )
     note: str | None = Field(None, description="how the CPU scale differs from the paper, and what that leaves open")
     paper_scale: Scale = Scale()
 
@@ -227,9 +244,25 @@ class Study(Config):
             _check(arm, arms, "paper_scale")
         return self
 
+    @model_validator(mode="after")
+    def _known_positions(self) -> Study:
+        numbers = {number for expected in self.expectations for number in expected.grows or expected.falls or ()}
+        for number in self.paper_scale.positions:
+            if number not in numbers:
+                raise ValueError(f"paper_scale.positions names {number:g}, which no trend has")
+        for expected, moved in zip(self.expectations, self.judged_at("paper").expectations, strict=True):
+            if len(list(moved.terms())) < len(list(expected.terms())):
+                raise ValueError(f"paper_scale.positions gives two arms of '{expected.says}' one number")
+        return self
+
     def at(self, scale: ScaleName) -> Scale:
         """What a scale changes of what the file says; nothing at the CPU's."""
         return self.paper_scale if scale == "paper" else Scale()
+
+    def judged_at(self, scale: ScaleName) -> Study:
+        """The study whose trends are over the numbers that its arms have at a scale."""
+        positions = self.at(scale).positions
+        return self.model_copy(update={"expectations": [expected.moved(positions) for expected in self.expectations]})
 
     def seeds_at(self, scale: ScaleName) -> int:
         """How many seeds a scale asks for."""

@@ -85,6 +85,8 @@ class StudyResult:
     paper: str
     source: str
     note: str
+    blind: bool
+    """Whether its expectations were fixed before any run."""
     scale: str
     data: tuple[str, ...]
     words: tuple[str, ...]
@@ -146,6 +148,7 @@ def result_of(plain: Mapping[str, Any]) -> StudyResult:
         paper=PAPERS.get(study["paper"], str(study["paper"])),
         source=str(study["source"]),
         note=str(study.get("note") or ""),
+        blind=bool(study.get("blind", True)),
         scale=str(plain["scale"]),
         data=tuple(plain["data"]),
         words=tuple(plain["words"]),
