@@ -293,6 +293,11 @@ class Study(Config):
             except RecipeError as error:
                 raise RecipeError(f"The arm '{name}' of {self.claim}: {error}") from None
             for measure, of in self.measures.items():
+                if of.checkpoint == "early" and not any(recipe.checkpoint.keep_epochs):
+                    raise RecipeError(
+                        f"The measure '{measure}' is of early weights, of which '{name}' keeps none: set"
+                        " checkpoint.keep_epochs, as in [0, 3]."
+                    )
                 if of.epoch is not None and of.epoch not in recipe.checkpoint.keep_epochs:
                     raise RecipeError(
                         f"The measure '{measure}' is of epoch {of.epoch}, whose weights '{name}' does not keep: add it"
