@@ -210,7 +210,8 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
         ),
         (
             {"measures": {"norm": {"probe": "norms", "scalar": "weight_norm", "checkpoint": "early"}}},
-            "The measure 'norm' is of early weights, of which 'slow' keeps none: set checkpoint.keep_epochs, as in [0, 3].",
+            "The measure 'norm' is of early weights, of which 'slow' keeps none:"
+            " set checkpoint.keep_epochs, as in [0, 3].",
         ),
         ({"claim": "../T1"}, "'T1.claim': write a short name: it is that of the result's file, too (got '../T1')."),
         (
