@@ -117,6 +117,22 @@ def test_a_run_that_another_process_is_at_comes_last_and_is_ours_when_that_dies(
     assert [outcome.recipe.seed for outcome in watcher.outcomes] == [1, 0]
 
 
+@pytest.fixture
+def heard():
+    """Ctrl-C as in a terminal; in the background of a shell it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_workers_of_a_study_may_have_workers_for_their_data(tmp_path, processes):
+    recipe = tiny(steps=2, workers=1, data={"source": "digits", "limit": 60, "augment": "deit"})
+    outcomes = run_all([recipe, recipe.model_copy(update={"seed": 1})], Pool(tmp_path), processes=processes, threads=1)
+    assert [outcome.status for outcome in outcomes] == ["finished"] * 2
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_waiting_for_another_process_can_be_interrupted(tmp_path, processes):
     pool = Pool(tmp_path)

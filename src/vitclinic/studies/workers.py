@@ -68,7 +68,8 @@ class _Worker:
     def __init__(self, folder: Path, threads: int, after: After | None) -> None:
         context = mp.get_context("spawn")  # a fork would inherit torch's threads in whatever state they are
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, folder, threads, after), daemon=True)
+        # No daemon, which could have no processes of its own to load data; it ends with the leader all the same.
+        self.process = context.Process(target=_serve, args=(theirs, folder, threads, after))
         with _environment({name: str(threads) for name in _THREADS}):
             self.process.start()
         theirs.close()
