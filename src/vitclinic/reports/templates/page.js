@@ -189,6 +189,7 @@
     element("fold")?.addEventListener("click", () => {
       const open = folds().some((details) => details.open);
       for (const details of folds()) details.open = !open;
+      showFold(); // at once: toggle events come later
     });
     for (const details of folds()) details.addEventListener("toggle", showFold);
     window.addEventListener("hashchange", reveal);
