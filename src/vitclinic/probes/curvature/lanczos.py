@@ -8,8 +8,8 @@ That says how good a value is, not whether it is one of the largest: of two that
 little of one, the other comes out first, as if it were alone. So no other value may lie within `_NEAR` of its own
 residuals of those asked for: the one that is missing shows as a value that is still on its way, with a large residual.
 (Once the basis is full, that is given up: few vectors never tell the values of a dense spectrum from each other.)
-Of the five largest of two trained ViTs, from 1,000 random starts each, 21 and 25% were wrong without that, and none
-with it, for 23 and 26 products instead of 18 and 22.
+Of the five largest of two trained ViTs, from 1,000 random starts each, 23% were wrong without that, and none with it,
+for 26 and 23 products instead of 23 and 18 (benchmarks/missed_eigenvalues.py).
 
 New vectors are made orthogonal to all earlier ones, twice: without that, rounding makes copies of converged
 eigenvalues [Parlett 1998, ch. 13]. When the basis is full it restarts from its best vectors [Wu & Simon 2000].
