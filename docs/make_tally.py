@@ -27,11 +27,12 @@ HEAD = """# The papers' claims, and what was found here
 <!-- made by docs/make_tally.py from docs/results/studies: do not edit -->
 
 One study for each claim of the papers, at CPU scale unless it says otherwise: small networks, CIFAR-10, paired seeds.
-The rule ([study.md](../study.md)) is the same for all: a comparison is *as claimed* if its interval (t, corrected for the number of
-comparisons of its study) lies on the side that the claim says, *opposite* if on the other, *undecided* otherwise; a
-claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite, *undecided*
-otherwise, and *exploratory* below five seeds. Effects are means over seeds, in the measure's own unit, with their
-interval. Cost is training time by the runs' own record; studies share runs, so that costs do not add up. What a study
+The rule ([study.md](../study.md)) is the same for all: a comparison is *as claimed* if its interval (t, corrected for
+the number of comparisons of its study) lies on the side that the claim says, *opposite* if on the other, *undecided*
+otherwise; a claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite,
+*undecided* otherwise, and *exploratory* below five seeds. Effects are means over seeds, in the measure's own unit,
+with their interval. Cost is training time by the runs' own record; studies share runs, so that costs do not add up.
+What a study
 trains and measures is in its file, `src/vitclinic/studies/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it.
 
 Lines that the papers do not give are ours. Those of {not_blind} were drawn after first looks at networks of this size

@@ -74,8 +74,8 @@ class Recorder(Draws):
 class Replay:
     """The numbers that image `row` was given, in their order."""
 
-    def __init__(self, recorder, row):
-        self.numbers = [array[row] for array in recorder.drawn]
+    def __init__(self, recorders, row):
+        self.numbers = [array[row] for recorder in recorders[-1:] for array in recorder.drawn]
 
     def next(self, *_):
         return self.numbers.pop(0)
@@ -108,7 +108,7 @@ def test_equals_the_reference_given_the_same_random_numbers(name, side, severiti
     for severity in severities:
         found = levels(corrupt(as_batch(images), name, severity))
         for row, image in enumerate(images):
-            replay = Replay(recorders[-1], row)
+            replay = Replay(recorders, row)
             expected = reference.corrupted(name, severity, image.copy(), replay)
             assert replay.numbers == []
             off = np.abs(found[row].astype(int) - expected)

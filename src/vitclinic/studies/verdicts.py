@@ -1,8 +1,8 @@
 """Verdicts: what the runs of a study say about its claim.
 
-The rule, the same for all studies. Runs are paired by seed. A comparison is one number a seed: the difference of two arms,
-or of an arm and a number, or the slope of a trend. Its mean has a t interval; with m comparisons in a study each is at
-1 - 0.05 / m (Bonferroni), so that all hold together at 95%. A comparison is
+The rule, the same for all studies. Runs are paired by seed. A comparison is one number a seed: the difference of two
+arms, or of an arm and a number, or the slope of a trend. Its mean has a t interval; with m comparisons in a study each
+is at 1 - 0.05 / m (Bonferroni), so that all hold together at 95%. A comparison is
 
   as claimed   if its interval lies on the side that the claim says,
   opposite     if it lies on the other side,

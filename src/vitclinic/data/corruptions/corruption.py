@@ -18,7 +18,8 @@ from vitclinic.data.corruptions.elastic import elastic_transform
 from vitclinic.data.corruptions.levels import rounded, truncated
 from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
-from vitclinic.data.corruptions.pictures import PICTURES, through_pictures
+from vitclinic.data.corruptions.pictures import jpeg_compression
+from vitclinic.data.corruptions.pixelation import pixelate
 from vitclinic.data.corruptions.spatter import spatter
 from vitclinic.data.corruptions.weather import fog, frost, snow
 from vitclinic.errors import DataError, RecipeError, did_you_mean
@@ -29,11 +30,11 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
         *(gaussian_noise, shot_noise, impulse_noise, speckle_noise),
         *(defocus_blur, glass_blur, motion_blur, zoom_blur, gaussian_blur),
         *(snow, frost, fog, brightness, contrast, saturate, spatter),
-        elastic_transform,
+        *(elastic_transform, pixelate),
     )
 }
 
-_ON_LEVELS = frozenset({"motion_blur"})
+_ON_LEVELS = frozenset({"motion_blur", "pixelate"})
 """Those whose results have 256 levels already."""
 
 _BESIDE = 0.5
@@ -81,6 +82,8 @@ class Corruption:
         least, most = (float(end) for end in images.aminmax())
         if not (least >= -_BESIDE and most <= 1 + _BESIDE):
             raise DataError(f"A corruption takes images in [0, 1] (got values from {least:g} to {most:g}).")
+        if self.name == "jpeg_compression":  # has no use for random numbers, nor for parts
+            return jpeg_compression(images.detach().float(), chosen).to(images.dtype)
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)
         result = torch.empty_like(images)
         count = (_AT_ONCE if images.device.type == "cpu" else _ON_GPU) // images[0].numel()
@@ -93,10 +96,7 @@ class Corruption:
 
     def _corrupted(self, images: Tensor, rows: NDArray[np.int64], chosen: Setting) -> Tensor:
         draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
-        x = images.detach().float()
-        if self.name in PICTURES:
-            return through_pictures(x, PICTURES[self.name], chosen)
-        corrupted = _FUNCTIONS[self.name](rounded(x), chosen, draws)
+        corrupted = _FUNCTIONS[self.name](rounded(images.detach().float()), chosen, draws)
         return corrupted if self.name in _ON_LEVELS else truncated(corrupted)
 
     def batch(self, batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""Pixelation and JPEG: what image libraries do to one picture of 8 bits at a time, on the CPU.
+"""JPEG: what an image library does to one picture of 8 bits at a time, on the CPU.
 
 torchvision writes and reads a JPEG faster than Pillow does, and with the same bytes. It has deprecated its functions:
 where they are gone, Pillow it is.
@@ -7,8 +7,6 @@ where they are gone, Pillow it is.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,11 +26,12 @@ encode_jpeg: Any = getattr(torchvision.io, "encode_jpeg", None)
 decode_jpeg: Any = getattr(torchvision.io, "decode_jpeg", None)
 
 
-def through_pictures(x_bchw: Tensor, corrupted: Callable[[Picture, Setting], Picture], setting: Setting) -> Tensor:
-    """Every image as a picture, `corrupted`, and as values in [0, 1] again."""
+def jpeg_compression(x_bchw: Tensor, setting: Setting) -> Tensor:
+    """Through a JPEG of that quality, colours at half the resolution."""
+    through = by_pillow if encode_jpeg is None else by_torchvision
     pictures = as_pictures(x_bchw.cpu())
     for picture in pictures:
-        picture[:] = corrupted(picture, setting)
+        picture[:] = through(picture, setting.parameters)
     return as_values(pictures).to(x_bchw.device)
 
 
@@ -45,27 +44,6 @@ def as_pictures(x_bchw: Tensor) -> Picture:
 def as_values(pictures_bhwc: Picture) -> Tensor:
     """In [0, 1], [B, C, H, W]."""
     return torch.stack(torch.from_numpy(pictures_bhwc).unbind(-1), 1).float().div_(255)
-
-
-def pixelate(picture: Picture, setting: Setting) -> Picture:
-    """Made smaller to a `share` of each side and back, by a box filter; to enlarge by it is to repeat pixels."""
-    share = setting.parameters
-    h, w, _ = picture.shape
-    high, wide = int(h * share), int(w * share)
-    small = _array(as_image(picture).resize((wide, high), Image.Resampling.BOX))
-    return small.take(_repeated(wide, w), axis=1).take(_repeated(high, h), axis=0)
-
-
-@lru_cache(maxsize=64)
-def _repeated(size: int, larger: int) -> NDArray[np.int64]:
-    """Of each of `larger` pixels the one of `size` that its middle lies in."""
-    return ((np.arange(larger) + 0.5) * (size / larger)).astype(np.int64)
-
-
-def jpeg_compression(picture: Picture, setting: Setting) -> Picture:
-    """Through a JPEG of that quality, colours at half the resolution."""
-    through = by_pillow if encode_jpeg is None else by_torchvision
-    return through(picture, setting.parameters)
 
 
 def by_torchvision(picture: Picture, quality: int) -> Picture:
@@ -83,8 +61,3 @@ def by_pillow(picture: Picture, quality: int) -> Picture:
 def _array(image: Image.Image) -> Picture:
     pixels: Picture = np.asarray(image)
     return pixels.reshape(*pixels.shape[:2], -1)
-
-
-PICTURES: dict[str, Callable[[Picture, Setting], Picture]] = {
-    function.__name__: function for function in (pixelate, jpeg_compression)
-}
