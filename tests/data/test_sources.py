@@ -137,6 +137,21 @@ def test_torchvision_set_that_is_not_there(tmp_path):
         open_data(f"torchvision:CIFAR11@{tmp_path}")
 
 
+def test_a_torchvision_set_whose_training_images_are_called_trainval(tmp_path):
+    folder = tmp_path / "oxford-iiit-pet"
+    (folder / "images").mkdir(parents=True)
+    (folder / "annotations").mkdir()
+    for split in ("trainval", "test"):
+        names = [f"{kind}_{split}{i}" for kind in ("Beagle", "Sphynx") for i in range(10)]
+        for name in names:
+            Image.new("RGB", (40, 40)).save(folder / "images" / f"{name}.jpg")
+        lines = [f"{name} {1 + name.startswith('S')} 1 1" for name in names]
+        (folder / "annotations" / f"{split}.txt").write_text("\n".join(lines))
+    data = open_data(f"torchvision:OxfordIIITPet@{tmp_path}")
+    assert data.classes == ("Beagle", "Sphynx")
+    assert len(data.test) == 20
+
+
 def test_hugging_face_set(tmp_path, picture):
     datasets = pytest.importorskip("datasets")
     for name in ["a", "b"]:

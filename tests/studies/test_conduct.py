@@ -313,6 +313,19 @@ def test_other_images_of_the_same_name_are_other_data(tmp_path):
     assert result_name(asked, "cpu", (), asked.recipes().values()) == "T1"
 
 
+@pytest.mark.parametrize(
+    ("source", "same"),
+    [
+        *((name, True) for name in ("data/cifar10", "CIFAR-10/", "cifar_10", "hf:me/cifar10", "torchvision:CIFAR10@x")),
+        *((name, False) for name in ("cifar100", "torchvision:CIFAR100@cifar10", "torchvision:SVHN@x", "photos")),
+    ],
+)
+def test_a_published_set_is_known_by_its_name_wherever_it_lies(source, same):
+    asked = tiny_study(base={**TINY, "data": "cifar10"})
+    name = result_name(asked, "cpu", (), asked.recipes([f"data.source={source}"]).values())
+    assert (name == "T1") == same
+
+
 def test_of_the_same_call_the_result_with_more_seeds_is_kept(tmp_path, caplog):
     study(tiny_study(), out=tmp_path, seeds=1)
     more = study(tiny_study(), out=tmp_path, seeds=2)

@@ -72,6 +72,7 @@ def open_torchvision(spec: str) -> Source:
 
     factory = getattr(datasets, name)
     found = {split: _build(factory, root, kind) for split, kind in _split_arguments(factory).items()}
+    found["train"] = found["train"] or _build(factory, root, {"split": "trainval"})  # all that OxfordIIITPet has
     splits: dict[str, Records] = {
         split: TorchvisionRecords(f"{name} {split}", dataset) for split, dataset in found.items() if dataset
     }

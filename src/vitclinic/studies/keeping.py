@@ -18,6 +18,7 @@ from typing import Any
 
 from vitclinic.files import write_json
 from vitclinic.reports.study.page import write_study
+from vitclinic.studies.named_data import NAMED_DATA
 from vitclinic.studies.study import ScaleName, Study
 from vitclinic.training import Recipe
 
@@ -38,7 +39,15 @@ def result_name(chosen: Study, scale: ScaleName, words: Sequence[str], recipes: 
 
 def data_names(recipes: Iterable[Recipe]) -> tuple[str, ...]:
     """The names of the data that recipes are about, without where they lie."""
-    return tuple(sorted({Path(recipe.data.source).name for recipe in recipes}))
+    return tuple(sorted({_data_name(recipe.data.source) for recipe in recipes}))
+
+
+def _data_name(source: str) -> str:
+    """`CIFAR-10/`, `data/cifar10` and `torchvision:CIFAR10@data` are all the set that studies call cifar10."""
+    of_torchvision, _, _ = source.removeprefix("torchvision:").partition("@")
+    name = of_torchvision if source.startswith("torchvision:") else Path(source).name
+    known = name.lower().replace("-", "").replace("_", "")
+    return known if known in NAMED_DATA else name
 
 
 def _place(source: str) -> str:

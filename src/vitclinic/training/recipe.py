@@ -95,9 +95,11 @@ class Recipe(Config):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    steps: Annotated[int, Field(ge=1)] | None = None
-    max_time: Time | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None, description=f"passes over the training images; {DEFAULT_EPOCHS} unless steps or max_time is given"
+    )
+    steps: Annotated[int, Field(ge=1)] | None = Field(None, description="optimizer steps, in place of epochs")
+    max_time: Time | None = Field(None, description="such as 30m, in place of epochs")
     batch_size: Annotated[int, Field(ge=1)] = Field(128, description="images a step, over all processes")
     accumulate: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches that a batch is computed in")
     clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest gradient norm")
@@ -108,7 +110,7 @@ class Recipe(Config):
     validation: ValidationConfig = ValidationConfig()
     test: bool = Field(True, description="score the best checkpoint on the test images at the end")
     seed: int = 0
-    out: str | None = Field(None, description="run directory; named after model, data and digest unless given")
+    out: str | None = Field(None, description="run directory; runs/DATA-MODEL-DIGEST unless given")
     workers: Annotated[int, Field(ge=0)] | None = Field(None, description="reading processes; chosen unless given")
     device: str = "auto"
     logging: LoggingConfig = LoggingConfig()

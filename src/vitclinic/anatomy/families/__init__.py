@@ -1,4 +1,4 @@
-"""Families of networks: the only code that knows the insides of timm, torchvision and Hugging Face."""
+"""Families of networks: where the insides of timm, torchvision and Hugging Face are known."""
 
 from vitclinic.anatomy.families.convnext import CONVNEXT
 from vitclinic.anatomy.families.huggingface import HUGGINGFACE
