@@ -71,9 +71,9 @@ def table(sizes: list[int], rounds: int) -> None:
             ours, theirs = (min(column) for column in zip(*pairs, strict=True))
             ratios.append(theirs / ours)
             costs += [ours] * (side == 32)
-            cells.append(f"{1 / ours:,.0f} | {1 / theirs:,.0f} | {theirs / ours:.1f}")
+            cells.append(f"{1 / ours:,.0f} | {1 / theirs:,.0f} | {theirs / ours:.2f}")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-    print(f"\nratio: median {statistics.median(ratios):.1f}, least {min(ratios):.1f}; the more, the better")
+    print(f"\nratio: median {statistics.median(ratios):.1f}, least {min(ratios):.2f}; the more, the better")
     if costs:
         minutes = sum(costs) * len(SEVERITIES) * 10_000 / 60
         print(f"10,000 images of 32 px in all 95 ways, by these rates: {minutes:.1f} minutes")
