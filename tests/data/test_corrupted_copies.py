@@ -195,6 +195,12 @@ def test_what_is_there_is_never_overwritten(source, tmp_path):
         ({"severities": "high"}, RecipeError, "as in 1,3 or all"),
         ({"split": "tset"}, RecipeError, "There is no split 'tset'"),
         ({"limit": 0}, RecipeError, "at least 1"),
+        ({"form": "jpg"}, RecipeError, "There is no format 'jpg': write parquet or png"),
+        ({"corruptions": []}, RecipeError, r"Corruptions are names.*\(got \[\]\)"),
+        ({"corruptions": 7}, RecipeError, r"Corruptions are names.*\(got 7\)"),
+        ({"severities": []}, RecipeError, "as in 1,3 or all"),
+        ({"severities": None}, RecipeError, "as in 1,3 or all"),
+        ({"severities": [2.7]}, RecipeError, "as in 1,3 or all"),
         ({"size": 31}, RecipeError, "from 32 pixels a side"),
     ],
 )
@@ -202,6 +208,14 @@ def test_mistakes_are_sentences_and_leave_nothing(source, tmp_path, options, err
     with pytest.raises(error, match=message):
         corrupt_data(str(source), tmp_path / "c", **options)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(("form", "lost"), [("parquet", "test-00000-of-00001.parquet"), ("png", "1 of its")])
+def test_a_copy_that_has_lost_a_file_is_not_taken_for_whole(source, tmp_path, form, lost):
+    (folder,) = corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1, form=form)
+    next(folder.rglob(f"*.{form}")).unlink()
+    with pytest.raises(RecipeError, match=f"has lost {lost}"):
+        corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1, form=form)
 
 
 def test_copies_do_not_go_into_the_data_itself(photo_folder):

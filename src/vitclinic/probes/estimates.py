@@ -11,6 +11,9 @@ from vitclinic.measurement import Scalar
 from vitclinic.probes.probe import mean_scalar
 from vitclinic.statistics import RunningMean, paired_share_interval, share_interval
 
+_Z = 1.959964
+"""The normal quantile of 95% intervals."""
+
 Correct = NDArray[np.bool_]
 """Of each image, whether it was recognised."""
 
@@ -34,7 +37,15 @@ def drop(clean: Correct, changed: Correct) -> Scalar:
 
 
 def mean_over(values: NDArray[np.float64], least: float = -math.inf, most: float = math.inf) -> Scalar:
-    """The mean over images of a value of each."""
+    """The mean over images of a value of each.
+
+    If that is the same for all, a t interval would have no width. Where values are bounded it then reaches as far to
+    either side as Wilson's does for a share of 0 or 1: z^2 / (n + z^2).
+    """
+    if math.isfinite(most - least) and np.ptp(values) == 0:
+        value, n = float(values[0]), len(values)
+        reach = _Z**2 / (n + _Z**2)
+        return Scalar(value=value, low=max(least, value - reach), high=min(most, value + reach), n=n)
     running = RunningMean()
     running.add(values)
     return mean(running, least, most)

@@ -214,6 +214,8 @@ class Subject:
         try:
             with left_as_it_was(self.network, self.seed), torch.no_grad():
                 logits = self.logits(self.example)
+        except ModelError:  # a sentence already
+            raise
         except Exception as error:  # the user's own code may raise anything
             shape = " x ".join(str(side) for side in self.example.shape[1:])
             raise ModelError(f"{self.name} does not take the data's {shape} images: {_reason(error)}.") from error

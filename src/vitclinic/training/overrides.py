@@ -11,6 +11,7 @@ import yaml
 
 from vitclinic.config import Config, section, validate
 from vitclinic.errors import RecipeError, did_you_mean
+from vitclinic.once import read_yaml
 from vitclinic.training.recipe import LENGTHS, Recipe
 
 
@@ -63,22 +64,9 @@ def parse_word(word: str) -> dict[str, Any]:
     return dict(tree)
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """Of a key that is there twice, YAML's own loader keeps the last and says nothing."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return node
-
-
 def parse_yaml(text: str, what: str) -> Any:
     try:
-        value = yaml.load(text, _OnceLoader)
+        value = read_yaml(text)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise RecipeError(f"{what} is not YAML: {reason}") from error

@@ -96,6 +96,29 @@ def test_the_interval_of_the_calibration_error_covers_it():
     assert 0.9 < inside / 300 < 0.99
 
 
+@pytest.mark.parametrize("n", [50, 1000])
+def test_the_interval_of_a_calibrated_network_holds_zero(n):
+    random = np.random.default_rng(1)
+    above = 0
+    for _ in range(300):
+        confidence = random.uniform(0.4, 1, n)
+        reliability = Reliability(15)
+        reliability.add(confidence, random.random(n) < confidence)
+        above += reliability.error().low > 0
+    assert above / 300 <= 0.05
+
+
+def test_the_upper_end_is_that_of_a_mean():
+    random = np.random.default_rng(2)
+    confidence, correct = random.uniform(0.9, 1, 500), random.random(500) < 0.6
+    reliability = Reliability(1)
+    reliability.add(confidence, correct)
+    error = reliability.error()
+    low, high = stats.t.interval(0.95, 499, error.value, stats.sem(confidence - correct))
+    assert error.high == pytest.approx(high)
+    assert error.low == pytest.approx(low)  # chance alone gives less here
+
+
 def test_a_bin_has_its_upper_edge_and_certainty_is_in_the_last():
     reliability = Reliability(5)
     reliability.add(np.array([0.2, 0.4, 0.41, 1.0]), np.array([True, True, False, True]))

@@ -19,6 +19,7 @@ from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.errors import RecipeError
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.attack import Attack, image_gradient, inside, loss_slope, on_surface
+from vitclinic.probes.behaviour.attacks import _Outcomes
 from vitclinic.statistics import share_interval
 
 PEERS = {
@@ -207,6 +208,53 @@ def test_masked_gradients_are_said():
     found = found_by("fgsm", patient, epsilon=0.3)
     assert found.status == "not_converged"
     assert "its gradient is masked" in found.reason
+
+
+class Junk(nn.Module):
+    """As easily fooled as the network behind the step function, with a gradient that has nothing to do with it."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = Rounding(network)
+        generator = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(64, 10, generator=generator)
+
+    def forward(self, x):
+        return self.network(x) + 1e-4 * (x.flatten(1) @ self.weight)
+
+
+@pytest.mark.parametrize("name", ["fgsm", "pgd"])
+@pytest.mark.parametrize("epsilon", [0.05, 0.1])
+def test_gradients_that_say_nothing_are_masked_though_noise_fools_no_more(name, epsilon):
+    found = found_by(name, Subject(Junk(trained(cnn)), subject(cnn).dataset, limit=100), epsilon=epsilon)
+    assert found.status == "not_converged"
+    assert "its gradient is masked" in found.reason
+    plain = found_by(name, subject(cnn), epsilon=epsilon)
+    assert plain.status == "ok", plain.reason
+
+
+def test_a_zero_gradient_counts_where_the_image_withstands():
+    outcomes = _Outcomes(4)
+    outcomes.clean[:], outcomes.in_noise[:], outcomes.above_noise[:] = True, True, True
+    outcomes.stuck[:2], outcomes.robust[1:3] = True, True
+    (fgsm,) = parse_probes(["fgsm"])
+    found = fgsm._result(outcomes)
+    assert found.scalars["zero_gradient_share"].value == 1 / 4
+    assert "zero for 1 of the 4 attacked" in found.reason
+
+
+def test_every_restart_begins_somewhere_else(monkeypatch):
+    starts = []
+
+    def watched(self, network, images, targets, start=None):
+        starts.append(start)
+        return images, torch.zeros(len(images), dtype=torch.bool)  # withstands, so that all restarts are made
+
+    monkeypatch.setattr(Attack, "__call__", watched)
+    found_by("fgsm", subject(cnn, batch_size=1000), epsilon=0.1, restarts=2)
+    assert starts[0] is None
+    assert len(starts) == 3
+    assert not torch.equal(starts[1], starts[2])
 
 
 def test_no_image_recognised_is_no_error():

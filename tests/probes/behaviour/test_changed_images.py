@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch import nn
 
 from tests.probes.behaviour.trained import cnn, digits, subject, trained
@@ -15,7 +16,7 @@ from vitclinic.data import Dataset, Split
 from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.errors import RecipeError
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.probes.behaviour.frequency_noise import rings, unit_noise
+from vitclinic.probes.behaviour.frequency_noise import mean_drop, rings, unit_noise
 from vitclinic.probes.behaviour.missing_rate import pairs
 from vitclinic.probes.behaviour.occlusion import occluded
 from vitclinic.statistics import paired_share_interval, share_interval
@@ -149,6 +150,31 @@ def test_frequency_noise_equals_a_loop():
     assert found.scalars["drop_low"].value == pytest.approx(np.mean(low))
     assert found.scalars["drop_high"].value == pytest.approx(np.mean(high))
     assert found.scalars["l2_norm"].value == pytest.approx(0.3 * 8)
+
+
+@pytest.mark.parametrize(
+    ("width", "scalars"),
+    [(0.5, {"drop_low", "drop_high"}), (0.7, set()), (1.0, set()), (0.3, {"drop_low", "drop_high"})],
+)
+def test_a_ring_of_both_halves_is_in_neither(width, scalars):
+    found = found_by("frequency_noise", subject(cnn, limit=10), width=width)
+    assert {name for name in found.scalars if name.startswith("drop")} == scalars
+
+
+def test_the_interval_of_a_mean_drop_is_over_images():
+    clean = np.array([True, True, True, False, True])
+    noisy = [np.array([True, False, True, False, True]), np.array([True, False, False, False, True])]
+    drops = np.array([0, 1, 0.5, 0, 0])
+    found = mean_drop(clean, noisy)
+    low, high = stats.t.interval(0.95, 4, drops.mean(), stats.sem(drops))
+    assert (found.value, found.low, found.high) == pytest.approx((0.3, low, high))
+
+
+def test_images_that_are_all_alike_give_no_certainty():
+    clean = np.ones(5, bool)
+    found = mean_drop(clean, [clean, clean])
+    assert found.value == 0
+    assert found.high == -found.low == pytest.approx(1 - share_interval(5, 5)[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 13, 200])

@@ -88,7 +88,9 @@ def test_a_network_that_sees_nothing_loses_nothing():
 
     (found,) = measure(subject(Blind()), [Corruptions()])
     assert (found.arrays["accuracy"] == 1 / 3).all()
-    assert (found.scalars["drop"].value, found.scalars["drop"].low, found.scalars["drop"].high) == (0, 0, 0)
+    drop = found.scalars["drop"]
+    assert drop.value == 0
+    assert drop.high == -drop.low == pytest.approx(1 - share_interval(drop.n, drop.n)[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
@@ -169,7 +171,7 @@ def test_what_cannot_be_measured_is_said():
 def test_one_image_is_enough():
     (found,) = measure(subject(limit=1), [Corruptions()])
     assert found.status == "ok", found.reason
-    assert found.scalars["accuracy"].low is None
+    assert found.scalars["accuracy"].high - found.scalars["accuracy"].low > 0.7
 
 
 @pytest.mark.parametrize(("side", "channels", "shape"), [(32, 3, (32, 32, 3)), (96, 1, (64, 64))])

@@ -160,6 +160,18 @@ def test_several_right_outputs_for_one_image(tmp_path):
     assert "one entry for each of 1797 images; what is given has 1796" in shifted(patient, labels=str(path)).reason
     path.write_text("{")
     assert "cannot be read" in shifted(patient, labels=str(path)).reason
+    path.write_text(json.dumps([[] for _ in each]))
+    assert shifted(patient, labels=str(path)).reason == "The labels leave out all images."
+    assert "give one" in shifted(patient, labels=str(path), classes={"0": 1}).reason
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("map.yaml", "a: 0\nb: 1\nb: 0\n"), ("map.json", '{"a": 0, "b": 1, "b": 0}')]
+)
+def test_a_class_that_is_there_twice_is_an_error(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="the key 'b' is there twice"):
+        read_map(str(tmp_path / name))
 
 
 def test_what_is_wrong_is_said(folder):

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +41,7 @@ from vitclinic.errors import DataError, RecipeError
 from vitclinic.files import held, sync, write_bytes, write_errors, write_json, write_text
 
 Form = Literal["parquet", "png"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 DESCRIPTION = "corruption.json"
 _PIECE_BYTES = 32 * 2**20
@@ -53,7 +54,7 @@ def corrupt_data(
     data: str | DataConfig | Dataset,
     out: str | Path,
     *,
-    corruptions: str | Sequence[str] = "all",
+    corruptions: str | int | Sequence[str] = "all",
     severities: str | int | Sequence[int] = "all",
     form: Form = "parquet",
     split: str = "test",
@@ -65,6 +66,8 @@ def corrupt_data(
     """Write a copy of `data` for each corruption and severity below `out`; the folders they are in."""
     out = Path(out).expanduser()
     cells = [Corruption(name, s, seed) for name in _names(corruptions) for s in _severities(severities)]
+    if form not in FORMS:
+        raise RecipeError(f"There is no format '{form}': write {' or '.join(FORMS)}.")
     if split not in (*SPLITS, "all"):
         raise RecipeError(f"There is no split '{split}': write train, val, test or all.")
     if limit is not None and limit < 1:
@@ -93,22 +96,31 @@ def _add(progress: Callable[[int], None], before: int, images: int) -> None:
     progress(before + images)
 
 
-def _names(given: str | Sequence[str]) -> list[str]:
+def _names(given: str | int | Sequence[str]) -> list[str]:
     """`all`, `15`, or names."""
-    if given in ("all", "15"):
-        return list(NINETEEN if given == "all" else FIFTEEN)
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+    if str(given) in ("all", "15", "19"):
+        return list(FIFTEEN if str(given) == "15" else NINETEEN)
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else _listed(given)
+    if not names:
+        raise RecipeError(f"Corruptions are names, as in fog,snow, or all or 15 (got {given!r}).")
     return list(dict.fromkeys(names))
 
 
 def _severities(given: str | int | Sequence[int]) -> list[int]:
     if given == "all":
         return list(SEVERITIES)
-    parts = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else list(given)
+    parts = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else _listed(given)
     try:
-        return sorted({int(part) for part in parts})
-    except ValueError:
-        raise RecipeError(f"Severities are 1 to 5, as in 1,3 or all (got '{given}').") from None
+        found = sorted({int(part) for part in parts})
+        if not found or any(float(part) != int(part) for part in parts):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise RecipeError(f"Severities are 1 to 5, as in 1,3 or all (got {given!r}).") from None
+    return found
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) else []
 
 
 def _check_place(data: str | DataConfig | Dataset, out: Path) -> None:
@@ -178,6 +190,16 @@ class Copy:
         """A RecipeError if something else is in the copy's place."""
         if self.folder.exists() and not self._is_described(self.folder):
             raise RecipeError(f"'{self.folder}' is there and is something else; choose another place, or remove it.")
+        if self.folder.exists() and (gone := self._gone()):
+            raise RecipeError(f"'{self.folder}' has lost {gone}; remove the folder, and it is made again.")
+
+    def _gone(self) -> str | None:
+        """What a finished copy should have and has not."""
+        if self.form == "parquet":
+            names = (f"{piece.name}.parquet" for piece in self._pieces())
+            return next((name for name in names if not (self.folder / name).exists()), None)
+        kept, counted = self.images, sum(1 for _ in self.folder.glob("*/*/*.png"))
+        return f"{kept - counted} of its {kept} images" if counted < kept else None
 
     def _is_described(self, folder: Path) -> bool:
         """Whether a folder's description is that of this copy, by whatever path its data was given."""

@@ -27,13 +27,16 @@ from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
 from vitclinic.statistics import RunningMean, share_interval
 
+_SIMULATED = 4000
+"""Draws: enough for the third digit of an end of an interval."""
+
 
 @register
 class Accuracy(StreamingProbe):
     """Top-1 and top-5 accuracy, NLL, calibration error and reliability diagram [park2022 Fig. F.1]."""
 
     name: ClassVar[str] = "accuracy"
-    revision: ClassVar[int] = 2  # `commonest`
+    revision: ClassVar[int] = 3  # the interval of the ECE
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
 
     bins: Annotated[int, Field(ge=1)] = Field(15, description="bins of the confidence")
@@ -51,6 +54,8 @@ class Reliability:
         self.confidence: NDArray[np.float64] = np.zeros(bins)
         self.squares: NDArray[np.float64] = np.zeros(bins)
         """Of correct - confidence, for the interval."""
+        self.chance: NDArray[np.float64] = np.zeros(bins)
+        """The sum of confidence (1 - confidence): the variance of a bin's gap if the network were calibrated."""
 
     def add(self, confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> None:
         bins = len(self.counts)
@@ -59,6 +64,7 @@ class Reliability:
         self.correct += np.bincount(at[correct], minlength=bins)
         self.confidence += np.bincount(at, confidence, bins)
         self.squares += np.bincount(at, (correct - confidence) ** 2, bins)
+        self.chance += np.bincount(at, confidence * (1 - confidence), bins)
 
     def merge(self, other: Reliability) -> None:
         """Take in other images."""
@@ -66,11 +72,13 @@ class Reliability:
         self.correct += other.correct
         self.confidence += other.confidence
         self.squares += other.squares
+        self.chance += other.chance
 
     def error(self) -> Scalar:
         """The ECE, which is the mean over images of s_b (correct - confidence), s_b the sign of its bin's gap.
 
-        The t interval is that of this mean, the signs held fixed.
+        Its upper end is that of this mean's t interval, the signs held fixed. As gaps of either sign add up, the ECE of
+        a calibrated network is above 0, too: the lower end is below it by no less than what chance alone adds up to.
         """
         n = int(self.counts.sum())
         value = float(np.abs(self.correct - self.confidence).sum() / n)
@@ -80,7 +88,13 @@ class Reliability:
 
         variance = max(0.0, float(self.squares.sum()) - n * value**2) / (n - 1)
         half = float(stdtrit(n - 1, 0.975)) * math.sqrt(variance / n)
-        return Scalar(value=value, low=max(0.0, value - half), high=min(1.0, value + half), n=n)
+        below = max(half, self._by_chance())
+        return Scalar(value=value, low=max(0.0, value - below), high=min(1.0, value + half), n=n)
+
+    def _by_chance(self) -> float:
+        """The ECE that as many calibrated answers of these confidences exceed once in 40 times, by simulation."""
+        gaps = np.abs(np.random.default_rng(0).standard_normal((_SIMULATED, len(self.counts))))
+        return float(np.quantile(gaps @ np.sqrt(self.chance.clip(0)), 0.975) / self.counts.sum())
 
     def diagram(self) -> dict[str, NDArray[np.generic]]:
         """Arrays [bins]; NaN where a bin has no images."""

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from vitclinic.data import Batch
 from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.attack import Attack, inside, on_surface
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, finite, recognised, see_together
 from vitclinic.probes.estimates import Correct, accuracy, drop, share
 from vitclinic.probes.probe import Cheaper, Result
 from vitclinic.probes.registry import register
@@ -23,6 +24,9 @@ from vitclinic.probes.subject import Subject
 _EPSILON: dict[Norm, float] = {"linf": 2 / 255, "l2": 0.5}
 _FARTHEST = 1e6
 """Farther than any two images are from each other; the square of a step must be a number in float32."""
+_CLEARLY = 0.75
+"""The least share of images on which an attack is stronger than noise: a gradient that says nothing gives a half, that
+of an ordinary network nearly all."""
 _STEP_COSTS = 2
 """Forward passes: one, and the way back to the images."""
 
@@ -32,12 +36,14 @@ class _Outcomes:
 
     def __init__(self, images: int) -> None:
         self.clean, self.robust, self.in_noise, self.stuck = (np.zeros(images, np.bool_) for _ in range(4))
+        self.above_noise, self.below_noise = (np.zeros(images, np.bool_) for _ in range(2))
+        """Whether the first attempt leaves the right class a smaller lead than noise does, or a larger one."""
 
 
 class AttackProbe(BehaviourProbe):
     """What FGSM and PGD have in common. Images that are not recognised as they are need no attack."""
 
-    revision: ClassVar[int] = 2  # other random numbers than before
+    revision: ClassVar[int] = 3  # compared with noise by the lead of the right class, too
 
     epsilon: Annotated[float, Field(ge=0, le=_FARTHEST)] | None = Field(
         None, description="largest change, in [0, 1] pixels; by default 2/255 in linf and 0.5 in l2"
@@ -77,13 +83,15 @@ class AttackProbe(BehaviourProbe):
             return
         standing, images, targets = places[correct], images[correct], batch.targets[correct]
         noise = on_surface(self.ball, self._draws("noise", subject, standing), tuple(images.shape[1:])).to(images)
-        outcomes.in_noise[standing] = recognised(subject, self.ball.nearest(images, images + noise), targets)
+        outcomes.in_noise[standing], in_noise = _answers(subject, self.ball.nearest(images, images + noise), targets)
         for attempt in range(1 + self.restarts):
             if not standing.size:
                 break
             attacked, stuck = self._attacked(subject, standing, images, targets, attempt)
             outcomes.stuck[standing] |= stuck.cpu().numpy()
-            left = recognised(subject, attacked, targets)
+            left, lead = _answers(subject, attacked, targets)
+            if not attempt:
+                outcomes.above_noise[standing], outcomes.below_noise[standing] = lead < in_noise, lead > in_noise
             standing, images, targets = standing[left], images[left], targets[left]
         outcomes.robust[standing] = True
 
@@ -113,11 +121,22 @@ class AttackProbe(BehaviourProbe):
             scalars["success"] = share(attacked - int(robust.sum()), attacked)
             scalars["zero_gradient_share"] = share(stuck, attacked)
         found = Result(scalars, arrays={"clean": clean, "robust": robust})
-        return found.unless(weakness(clean, robust, outcomes.in_noise, stuck))
+        return found.unless(weakness(outcomes, stuck))
 
 
-def weakness(clean: Correct, robust: Correct, in_noise: Correct, stuck: int) -> str | None:
+@torch.no_grad()
+def _answers(subject: Subject, images: Tensor, targets: Tensor) -> tuple[Correct, NDArray[np.float64]]:
+    """Whether each image is recognised, and the lead of its class's logit over the largest other."""
+    logits = finite(subject.logits(images.to(subject.dtype)), subject.name).double()
+    own = logits.gather(1, targets[:, None])
+    others = logits.scatter(1, targets[:, None], -torch.inf).amax(1)
+    correct: Correct = (logits.argmax(1) == targets).cpu().numpy()
+    return correct, (own[:, 0] - others).cpu().numpy()
+
+
+def weakness(outcomes: _Outcomes, stuck: int) -> str | None:
     """Why the robust accuracy may be too high: there was no gradient to follow, or it led nowhere."""
+    clean, robust, in_noise = outcomes.clean, outcomes.robust, outcomes.in_noise
     attacked = int(clean.sum())
     if stuck:
         return (
@@ -129,6 +148,12 @@ def weakness(clean: Correct, robust: Correct, in_noise: Correct, stuck: int) -> 
         return (
             f"random noise of the same size fools the network on {by_noise} images and the attack on {by_attack}: "
             "its gradient is masked, and robust_accuracy an upper bound."
+        )
+    above, below = int(outcomes.above_noise.sum()), int(outcomes.below_noise.sum())
+    if above < _CLEARLY * (above + below):
+        return (
+            f"of {above + below} images the attack brings only {above} nearer to another class than random noise of "
+            "the same size does: its gradient is masked, and robust_accuracy an upper bound."
         )
     return None
 

@@ -7,7 +7,6 @@ list in the order of the classes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import yaml
 from numpy.typing import NDArray
 
 from vitclinic.errors import DataError, did_you_mean
+from vitclinic.once import read_json, read_yaml
 from vitclinic.probes.probe import DoesNotApply
 
 Valid = NDArray[np.bool_]
@@ -107,7 +107,7 @@ def read_map(path: str) -> Any:
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        found = read_json(text) if file.suffix == ".json" else read_yaml(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"'{path}' cannot be read: {' '.join(str(error).split())}.") from error
     if found is None:

@@ -78,7 +78,8 @@ class FrequencyNoise(BehaviourProbe):
             "l2_norm": Scalar(value=self.strength * math.sqrt(size)),
         }
         for name, low, high in (("drop_low", 0.0, 0.5), ("drop_high", 0.5, 1.0)):
-            if chosen := [correct for ring, correct in noisy.items() if low <= centres[ring] < high]:
+            inside = (edges[:-1] >= low - 1e-9) & (edges[1:] <= high + 1e-9)
+            if chosen := [correct for ring, correct in noisy.items() if inside[ring]]:
                 scalars[name] = mean_drop(clean, chosen)
         nothing = Scalar(value=math.nan, low=math.nan, high=math.nan)
         drops = [drop(clean, noisy[ring]) if ring in noisy else nothing for ring in range(len(centres))]

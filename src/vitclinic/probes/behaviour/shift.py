@@ -76,7 +76,7 @@ class Shift(OwningProbe):
         see_together(subject, self.name, len(subject), subject.share(), see, (correct, among, counted))
         n = int(counted.sum())
         if not n:
-            raise DataError("The class map leaves out all images.")
+            raise DataError(f"The {'labels leave' if self.labels else 'class map leaves'} out all images.")
         scalars = {
             "accuracy": share(int(correct.sum()), n),
             "accuracy_among_mapped": share(int(among.sum()), n),
@@ -86,6 +86,8 @@ class Shift(OwningProbe):
 
     def _right(self, subject: Subject) -> tuple[Callable[[NDArray[np.int64]], Valid], NDArray[np.bool_]]:
         """What gives, for the images at some places, the outputs that are right; and those right for any image."""
+        if self.labels is not None and self.classes is not None:
+            raise DataError("shift.labels says what is right for each image, shift.classes for each class: give one.")
         outputs = Outputs(subject.outputs, self._names(subject))
         images = subject.images
         if self.labels is None:
