@@ -297,6 +297,10 @@ def test_options_that_make_no_sense():
         parse_probes([{"pgd": {"epsilon": -1.0}}])
     with pytest.raises(RecipeError, match=r"'probes\.pgd\.epsilon'"):
         parse_probes([{"pgd": {"epsilon": 1e20, "norm": "l2"}}])  # whose square is no float32
+    (fgsm,) = parse_probes([{"fgsm": {"epsilon": "4/255"}}])
+    assert fgsm.epsilon == 4 / 255
+    with pytest.raises(RecipeError, match=r"'probes\.fgsm\.epsilon'"):
+        parse_probes([{"fgsm": {"epsilon": "4/0"}}])
     (pgd,) = parse_probes(["pgd"])
     assert (pgd.ball.epsilon, pgd.attack.step) == pytest.approx((2 / 255, 0.25 / 255))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+import re
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from vitclinic.ball import Ball, Norm
@@ -31,6 +32,12 @@ _STEP_COSTS = 2
 """Forward passes: one, and the way back to the images."""
 
 
+def _fraction(value: Any) -> Any:
+    """4/255, as people write it."""
+    written = re.fullmatch(r"(\d+(?:\.\d+)?)/([1-9]\d*)", value) if isinstance(value, str) else None
+    return float(written[1]) / int(written[2]) if written else value
+
+
 class _Outcomes:
     """Of each image, whether it was recognised, and as what it left the attack."""
 
@@ -45,7 +52,7 @@ class AttackProbe(BehaviourProbe):
 
     revision: ClassVar[int] = 3  # compared with noise by the lead of the right class, too
 
-    epsilon: Annotated[float, Field(ge=0, le=_FARTHEST)] | None = Field(
+    epsilon: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=_FARTHEST)] | None = Field(
         None, description="largest change, in [0, 1] pixels; by default 2/255 in linf and 0.5 in l2"
     )
     norm: Norm = Field("linf", description="of the change: linf, the largest of all pixels, or l2")
