@@ -37,7 +37,7 @@ class FrequencyNoise(BehaviourProbe):
     """Accuracy lost to Gaussian noise of one ring of frequencies after the other [park2022 Fig. 2b]."""
 
     name: ClassVar[str] = "frequency_noise"
-    revision: ClassVar[int] = 2  # other random numbers than before
+    revision: ClassVar[int] = 3  # rings of both halves are in neither; intervals have a width
 
     strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         0.1, description="root mean square of the noise, in [0, 1] pixels; the same for every ring"
