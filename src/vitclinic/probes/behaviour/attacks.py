@@ -26,8 +26,8 @@ _EPSILON: dict[Norm, float] = {"linf": 2 / 255, "l2": 0.5}
 _FARTHEST = 1e6
 """Farther than any two images are from each other; the square of a step must be a number in float32."""
 _CLEARLY = 0.75
-"""The least share of images on which an attack is stronger than noise. A gradient that says nothing gives a half; of two
-ViTs trained on CIFAR-10 it is all images up to an epsilon of 0.1, and 78 and 82% at 0.5, where one step leads too far."""
+"""The least share of images on which an attack is stronger than noise. A gradient that says nothing gives a half; two
+ViTs trained on CIFAR-10 give all images up to an epsilon of 0.1, and 78 and 82% at 0.5, where a step leads too far."""
 _STEP_COSTS = 2
 """Forward passes: one, and the way back to the images."""
 
