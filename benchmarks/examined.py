@@ -3,7 +3,7 @@
     python benchmarks/examined.py CIFAR10 POOL GROUP... [--seeds 3] [--threads 2] [--train-only]
 
 A group is a set of arms (recipes, some at an early epoch), each trained once per seed in the pool
-(vitclinic.studies.Pool), and of probes. Writes every scalar and every unit's values to docs/results/GROUP.json; what is
+(experiments.Pool), and of probes. Writes every scalar and every unit's values to docs/results/GROUP.json; what is
 stored in the pool is not measured again. Three seeds are exploratory: no verdicts.
 
   minima  AdamW and SAM twins on 2,000 images, trained until AdamW fits them [chen2022 Tables 1, 4]
@@ -29,8 +29,8 @@ from torch import nn
 
 import vitclinic
 from remedies import arms as remedy_arms
-from vitclinic.measurement import Measurement
-from vitclinic.studies import Pool
+from vitclinic._core.records import Measurement
+from vitclinic.experiments.study import Pool
 
 Numbers = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

@@ -28,12 +28,12 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitclinic.clinic.targets import resolve
 from vitclinic.data import Batch, evaluation_batches, open_data
+from vitclinic.exam.targets import resolve
+from vitclinic.probes.cost import peak_bytes
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface
-from vitclinic.probes.footprint import peak_bytes
 
 GOAL = 1e-3
 

@@ -16,8 +16,8 @@ import argparse
 import numpy as np
 import torch
 
-from vitclinic.clinic.targets import resolve
 from vitclinic.data import evaluation_batches, open_data
+from vitclinic.exam.targets import resolve
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Ritz, largest_eigenpairs, quadrature
 from vitclinic.probes.curvature.surface import LossSurface

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vitclinic.prescribing import Prescription, prescribe
-from vitclinic.prescribing.display import Display, show_prescription
+from vitclinic.experiments.prescribe import Prescription, prescribe
+from vitclinic.experiments.prescribe.display import Display, show_prescription
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 WORDS = ["model.patch_size=8", "data.limit=3000", "batch_size=100", "epochs=20"]

@@ -2,7 +2,7 @@
 
     python benchmarks/remedies.py CIFAR10 POOL [--seeds 3] [--only sam stem depth] [--threads 1]
 
-Trains what is not yet in the pool (vitclinic.studies.Pool), measures every run, writes docs/results/remedies.json and
+Trains what is not yet in the pool (experiments.Pool), measures every run, writes docs/results/remedies.json and
 prints the tables of docs/results/remedies.md. Three seeds are exploratory: no verdicts.
 
   sam    AdamW against SAM on 2,000 images without augmentation, epochs enough that AdamW fits them [chen2022]
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy, AttentionMap, record_attention, stream
 from vitclinic.data import Dataset, evaluation_batches, open_data
-from vitclinic.studies import Pool
+from vitclinic.experiments.study import Pool
 from vitclinic.training import Run, build_recipe, load
 
 Numbers = dict[str, Any]

@@ -24,7 +24,7 @@ import torch
 
 from vitclinic.data import Dataset, Split
 from vitclinic.probes import StreamingProbe, Subject, known_probes
-from vitclinic.probes.sharing import shared_pass
+from vitclinic.probes.shared_pass import shared_pass
 
 ATTENTION = ("attention_entropy", "attention_distance")
 

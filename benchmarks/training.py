@@ -22,12 +22,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from vitclinic._core.distributed import World
 from vitclinic.data import open_data
 from vitclinic.data.augment import keep_a_bit
 from vitclinic.models import create_model
 from vitclinic.training import build_recipe
-from vitclinic.training.distributed import World
-from vitclinic.training.loop import Trainer
+from vitclinic.training.trainer import Trainer
 
 BATCH = 128
 WARM_UP, TURN = 2, 5

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from vitclinic._core.distributed import World
 from vitclinic.data import open_data
 from vitclinic.training import build_recipe
-from vitclinic.training.distributed import World
-from vitclinic.training.loop import Trainer
+from vitclinic.training.trainer import Trainer
 
 MODEL = {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 96, "depth": 6, "num_heads": 3}
 FINE = {**MODEL, "patch_size": 2}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vitclinic.clinic.findings import Rule, known_rules
-from vitclinic.clinic.findings.health import THRESHOLD, TITLE
+from vitclinic.exam.findings import Rule, known_rules
+from vitclinic.exam.findings.training import THRESHOLD, TITLE
 
 PAGE = Path(__file__).parent / "findings.md"
 BEGIN, END = "<!-- rules: made by docs/make_findings.py -->", "<!-- end of rules -->"

@@ -11,7 +11,7 @@ import types
 import typing
 from pathlib import Path
 
-from vitclinic.config import Config, section
+from vitclinic._core.config import Config, section
 from vitclinic.training import Recipe
 
 PAGE = Path(__file__).parent / "train.md"

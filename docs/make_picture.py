@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vitclinic.training import train
 from vitclinic.training.display import Display, show_result
-from vitclinic.training.loop import Trainer
+from vitclinic.training.trainer import Trainer
 
 
 class Snapshot(Display):

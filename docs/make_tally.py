@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitclinic.reports.numbers import seconds
+from vitclinic.experiments.study.reporting import changed, not_blind, tally
+from vitclinic.reports.formatting import seconds
 from vitclinic.reports.study.page import comparison
 from vitclinic.reports.study.result import StudyResult, read_result
 from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
-from vitclinic.studies.reporting import changed, not_blind, tally
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"

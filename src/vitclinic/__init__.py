@@ -11,31 +11,32 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitclinic.clinic import Exam, Exams
-    from vitclinic.clinic.examine import examine  # from where it is: mypy takes the package's name for the module
-    from vitclinic.clinic.reporting import report
+    from vitclinic._core.records import Measurement
     from vitclinic.data import Dataset, open_data
-    from vitclinic.measurement import Measurement
+    from vitclinic.exam import Exam, Exams
+    from vitclinic.exam.examine import examine  # from where it is: mypy takes the package's name for the module
+    from vitclinic.exam.reporting import report
+    from vitclinic.experiments.prescribe import Prescription
+    from vitclinic.experiments.prescribe.prescribe import prescribe
+    from vitclinic.experiments.study.conduct import study
     from vitclinic.models import create_model
-    from vitclinic.prescribing import Prescription, prescribe
-    from vitclinic.studies.conduct import study
     from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
     from vitclinic.treatments import treat
 
 __version__ = version("vitclinic")
 
 _HOMES = {
-    "Exam": "vitclinic.clinic",
-    "Exams": "vitclinic.clinic",
-    "examine": "vitclinic.clinic",
-    "report": "vitclinic.clinic.reporting",
-    "Measurement": "vitclinic.measurement",
+    "Exam": "vitclinic.exam",
+    "Exams": "vitclinic.exam",
+    "examine": "vitclinic.exam",
+    "report": "vitclinic.exam.reporting",
+    "Measurement": "vitclinic._core.records",
     "Dataset": "vitclinic.data",
     "open_data": "vitclinic.data",
     "create_model": "vitclinic.models",
-    "Prescription": "vitclinic.prescribing",
-    "prescribe": "vitclinic.prescribing",
-    "study": "vitclinic.studies.conduct",
+    "Prescription": "vitclinic.experiments.prescribe",
+    "prescribe": "vitclinic.experiments.prescribe",
+    "study": "vitclinic.experiments.study.conduct",
     "Observer": "vitclinic.training",
     "Recipe": "vitclinic.training",
     "Run": "vitclinic.training",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.anatomy.attention_oracle import output_from_map
 from tests.anatomy.expected import expected_units
 from tests.anatomy.networks import NETWORKS, shaken
+from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention, stream, taps
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import AnatomyError
 
 REFUSED = ("ParallelScalingBlock", "ParallelThingsBlock")
 

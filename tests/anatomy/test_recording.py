@@ -16,9 +16,9 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from tests.anatomy.networks import cut, shaken, tiny_vit
 from tests.anatomy.test_contract import hooks
+from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, AttentionMap, double_differentiable, record_attention
-from vitclinic.anatomy.recording import _weights_of_mha, _weights_of_sdpa
-from vitclinic.errors import AnatomyError
+from vitclinic.anatomy.attention import _weights_of_mha, _weights_of_sdpa
 
 IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
 

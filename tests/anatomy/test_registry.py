@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from tests.anatomy.networks import CUTS, NETWORKS, cut, sample
+from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, known_families
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import AnatomyError
 
 PARALLEL = {"ParallelScalingBlock", "ParallelThingsBlock", "DiffParallelScalingBlock"}
 

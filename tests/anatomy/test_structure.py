@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.networks import NETWORKS, Normalised, cut, shaken, tiny_vit
-from vitclinic import plugins
+from vitclinic._core import registry as plugins
+from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic.anatomy import Anatomy, Family, out_of, register_family, taps
-from vitclinic.anatomy.families import recognise, registry, swin
-from vitclinic.errors import AnatomyError, UnknownStructureError
+from vitclinic.anatomy.families import family as registry
+from vitclinic.anatomy.families import recognise
+from vitclinic.anatomy.families import timm_transformers as swin
 
 DOCS = Path(__file__).parents[2] / "docs" / "anatomy.md"
 

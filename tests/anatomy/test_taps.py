@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.anatomy.networks import shaken, tiny_vit
 from tests.anatomy.test_contract import hooks
+from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, into, out_of, record_attention, stream, taps
-from vitclinic.errors import AnatomyError
 
 IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
 

@@ -13,7 +13,7 @@ from PIL import Image
 from scipy import ndimage
 from skimage import color, filters, util
 
-from vitclinic.data.corruptions.frost_textures import texture
+from vitclinic.data.corruptions.weather import texture
 
 
 class Drawn:

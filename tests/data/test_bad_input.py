@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 import vitclinic.data.dataset as dataset_module
+from vitclinic._core.errors import DataError
 from vitclinic.data import DataConfig, open_data
-from vitclinic.errors import DataError
 
 
 def test_wrong_path_suggests_a_near_one(photo_folder):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import vitclinic.data.dataset as dataset_module
+from vitclinic._core.errors import DataError
 from vitclinic.data import cache, open_data
-from vitclinic.errors import DataError
 
 
 @pytest.fixture

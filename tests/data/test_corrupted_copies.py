@@ -13,12 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from vitclinic._core.errors import DataError, RecipeError, RunError
+from vitclinic._core.io import held
 from vitclinic.cli import main
 from vitclinic.data import evaluation_batches, open_data
-from vitclinic.data.corruptions import NINETEEN, Corruption, copying
-from vitclinic.data.corruptions.copying import class_folders, corrupt_data
-from vitclinic.errors import DataError, RecipeError, RunError
-from vitclinic.files import held
+from vitclinic.data.corruptions import NINETEEN, Corruption
+from vitclinic.data.corruptions import copies as copying
+from vitclinic.data.corruptions.copies import class_folders, corrupt_data
 
 CLASSES = ["b", "a/x", ".hidden", "100% [red]ü"]
 

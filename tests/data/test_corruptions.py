@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data import corruption_reference as reference
+from vitclinic._core.errors import DataError, RecipeError
 from vitclinic.data import Batch, shapes
 from vitclinic.data.corruptions import EXTRA, FIFTEEN, NINETEEN, SEVERITIES, Corruption, corrupt, setting
 from vitclinic.data.corruptions import corruption as module
-from vitclinic.data.corruptions import pictures as of_pictures
+from vitclinic.data.corruptions import corruption as of_pictures
 from vitclinic.data.corruptions.blur import sources
-from vitclinic.data.corruptions.drawing import Draws
-from vitclinic.data.corruptions.edges import distance_to
-from vitclinic.errors import DataError, RecipeError
+from vitclinic.data.corruptions.sampling import Draws
+from vitclinic.data.corruptions.weather import distance_to
 
 DETERMINISTIC = {
     *("defocus_blur", "zoom_blur", "gaussian_blur", "brightness", "contrast", "saturate", "pixelate"),

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitclinic._core.errors import DataError
 from vitclinic.data.decoding import fitted, pixels
-from vitclinic.errors import DataError
 
 
 def test_sixteen_bits_scale_to_eight():

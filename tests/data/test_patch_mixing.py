@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from vitclinic._core.errors import RecipeError
 from vitclinic.data import Augment, TrainingStream, open_data
-from vitclinic.data.mixing import soft_targets
-from vitclinic.data.patch_mixing import PatchMixing
+from vitclinic.data.mixing import PatchMixing, soft_targets
 from vitclinic.data.randomness import sample_keys
-from vitclinic.errors import RecipeError
 
 CELLED = Augment(level="light", cutmix=1.0, cutmix_cell=2, smoothing=0.1)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vitclinic._core.errors import DataError
 from vitclinic.data import shapes
 from vitclinic.data.shapes import scene
-from vitclinic.errors import DataError
 
 N = len(shapes.CLASSES)
 

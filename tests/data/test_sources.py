@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from vitclinic._core.errors import DataError
 from vitclinic.data import DataConfig, open_data
-from vitclinic.errors import DataError
 
 
 def png(image):

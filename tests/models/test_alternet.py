@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.models.test_preact_resnet import conv_parameters
 from vitclinic import load, train
+from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy, record_attention
-from vitclinic.errors import ModelError
 from vitclinic.models import alternating, create_model
 from vitclinic.models.msa_block import MsaBlock, PostActMsaBlock, WindowAttention
 

@@ -10,8 +10,8 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy
-from vitclinic.errors import ModelError
 from vitclinic.models import BuildUp, Normalised, alternate, create_model
 from vitclinic.models.msa_block import MsaBlock, PostActMsaBlock
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from vitclinic.errors import ModelError
+from vitclinic._core.errors import ModelError
 from vitclinic.models import check_fit, create_model
-from vitclinic.models.fitted import fitted_patch
+from vitclinic.models.factory import fitted_patch
 
 SMALL = {
     "vit_tiny_patch16_224": {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2},

@@ -5,7 +5,7 @@ import timm
 import torch
 from torch.nn import functional as F
 
-from vitclinic.errors import ModelError
+from vitclinic._core.errors import ModelError
 from vitclinic.models import PreActResNet, check_fit, create_model
 from vitclinic.models.preact_resnet import PreActBasicBlock, PreActBottleneck
 

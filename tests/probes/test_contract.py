@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tests.probes.subjects import NETWORKS, subject
-from vitclinic.measurement import Measurement
-from vitclinic.probes import estimated_seconds, known_probes, measure, parse_probes, seen_by
-from vitclinic.probes.applying import obstacle_to
+from vitclinic._core.records import Measurement
+from vitclinic.exam.pace import estimated_seconds
+from vitclinic.probes import known_probes, measure, parse_probes, seen_by
 from vitclinic.probes.restoring import _TABLES, left_as_it_was
+from vitclinic.probes.running import obstacle_to
 
 QUICK = {
     "sharpness": {"images": 8, "trace_draws": 2, "density_steps": 3, "tolerance": 0.2},

@@ -7,8 +7,7 @@ from torch import nn
 
 from tests.probes.subjects import CLASSES, SIZE, Unknown, subject, vit
 from vitclinic.probes import measure, parse_probes
-from vitclinic.probes.cost import flops
-from vitclinic.probes.footprint import peak_bytes
+from vitclinic.probes.cost import flops, peak_bytes
 
 
 def vit_flops(image, patch, width, depth, classes, ratio=4):

@@ -4,10 +4,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from vitclinic import plugins
-from vitclinic.errors import RecipeError
-from vitclinic.probes import OwningProbe, known_probes, parse_probes, register, registry, usual_probes
-from vitclinic.probes.probe import Probe
+from vitclinic._core import registry as plugins
+from vitclinic._core.errors import RecipeError
+from vitclinic.probes import OwningProbe, known_probes, parse_probes, register, usual_probes
+from vitclinic.probes.probe import PROBES, Probe
 
 
 def test_names_and_options():
@@ -23,7 +23,7 @@ def test_names_and_options():
     ("entries", "message"),
     [
         (["norm"], "There is no probe 'norm'. Did you mean 'norms'?"),
-        (["zzz"], "There is no probe 'zzz'. There are "),
+        (["zzz"], "There is no probe 'zzz'. See `vitclinic list probes`"),
         ([{"cost": {"repeat": 3}}], "Unknown key 'probes.cost.repeat'. Did you mean 'repeats'?"),
         ([{"cost": {"repeats": "3"}}], "'probes.cost.repeats': input should be a valid integer"),
         ([{"norms": {"x": 1}}], "The probe 'norms' has no options"),
@@ -45,7 +45,7 @@ def test_a_probe_of_another_package_is_found_by_its_entry_point(monkeypatch):
         name = "foreign"
 
     monkeypatch.setattr(EntryPoint, "load", lambda self: Foreign)
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(PROBES, "_known", dict(PROBES._known))
     monkeypatch.setattr(
         plugins, "entry_points", lambda group: [EntryPoint("foreign", "elsewhere:Foreign", group)] if group else []
     )
@@ -55,5 +55,5 @@ def test_a_probe_of_another_package_is_found_by_its_entry_point(monkeypatch):
 
 
 def test_a_probe_is_of_one_of_two_kinds():
-    with pytest.raises(TypeError, match="neither"):
+    with pytest.raises(TypeError, match="is no probe: derive it from"):
         register(type("Neither", (Probe,), {"name": "neither", "__module__": __name__}))

@@ -10,8 +10,8 @@ from torch import nn
 
 import vitclinic
 from tests.probes.subjects import noise, subject, vit
+from vitclinic._core.records import Measurement, Scalar
 from vitclinic.anatomy import Anatomy, out_of
-from vitclinic.measurement import Measurement, Scalar
 from vitclinic.probes import DoesNotApply, OwningProbe, Result, StreamingProbe, Subject, Tally, measure, parse_probes
 
 EXACT = {"rel": 1e-12}

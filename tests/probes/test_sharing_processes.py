@@ -10,10 +10,10 @@ import pytest
 
 from tests.probes.subjects import subject
 from tests.processes import in_two_processes
-from vitclinic.measurement import Scalar
+from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.records import Scalar
 from vitclinic.probes import Probe, Result, StreamingProbe, Tally, known_probes
-from vitclinic.probes.processes import ALONE, Processes
-from vitclinic.probes.sharing import Outcome, shared_pass
+from vitclinic.probes.shared_pass import Outcome, shared_pass
 from vitclinic.probes.subject import Subject
 
 IMAGES = 32  # two shares of two batches, so that the mini-batches of CKA are those of one process

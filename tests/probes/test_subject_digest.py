@@ -11,9 +11,9 @@ import timm
 import torch
 from torch import nn
 
+from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy
-from vitclinic.errors import AnatomyError
-from vitclinic.probes.identity import network_digest
+from vitclinic.probes.digest import network_digest
 
 
 def vit(**changes):

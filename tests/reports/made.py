@@ -10,10 +10,9 @@ import math
 
 import numpy as np
 
-from vitclinic.finding import Finding, Suggestion
-from vitclinic.measurement import Measurement, Provenance, Scalar, UnitRow
+from vitclinic._core.records import Finding, Measurement, Provenance, Scalar, Suggestion, UnitRow
 from vitclinic.probes import known_probes
-from vitclinic.reports.contents import Examined
+from vitclinic.reports.figure import Examined
 
 BLOCKS = 4
 GRID = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitclinic.statistics import t_interval
+from vitclinic._core.statistics import t_interval
 
 HOSTILE_ARM = "<script>alert(1)</script>"
 DIFFERENCES = (-0.12, -0.08, -0.15, -0.05, -0.10)

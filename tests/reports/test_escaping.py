@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.reports.escaping import plain
+from vitclinic.reports.formatting import plain
 
 
 @given(st.text())

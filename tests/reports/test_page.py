@@ -15,11 +15,10 @@ import plotly.graph_objects as go
 import pytest
 
 from tests.reports.made import HOSTILE, exact, measurement, plugin, several, vit
-from vitclinic.errors import RecipeError
+from vitclinic._core.errors import RecipeError
 from vitclinic.reports import figure as drawing
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.figure import Figure, Picture, Table
-from vitclinic.reports.packing import as_csv
+from vitclinic.reports.drawing import as_csv
+from vitclinic.reports.figure import Examined, Figure, Picture, Table
 from vitclinic.reports.page import LIMIT, render, write_report
 from vitclinic.reports.sections import USABLE, in_order
 

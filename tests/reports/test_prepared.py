@@ -3,8 +3,8 @@
 import pytest
 
 from tests.reports.made import measurement, vit
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.prepared import prepared, without_places
+from vitclinic.reports.figure import Examined
+from vitclinic.reports.page import prepared, without_places
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import pytest
 
 from tests.reports.made_studies import DIFFERENCES, HOSTILE_ARM, compared, stored
 from tests.reports.test_page import Tags, carried
-from vitclinic.errors import RunError
+from vitclinic._core.errors import RunError
+from vitclinic.experiments.study.catalogue import open_study
+from vitclinic.experiments.study.reporting import changed, tally
 from vitclinic.reports.study.page import render_study
 from vitclinic.reports.study.result import read_result, result_of
 from vitclinic.reports.study.tally import Claim, counts, entries, render_index
-from vitclinic.studies.catalogue import open_study
-from vitclinic.studies.reporting import changed, tally
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from tests.reports.made import HOSTILE, estimate, exact, measurement, several
-from vitclinic.measurement import Scalar
+from vitclinic._core.records import Scalar
 from vitclinic.probes import known_probes
-from vitclinic.reports.contents import Examined
+from vitclinic.reports.figure import Examined
 from vitclinic.reports.sections import GROUPS, grouped
 from vitclinic.reports.summary import BETTER, KEY_SCALARS, best_of, summary
 

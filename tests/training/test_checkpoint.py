@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vitclinic.errors import RunError
+from vitclinic._core.errors import RunError
 from vitclinic.training.checkpoint import Checkpoints
 
 

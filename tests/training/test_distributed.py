@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 
+from vitclinic._core.distributed import World
+from vitclinic._core.errors import RecipeError
 from vitclinic.data import open_data
-from vitclinic.errors import RecipeError
 from vitclinic.training import Run, build_recipe, resume, train
-from vitclinic.training.distributed import World
-from vitclinic.training.loop import Trainer
+from vitclinic.training.trainer import Trainer
 
 
 def free_port():
@@ -74,8 +74,8 @@ def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, toleranc
 
 def test_scores_of_two_processes_are_those_of_the_network_they_store(recipe, tmp_path):
     """BatchNorm and averaged weights: every process must score the same network."""
+    from vitclinic.tasks.classification import evaluate
     from vitclinic.training import load
-    from vitclinic.training.evaluation import evaluate
 
     model = {"name": "resnet18", "channels": [4, 4, 8, 8]}
     file = tmp_path / "recipe.yaml"

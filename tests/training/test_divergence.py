@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from vitclinic.errors import RunError
+from vitclinic._core.errors import RunError
 from vitclinic.training import Observer, resume, train
 
 

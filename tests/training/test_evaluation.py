@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from vitclinic._core.distributed import World
 from vitclinic.data import open_data
-from vitclinic.training.distributed import World
-from vitclinic.training.evaluation import evaluate
+from vitclinic.tasks.classification import evaluate
 
 
 class Linear(nn.Module):

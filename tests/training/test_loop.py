@@ -28,7 +28,7 @@ def test_equals_a_hand_written_loop_to_the_bit(tiny):
     rest = [p for n, p in named if not (p.ndim > 1 and n not in exempt)]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0}])
     stream = TrainingStream(data, recipe.data.augment, recipe.seed)
-    from vitclinic.training.schedule import Schedule
+    from vitclinic.training.optimizer import Schedule
 
     schedule = Schedule(recipe.schedule, 5, 8)
     network.train()
@@ -80,8 +80,8 @@ def test_precisions_train(tiny, precision):
 
 def test_fp16_overflow_is_skipped_by_the_scaler(tiny):
     """The first scale, 65536, overflows on purpose: the step is skipped, nothing diverges."""
-    from vitclinic.training.distributed import World
-    from vitclinic.training.loop import Trainer
+    from vitclinic._core.distributed import World
+    from vitclinic.training.trainer import Trainer
 
     recipe = build_recipe(tiny(precision="fp16", clip=1.0))
     trainer = Trainer(recipe, open_data(recipe.data), 3, World(), torch.device("cpu"))
@@ -133,8 +133,8 @@ def test_the_best_checkpoint_is_the_one_tested(tiny):
     run = train(tiny(steps=30, optimizer={"lr": 0.01}))
     rows = [row for row in run.metrics if row["kind"] == "val"]
     assert run.results["val"]["accuracy"] == max(row["accuracy"] for row in rows)
-    from vitclinic.training.distributed import World
-    from vitclinic.training.evaluation import evaluate
+    from vitclinic._core.distributed import World
+    from vitclinic.tasks.classification import evaluate
 
     score = evaluate(load(run.path), open_data(run.recipe.data), "test", World())
     assert {**score.plain(), "step": run.results["val"]["step"]} == run.results["test"]

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from vitclinic.models import create_model
+from vitclinic.tasks.classification import LossConfig, Task
 from vitclinic.training.optimizer import OptimizerConfig, build_optimizer, decayed_parameters
-from vitclinic.training.task import LossConfig, Task
 from vitclinic.treatments import Objective
 
 

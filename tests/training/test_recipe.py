@@ -3,8 +3,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.durations import seconds
-from vitclinic.errors import RecipeError
+from vitclinic._core.errors import RecipeError
+from vitclinic._core.time import seconds
 from vitclinic.training import Recipe, build_recipe, shipped_recipes
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_constructed_from_yaml():
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_valid_and_tell_their_command_time_and_score(name):
-    from vitclinic.listing import recipe_header
+    from vitclinic.cli.list import recipe_header
 
     header = recipe_header(shipped_recipes()[name])
     assert header["command"].startswith(f"vitclinic train {name}")

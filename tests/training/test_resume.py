@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vitclinic.training import Observer, Run, resume, train
-from vitclinic.training.metrics import without_timing
+from vitclinic.training.run import without_timing
 
 HARD = {
     "data": {"source": "digits", "limit": 200, "augment": "deit"},
@@ -156,7 +156,7 @@ def test_cut_off_before_last_keeps_what_the_epoch_asked_for(tiny, tmp_path, whol
 
 
 def test_metrics_cut_off_in_the_middle_of_a_line(tmp_path):
-    from vitclinic.training.metrics import cut_back, read_rows
+    from vitclinic.training.run import cut_back, read_rows
 
     file = Path(tmp_path / "metrics.jsonl")
     file.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kind": "tra')

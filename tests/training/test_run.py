@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from vitclinic.errors import RecipeError, RunError
+from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.training import Run, load, resume, train
 
 
@@ -95,7 +95,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tiny, tmp_path):
     plain = tiny(steps=10, checkpoint={"every": "5 steps"})
     code = (
         "import json, resource, signal, sys\n"
-        "from vitclinic.errors import RunError\nfrom vitclinic.training import Observer, train\n"
+        "from vitclinic._core.errors import RunError\nfrom vitclinic.training import Observer, train\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "class Fill(Observer):\n"
         "    def on_step(self, trainer):\n"

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from vitclinic.errors import RecipeError
+from vitclinic._core.errors import RecipeError
 from vitclinic.training import Observer, load, resume, train
 from vitclinic.treatments import Objective, Treatment, register
-from vitclinic.treatments.treatment import _REGISTRY
+from vitclinic.treatments.treatment import TREATMENTS
 
 
 class Scaled(nn.Module):
@@ -53,7 +53,7 @@ class Twice:
 
 @pytest.fixture(autouse=True)
 def treatments():
-    before = dict(_REGISTRY)
+    before = dict(TREATMENTS._known)
 
     @register
     class Scale(Treatment):
@@ -92,8 +92,8 @@ def treatments():
         name: ClassVar[str] = "other"
 
     yield
-    _REGISTRY.clear()
-    _REGISTRY.update(before)
+    TREATMENTS._known.clear()
+    TREATMENTS._known.update(before)
 
 
 ALL = [{"scale": {"factor": 3.0}}, "penalty", "dim", "double"]

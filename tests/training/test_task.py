@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from vitclinic.training.task import sigmoid_loss, softmax_loss
+from vitclinic.tasks.classification import sigmoid_loss, softmax_loss
 
 
 def test_softmax_loss_by_hand():

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from vitclinic.errors import RecipeError, RunError
+from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.training import Observer, Run, resume, train
-from vitclinic.training.trajectory import FILE, projection, read_projections
+from vitclinic.training.callbacks import FILE, projection, read_projections
 
 DRAWS = 400
 
@@ -51,7 +51,7 @@ def test_a_projection_is_linear_and_does_not_depend_on_the_order_or_type_of_the_
 def test_a_large_parameter_is_projected_piece_by_piece(monkeypatch):
     weights = nn.Parameter(torch.randn(64, 50, generator=torch.Generator().manual_seed(0)))
     whole = projection([("w", weights)], 30, 0)
-    monkeypatch.setattr("vitclinic.training.trajectory._WEIGHTS", 7)
+    monkeypatch.setattr("vitclinic.training.callbacks._WEIGHTS", 7)
     pieces = projection([("w", weights)], 30, 0)
     np.testing.assert_allclose(pieces, whole, atol=1e-10)
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from vitclinic.data import Batch
-from vitclinic.training.passes import Passes
-from vitclinic.training.task import LossConfig, Task
+from vitclinic.tasks.classification import LossConfig, Task
+from vitclinic.training.trainer import Passes
 
 
 class Net(nn.Module):

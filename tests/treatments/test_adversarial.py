@@ -13,11 +13,10 @@ from torch import nn
 
 from tests.training.conftest import tiny  # noqa: F401
 from tests.treatments.passes import Counted, batch, grads, loss_and_gradient, net, sam_gradient, weights
+from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.data import Batch
-from vitclinic.errors import RecipeError, TreatmentError
 from vitclinic.training import train
-from vitclinic.training.loop import _one_rule
-from vitclinic.training.steps import InputAscentStep
+from vitclinic.training.trainer import InputAscentStep, _one_rule
 from vitclinic.treatments import FastGradientSign, StepRule, Treatment, parse_treatments
 
 ATTACK = FastGradientSign(epsilon=0.1, step=0.125)
@@ -166,7 +165,7 @@ def test_what_does_not_go_together_is_a_sentence():
         name = "other"
 
         def step_rule(self):
-            from vitclinic.training.steps import PlainStep
+            from vitclinic.training.trainer import PlainStep
 
             return PlainStep()
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.anatomy.networks import NETWORKS, cut, shaken, tiny_vit
+from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy import Anatomy, Unit, taps
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import RecipeError, TreatmentError
 from vitclinic.treatments import ContextBroadcasting, ScaledContextBroadcasting, treat
 
 SMALL = [

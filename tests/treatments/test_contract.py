@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.networks import NETWORKS, shaken
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import known_families, recognise
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {

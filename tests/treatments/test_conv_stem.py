@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.anatomy.networks import NETWORKS, Builder, cut, shaken, tiny_vit
+from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy import Anatomy, taps
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import RecipeError, TreatmentError
 from vitclinic.treatments import ConvStem, treat
 from vitclinic.treatments.conv_stem import Components
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.anatomy.networks import tiny_vit
 from tests.treatments.attentions import images, vit
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, record_attention
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments import treat
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.anatomy.networks import NETWORKS, cut, shaken, tiny_vit
+from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import RecipeError, TreatmentError
 from vitclinic.treatments import treat
 
 VARIANTS = ("no_norm", "relu", "conv_bn_gelu", "conv_gelu")

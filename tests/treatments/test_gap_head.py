@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.anatomy.networks import shaken, tiny_vit
 from tests.treatments.attentions import images, vit
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments import treat
 
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.treatments.attentions import allowed_pairs, images, masked_softmax_attention, pit, vit
+from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention
-from vitclinic.errors import RecipeError, TreatmentError
 from vitclinic.treatments import parse_treatments, treat
-from vitclinic.treatments.neighbourhood import neighbours
-from vitclinic.treatments.variant_attention import VariantAttention
+from vitclinic.treatments.variant_attention import VariantAttention, neighbours
 
 
 def local(network: nn.Module, kernel: int | str = 3) -> nn.Module:

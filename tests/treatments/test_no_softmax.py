@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.treatments.attentions import allowed_pairs, heads_of, images, joined, pit, vit
+from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.anatomy import Anatomy, record_attention
-from vitclinic.errors import AnatomyError, TreatmentError
 from vitclinic.treatments import treat
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.anatomy.networks import NETWORKS, tiny_vit
-from vitclinic.errors import TreatmentError
+from vitclinic._core.errors import TreatmentError
 from vitclinic.treatments import ContextBroadcasting, SqueezeExcitation, treat, treatments_of
 
 IMAGES = torch.zeros(2, 3, 32, 48)

@@ -12,14 +12,14 @@ from torch import nn
 
 from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
 from tests.treatments.test_contract import ONE_EACH
+from vitclinic._core.distributed import World
+from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Augment, Batch, DataConfig, open_data
-from vitclinic.errors import RecipeError, TreatmentError
+from vitclinic.tasks.classification import LossConfig, Task
 from vitclinic.training import Observer, load, resume, train
-from vitclinic.training.distributed import World
-from vitclinic.training.loop import Trainer
-from vitclinic.training.overrides import build_recipe
-from vitclinic.training.task import LossConfig, Task
+from vitclinic.training.recipe import build_recipe
+from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import (
     Case,
     PatchDiversity,
@@ -29,7 +29,7 @@ from vitclinic.treatments import (
     mixing_loss,
     parse_treatments,
 )
-from vitclinic.treatments.patches import Patches
+from vitclinic.treatments.patch_losses import Patches
 
 FAMILIES = known_treatments()["patch_diversity"].families
 FITTING = [name for family in FAMILIES for name in ONE_EACH[family] if name in NETWORKS]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitclinic.errors import TreatmentError
+from vitclinic._core.errors import TreatmentError
 from vitclinic.treatments import contrastive_loss, cosine_loss, mixing_loss
 
 

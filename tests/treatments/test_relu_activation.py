@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from tests.anatomy.networks import NETWORKS, tiny_vit
 from tests.treatments.attentions import images, vit
 from tests.treatments.test_contract import ONE_EACH
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments import gelu_to_relu, known_treatments, treat
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vitclinic.errors import TreatmentError
+from vitclinic._core.errors import TreatmentError
 from vitclinic.training import Observer, Recipe, build_recipe, load, resume, train
 from vitclinic.treatments import known_treatments, treatments_of
 

@@ -22,11 +22,11 @@ from tests.treatments.passes import (
     sam_gradient,
     weights,
 )
-from vitclinic.errors import RecipeError
+from vitclinic._core.errors import RecipeError
 from vitclinic.training import Observer, resume, train
-from vitclinic.training.steps import PlainStep
+from vitclinic.training.trainer import PlainStep
 from vitclinic.treatments import parse_treatments
-from vitclinic.treatments.ascent import Ascent, gradients_apart, kept_buffers
+from vitclinic.treatments.sam_core import Ascent, gradients_apart, kept_buffers
 
 OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.05, weight_decay=0.1),
@@ -315,7 +315,7 @@ def test_a_first_gradient_that_is_not_finite_skips_the_step(tiny, treatments, pr
 
 
 def test_a_run_whose_gradients_are_never_finite_has_diverged(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("vitclinic.training.loop.STUCK", 3)
+    monkeypatch.setattr("vitclinic.training.trainer.STUCK", 3)
     run = train(tiny(steps=9, treatments=["sam"]), observers=[Explode(1, 2, *range(4, 9))])
     assert run.status["status"] == "diverged"
     assert run.status["reason"] == "no gradient was finite in the 3 steps up to step 7"

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.treatments.passes import Counted, batch, grads, net, sam_gradient, weights
 from tests.treatments.test_sam import OPTIMIZERS, rule
-from vitclinic.errors import TreatmentError
-from vitclinic.training.steps import PlainStep
+from vitclinic._core.errors import TreatmentError
+from vitclinic.training.trainer import PlainStep
 from vitclinic.treatments import SAM
 
 

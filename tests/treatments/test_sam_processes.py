@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.processes import in_two_processes
 from tests.treatments.passes import Counted, batch, grads, net, sam_gradient
+from vitclinic._core.distributed import World
 from vitclinic.data import Batch, open_data
 from vitclinic.training import build_recipe
 from vitclinic.training.checkpoint import Checkpoints
-from vitclinic.training.distributed import World
-from vitclinic.training.loop import Trainer
-from vitclinic.training.steps import InputAscentStep
+from vitclinic.training.trainer import InputAscentStep, Trainer
 from vitclinic.treatments import SAM, FastGradientSign, parse_treatments
 
 
@@ -186,7 +185,7 @@ def test_adversarial_training_synchronises_once(both):
 
 
 def task_of(module):
-    from vitclinic.training.task import Task
+    from vitclinic.tasks.classification import Task
 
     class Own(Task):
         def __init__(self):

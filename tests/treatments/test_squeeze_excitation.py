@@ -7,8 +7,8 @@ import timm
 import torch
 
 from tests.anatomy.networks import shaken, tiny_vit
+from vitclinic._core.errors import RecipeError
 from vitclinic.anatomy import Anatomy, taps
-from vitclinic.errors import RecipeError
 from vitclinic.treatments import ContextBroadcasting, SqueezeExcitation, treat
 
 

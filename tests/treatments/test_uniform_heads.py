@@ -14,10 +14,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from tests.anatomy.networks import cut, shaken, tiny_vit
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, AttentionMap, record_attention
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments import UniformHeadAttention, treat
-from vitclinic.treatments.widening import grown
+from vitclinic.treatments.uniform_heads import grown
 
 VARIANTS = ["replace", "adjust", "append"]
 

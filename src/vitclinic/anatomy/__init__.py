@@ -6,9 +6,9 @@ with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
 """
 
 from vitclinic.anatomy.anatomy import Anatomy
+from vitclinic.anatomy.attention import AttentionMap, record_attention
 from vitclinic.anatomy.eager import double_differentiable, evaluating
 from vitclinic.anatomy.families import Family, known_families, register_family
-from vitclinic.anatomy.recording import AttentionMap, record_attention
 from vitclinic.anatomy.removal import Bypass, Erase, Silence
 from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
 from vitclinic.anatomy.taps import Activations, stream, taps

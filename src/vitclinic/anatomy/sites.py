@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from vitclinic.errors import AnatomyError
+from vitclinic._core.errors import AnatomyError
 
 Size = tuple[int, int]
 

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy.eager import eager, recomputing
 from vitclinic.anatomy.sites import Site, watch
-from vitclinic.errors import AnatomyError
 
 Key = TypeVar("Key", bound=Hashable)
 

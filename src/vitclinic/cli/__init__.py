@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from vitclinic.cli import corrupt, examine, listing, prescribe, study, train  # noqa: F401  (they register their verbs)
+from vitclinic._core.errors import VitclinicError
+from vitclinic.cli import corrupt, examine, list, prescribe, study, train  # noqa: F401  (they register their verbs)
 from vitclinic.cli.common import app, follows
-from vitclinic.errors import VitclinicError
 
 VERBS = ("demo", "train", "examine", "prescribe", "study", "report", "corrupt", "list")
 """In the order of the help."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitclinic.errors import RecipeError
+from vitclinic._core.errors import RecipeError
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -42,8 +42,8 @@ def corrupt(
     The same command goes on where it was interrupted. What the corruptions are: docs/corrupt.md.
     """
     with resumable("what has been written is kept"):
-        from vitclinic.clinic.live import Display
-        from vitclinic.data.corruptions.copying import corrupt_data
+        from vitclinic.data.corruptions.copies import corrupt_data
+        from vitclinic.exam.display import Display
 
         console = console_for(verbose, quiet)
         with Display(console) as display:

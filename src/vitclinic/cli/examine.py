@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic.cli.common import PROBE_FAILED, Quiet, Verbose, app, console_for, follows, resumable
-from vitclinic.errors import RecipeError, VitclinicError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vitclinic.clinic import Exams
+    from vitclinic.exam import Exams
 
 
 @app.command()
@@ -61,9 +61,9 @@ def examine(
     with resumable():  # the imports, too, are long enough to be interrupted
         from rich.markup import escape
 
-        from vitclinic.clinic import Examination, Exams
-        from vitclinic.clinic.live import Display
-        from vitclinic.training.distributed import joined_world, pick_device
+        from vitclinic._core.distributed import joined_world, pick_device
+        from vitclinic.exam import Examination, Exams
+        from vitclinic.exam.display import Display
 
         console = console_for(verbose, quiet or as_json)
         patients, mistakes = [], []
@@ -111,7 +111,7 @@ def _report_path(exams: Exams, out: Path | None) -> Path:
 
 
 def _show(exams: Exams, console: Console, as_json: bool, whole: bool) -> None:
-    from vitclinic.clinic.display import plain, show_exams
+    from vitclinic.exam.display import plain, show_exams
 
     if as_json and not follows():
         typer.echo(json.dumps([plain(exam) for exam in exams], indent=2, allow_nan=False))
@@ -124,7 +124,7 @@ def _names(probes: str | None) -> list[str] | None:
 
 def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
     """`probe.option=value` as {probe: {option: value}}."""
-    from vitclinic.training.overrides import parse_yaml
+    from vitclinic.training.recipe import parse_yaml
 
     options: dict[str, dict[str, Any]] = {}
     for word in words:
@@ -168,7 +168,7 @@ def report(
     if all_studies:
         page = _all_studies(targets or ["studies"], out, title)
     elif targets:
-        from vitclinic.clinic.reporting import report as write
+        from vitclinic.exam.reporting import report as write
 
         page = write(targets, out, title=title, images=not no_images)
     else:
@@ -177,7 +177,7 @@ def report(
 
 
 def _all_studies(folders: list[str], out: Path | None, title: str | None) -> Path:
-    from vitclinic.studies.reporting import report_studies
+    from vitclinic.experiments.study.reporting import report_studies
 
     if len(folders) > 1:
         raise RecipeError(f"--all takes one folder of studies (got {', '.join(folders)}).")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from vitclinic._core.errors import RecipeError
 from vitclinic.cli.common import Quiet, Verbose, app, console_for, recipe_and_changes, resumable
-from vitclinic.errors import RecipeError
 
 
 @app.command()
@@ -47,14 +47,14 @@ def prescribe(
     if data is None and recipe is None and not any(word.startswith("data") for word in changes):
         raise RecipeError("Say which data to try on: --data D, or a recipe that names it.")
     with resumable("every trial that has ended is stored"):
-        from vitclinic.prescribing import prescribe as try_treatments
-        from vitclinic.prescribing.display import Display, show_prescription
-        from vitclinic.training.overrides import parse_yaml
+        from vitclinic.experiments.prescribe import prescribe as try_treatments
+        from vitclinic.experiments.prescribe.display import Display, show_prescription
+        from vitclinic.training.recipe import parse_yaml
 
         console = console_for(verbose, quiet)
         first: list[str] = []
         if examined is not None:
-            from vitclinic.prescribing.suggested import suggested_treatments
+            from vitclinic.experiments.prescribe.arms import suggested_treatments
 
             first = suggested_treatments(examined)
         with Display(console) as display:

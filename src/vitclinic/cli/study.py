@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from vitclinic._core.errors import RecipeError
 from vitclinic.cli.common import RUNS_FAILED, Quiet, Verbose, app, console_for, recipe_and_changes, resumable
-from vitclinic.errors import RecipeError
 
 
 class ScaleChoice(StrEnum):
@@ -56,10 +56,9 @@ def study(
     goes on. How a study is written and judged: docs/study.md.
     """
     with resumable("every run is saved"):
-        from vitclinic.studies.conduct import study as conduct
-        from vitclinic.studies.display import show_plan, show_result
-        from vitclinic.studies.estimating import plan_study
-        from vitclinic.studies.progress import Display
+        from vitclinic.experiments.study.conduct import study as conduct
+        from vitclinic.experiments.study.costs import plan_study
+        from vitclinic.experiments.study.display import Display, show_plan, show_result
 
         console = console_for(verbose, quiet or as_json)
         name, changes = recipe_and_changes(words)

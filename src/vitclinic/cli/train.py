@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from vitclinic._core.errors import RecipeError
 from vitclinic.cli.common import Quiet, Verbose, app, console_for, finish, free_path, recipe_and_changes, resumable
-from vitclinic.errors import RecipeError
 
 
 @app.command()
@@ -66,9 +66,9 @@ def demo(
     with resumable(f"go on with: vitclinic demo --out {shlex.quote(str(path))}", same=False):
         from rich.markup import escape
 
-        from vitclinic.clinic.display import show_exams
-        from vitclinic.clinic.live import Display as ExamDisplay
-        from vitclinic.demonstration import compare, train_both
+        from vitclinic.exam.display import Display as ExamDisplay
+        from vitclinic.exam.display import show_exams
+        from vitclinic.experiments.demo import compare, train_both
         from vitclinic.training.display import Display
 
         console = console_for(verbose=False, quiet=quiet)

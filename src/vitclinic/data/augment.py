@@ -23,11 +23,10 @@ from PIL import Image
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from vitclinic.config import Config
-from vitclinic.data.decoding import Pixels, Size, as_image, with_channels
-from vitclinic.data.framing import Images, centre_view, is_photo
+from vitclinic._core.config import Config
+from vitclinic._core.errors import RecipeError
+from vitclinic.data.decoding import Images, Pixels, Size, as_image, centre_view, is_photo, with_channels
 from vitclinic.data.randomness import Keys, uniforms
-from vitclinic.errors import RecipeError
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(ge=0)]

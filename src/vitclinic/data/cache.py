@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitclinic._core.errors import DataError
 from vitclinic.data.decoding import UNREADABLE, Pixels, Size, fitted
 from vitclinic.data.source import Records, unreadable
-from vitclinic.errors import DataError
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many are done, how many there are)."""

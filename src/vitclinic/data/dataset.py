@@ -12,21 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from vitclinic.config import Config
+from vitclinic._core.config import Config
+from vitclinic._core.errors import DataError, did_you_mean
+from vitclinic._core.hashing import fingerprint
 from vitclinic.data.augment import Augment
 from vitclinic.data.cache import Progress, cache_key, cached_images
-from vitclinic.data.decoding import Size
+from vitclinic.data.decoding import Images, Size, centre_view, framed_size
 from vitclinic.data.embedded import open_digits, open_shapes
 from vitclinic.data.folder import open_folder
-from vitclinic.data.framing import Images, centre_view, framed_size
-from vitclinic.data.hub import open_hub
 from vitclinic.data.parquet import is_parquet, open_parquet
-from vitclinic.data.source import SPLITS, Source, fingerprint
+from vitclinic.data.published import open_hub, open_torchvision
+from vitclinic.data.source import SPLITS, Source
 from vitclinic.data.splits import assign, subset
 from vitclinic.data.streaming import StreamedImages
 from vitclinic.data.survey import survey
-from vitclinic.data.torchvision_sets import open_torchvision
-from vitclinic.errors import DataError, did_you_mean
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""

@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitclinic._core.errors import DataError
+from vitclinic._core.hashing import fingerprint
 from vitclinic.data import shapes
-from vitclinic.data.source import Source, fingerprint
-from vitclinic.errors import DataError
+from vitclinic.data.source import Source
 
 _SHAPES_DEFAULT = {"n": 4000, "texture": 0.0}
 _SHAPES_VAL, _SHAPES_TEST = 500, 1000

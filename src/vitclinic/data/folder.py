@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vitclinic.data.source import Source, fingerprint
-from vitclinic.errors import DataError
+from vitclinic._core.errors import DataError
+from vitclinic._core.hashing import fingerprint
+from vitclinic.data.source import Source
 
 CLASSES_FILE = "classes.json"
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})

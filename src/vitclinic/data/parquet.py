@@ -19,9 +19,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
+from vitclinic._core.errors import DataError
+from vitclinic._core.hashing import fingerprint
 from vitclinic.data.cache import cache_folder
-from vitclinic.data.source import SPLITS, Source, fingerprint
-from vitclinic.errors import DataError
+from vitclinic.data.source import SPLITS, Source
 
 IN_MEMORY_BYTES = 2**30
 """Files of more than this together are read through a memory-mapped copy in the cache."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitclinic._core.errors import DataError
 from vitclinic.data.decoding import Size
-from vitclinic.errors import DataError
 
 SPLITS = ("train", "val", "test")
 
@@ -67,11 +65,6 @@ def _check_labels(records: Records, classes: int, split: str) -> None:
             f"{records.name(first)}: label {records.labels[first]} is out of range for {classes} classes"
             f" ({wrong.size} such in the {split} split)."
         )
-
-
-def fingerprint(*parts: Any) -> str:
-    """A short name for plain data: the SHA-256 of its JSON."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def unreadable(records: Records, index: int, error: Exception) -> str:

@@ -21,10 +21,8 @@ from torch.utils.data import Dataset as TorchDataset
 from vitclinic.data.augment import Augment, Augmenter, to_unit_interval
 from vitclinic.data.batch import Batch
 from vitclinic.data.dataset import Dataset, Split
-from vitclinic.data.decoding import Size
-from vitclinic.data.framing import centre_view
-from vitclinic.data.mixing import Mixing, soft_targets
-from vitclinic.data.patch_mixing import PatchMixing
+from vitclinic.data.decoding import Size, centre_view
+from vitclinic.data.mixing import Mixing, PatchMixing, soft_targets
 from vitclinic.data.randomness import generator, sample_keys
 from vitclinic.data.streaming import StreamedImages
 

@@ -11,11 +11,11 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from vitclinic._core.errors import DataError
+from vitclinic._core.hashing import fingerprint
 from vitclinic.data.cache import Progress, cache_folder, write_atomically
-from vitclinic.data.decoding import UNREADABLE, Pixels, Size, fitted, pixels
-from vitclinic.data.framing import is_photo
-from vitclinic.data.source import Records, fingerprint, unreadable
-from vitclinic.errors import DataError
+from vitclinic.data.decoding import UNREADABLE, Pixels, Size, fitted, is_photo, pixels
+from vitclinic.data.source import Records, unreadable
 
 
 class StreamedImages:

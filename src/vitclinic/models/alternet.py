@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar, Unpack
 
 from timm.models import generate_default_cfgs, register_model
+from torch import nn
 
-from vitclinic.models.msa_block import Activation, MsaBlock, MsaOptions, msa_in_place_of
+from vitclinic._core.errors import ModelError
+from vitclinic.anatomy import Anatomy
+from vitclinic.models.msa_block import Activation, MsaBlock, MsaOptions, PostActMsaBlock, msa_in_place_of
 from vitclinic.models.preact_resnet import (
     PUBLISHED,
     PreActBasicBlock,
@@ -106,3 +111,155 @@ def alternet101(pretrained: bool = False, **keywords: Any) -> PreActResNet:
     """Alter-ResNet-101: ResNet-101 with one more block in the last stage."""
     keywords = {"block": PreActBottleneck, "layers": (3, 4, 23, 4), **keywords}
     return build("alternet101", AlterNet, pretrained, **keywords)
+
+
+_ARRANGEMENTS: dict[str, type[MsaBlock] | type[PostActMsaBlock]] = {
+    "vitclinic pre-activation ResNet": MsaBlock,
+    "vitclinic AlterNet": MsaBlock,
+    "timm ResNet": PostActMsaBlock,
+    "torchvision ResNet": PostActMsaBlock,
+}
+"""The families whose conv blocks can become MSA blocks, and the MSA block that is arranged as theirs are."""
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+class BuildUp:
+    """Proposes, from the end of a ResNet, the next Conv block to replace by an MSA block.
+
+    The first proposal is the last block of the last stage. Whoever builds the network says whether it improved:
+    `accept()` keeps the MSA, and the next block but one towards the beginning of the stage is proposed ("alternately
+    replace Conv blocks with MSA blocks from the end"); `reject()` leaves the Conv, and the end of the stage before is
+    proposed. A stage's first block subsamples and is never proposed; after the first stage `proposal` is None.
+    MSAs of late stages have more heads and so a larger hidden width (heads x head_width).
+
+    Works on timm's and torchvision's ResNet and ResNeXt and on pre-activation ResNets, with or without a wrapper.
+    `applied_to(network)` is a copy that differs in the accepted and the proposed blocks only, and every step of the
+    rule is plain data: `state_dict()`, `load_state_dict()`.
+
+    Example:
+        >>> import timm
+        >>> def score(network):  # train it, return its accuracy; here MSAs are good in the last stage only
+        ...     return sum(isinstance(module, PostActMsaBlock) for module in network.layer4)
+        >>> network = timm.create_model("resnet18", layers=(2, 2, 2, 4))
+        >>> rule, best = BuildUp(network, window=4), score(network)
+        >>> while rule.proposal is not None:
+        ...     candidate = rule.applied_to(network)
+        ...     accuracy = score(candidate)
+        ...     if accuracy > best:
+        ...         best = accuracy
+        ...         rule.accept()
+        ...     else:
+        ...         rule.reject()
+        >>> rule.accepted
+        ['layer4.3', 'layer4.1']
+        >>> network = rule.applied_to(network)
+    """
+
+    def __init__(self, network: nn.Module, heads: Sequence[int] = HEADS, **options: Unpack[MsaOptions]) -> None:
+        self._stages = _stages(network)
+        if len(heads) != len(self._stages):
+            raise ModelError(f"The network has {len(self._stages)} stages; give the heads of each, not {list(heads)}.")
+        self._heads = tuple(heads)
+        self._options = options
+        self.accepted: list[str] = []
+        self.proposal: str | None = None
+        self._propose(len(self._stages) - 1)
+
+    def accept(self) -> None:
+        """The proposed MSA block improved the network: keep it and go on in its stage."""
+        proposal = self._pending()
+        self.accepted.append(proposal)
+        stage, index = self._place(proposal)
+        if index - 2 >= 1:
+            self.proposal = self._stages[stage][index - 2]
+        else:
+            self._propose(stage - 1)
+
+    def reject(self) -> None:
+        """The proposed MSA block did not improve the network: leave the Conv and go to the stage before."""
+        self._propose(self._place(self._pending())[0] - 1)
+
+    def applied_to(self, network: Network) -> Network:
+        """A copy of `network` in which the accepted blocks and the proposed one are MSA blocks.
+
+        Blocks that are already keep their weights, as do all others.
+        """
+        names = [*self.accepted, *([] if self.proposal is None else [self.proposal])]
+        heads = {name: self._heads[self._place(name)[0]] for name in names}
+        return _with_msas(copy.deepcopy(network), heads, self._options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rule stands, as plain data."""
+        return {"accepted": list(self.accepted), "proposal": self.proposal}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where another rule for a network with the same blocks stood."""
+        names = [*state["accepted"], *([] if state["proposal"] is None else [state["proposal"]])]
+        known = {name for stage in self._stages for name in stage[1:]}
+        if unknown := [name for name in names if name not in known]:
+            raise ModelError(f"The rule's state is of another network: this one has no block {unknown[0]} to replace.")
+        self.accepted, self.proposal = list(state["accepted"]), state["proposal"]
+
+    def _propose(self, stage: int) -> None:
+        """The end of `stage`, or of the nearest stage before it that has a block to replace."""
+        ends = [blocks[-1] for blocks in self._stages[: stage + 1] if len(blocks) > 1]
+        self.proposal = ends[-1] if ends else None
+
+    def _pending(self) -> str:
+        if self.proposal is None:
+            raise ModelError("The build-up rule has come to its end; there is no proposal to accept or reject.")
+        return self.proposal
+
+    def _place(self, name: str) -> tuple[int, int]:
+        return next((stage, blocks.index(name)) for stage, blocks in enumerate(self._stages) if name in blocks)
+
+
+def alternate(
+    network: Network, msas: Sequence[int], heads: Sequence[int] = HEADS, **options: Unpack[MsaOptions]
+) -> Network:
+    """A copy of a ResNet with AlterNet's pattern, `msas` MSA blocks in each stage [park2022 App. E].
+
+    Example:
+        >>> import timm
+        >>> network = alternate(timm.create_model("resnext50_32x4d", layers=(3, 4, 6, 4)), msas=(0, 1, 3, 2))
+        >>> [type(block).__name__ for block in network.layer4]
+        ['Bottleneck', 'PostActMsaBlock', 'Bottleneck', 'PostActMsaBlock']
+    """
+    stages = _stages(network)
+    if not len(msas) == len(heads) == len(stages):
+        raise ModelError(f"The network has {len(stages)} stages; give msas and heads for each of them.")
+    chosen: dict[str, int] = {}
+    for blocks, count, of_stage in zip(stages, msas, heads, strict=True):
+        try:
+            pattern = alternating(len(blocks), count)
+        except ValueError as error:
+            raise ModelError(f"This pattern does not fit: {error}") from error
+        chosen |= {name: of_stage for name, is_msa in zip(blocks, pattern, strict=True) if is_msa}
+    return _with_msas(copy.deepcopy(network), chosen, options)
+
+
+def _stages(network: nn.Module) -> list[list[str]]:
+    """The names of the blocks of each stage of a ResNet."""
+    anatomy = Anatomy.of(network)
+    _arrangement(anatomy)
+    return [[block.name for block in blocks] for _, blocks in groupby(anatomy.blocks, lambda block: block.stage)]
+
+
+def _with_msas(network: Network, heads: dict[str, int], options: MsaOptions) -> Network:
+    """`network`, with the blocks named in `heads` replaced, if they are Convs, by MSA blocks with so many heads."""
+    anatomy = Anatomy.of(network)
+    for block in anatomy.blocks:
+        if block.name in heads and block.unit("msa") is None:
+            replaced = anatomy.network.get_submodule(block.name)
+            msa = msa_in_place_of(replaced, _arrangement(anatomy), heads[block.name], **options)
+            anatomy.network.set_submodule(block.name, msa)
+    return network
+
+
+def _arrangement(anatomy: Anatomy) -> type[MsaBlock] | type[PostActMsaBlock]:
+    if anatomy.family not in _ARRANGEMENTS:
+        raise ModelError(
+            f"The build-up rule does not fit a {anatomy.family}; it fits {', '.join(sorted(_ARRANGEMENTS))}."
+        )
+    return _ARRANGEMENTS[anatomy.family]

@@ -1,4 +1,4 @@
-"""One factory over timm: any of its networks, with any of its keywords, taking pixels in [0, 1]."""
+"""A network that takes pixels in [0, 1]: its normalisation is part of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,58 @@ from unittest import mock
 
 import timm
 import torch
-from timm.models import is_model, list_models, model_entrypoint
-from torch import nn
+from timm.models import is_model, list_models, model_entrypoint, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
 
+from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import evaluating
-from vitclinic.errors import ModelError, did_you_mean
-from vitclinic.models.normalised import Normalised
+
+
+class Normalised(nn.Module):
+    """`backbone((x - mean) / std)`.
+
+    Attacks, corruptions and measurements then all work on pixels, and no mean or standard deviation can be
+    forgotten or applied twice.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
+
+    def forward(self, x_bchw: Tensor) -> Tensor:
+        logits: Tensor = self.backbone((x_bchw - self.mean) / self.std)
+        return logits
+
+
+_TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+
+def fitted_patch(side: int) -> int:
+    """The largest patch, up to 16, that divides the image into at least 8 x 8 patches.
+
+    Example:
+        >>> [fitted_patch(side) for side in (8, 28, 32, 64, 96, 224)]
+        [1, 2, 4, 8, 12, 16]
+    """
+    return next(patch for patch in range(min(16, max(1, side // 8)), 0, -1) if side % patch == 0)
+
+
+@register_model  # type: ignore[untyped-decorator]
+def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
+    """ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
+    for name in _TIMM_ONLY:
+        keywords.pop(name, None)
+    size = keywords.setdefault("img_size", 224)
+    side = size if isinstance(size, int) else min(size)
+    defaults = {"patch_size": fitted_patch(side), "embed_dim": 192, "depth": 12, "num_heads": 3}
+    return VisionTransformer(**{**defaults, **keywords})
+
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

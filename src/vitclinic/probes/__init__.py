@@ -1,6 +1,5 @@
 """Probes: what can be measured of a network, and the contract that all of them follow."""
 
-from vitclinic.probes.applying import obstacle_to
 from vitclinic.probes.attention.cb_scale import CBScale
 from vitclinic.probes.attention.distance import AttentionDistance
 from vitclinic.probes.attention.entropy import AttentionEntropy
@@ -16,10 +15,10 @@ from vitclinic.probes.behaviour.shift import Shift
 from vitclinic.probes.behaviour.train_nll import TrainNLL
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
+from vitclinic.probes.curvature.hessian_spectrum import HessianSpectrum
 from vitclinic.probes.curvature.landscape import Landscape
 from vitclinic.probes.curvature.ntk import NTK
 from vitclinic.probes.curvature.sharpness import Sharpness
-from vitclinic.probes.curvature.spectrum import HessianSpectrum
 from vitclinic.probes.curvature.trajectory import Trajectory
 from vitclinic.probes.features.cka import CKA, block_structure, cka_between
 from vitclinic.probes.features.fourier import Fourier
@@ -29,7 +28,6 @@ from vitclinic.probes.features.sparsity import Sparsity
 from vitclinic.probes.features.token_similarity import TokenSimilarity
 from vitclinic.probes.features.variance import Variance
 from vitclinic.probes.norms import Norms
-from vitclinic.probes.pace import Pace, estimated_seconds
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import (
     DoesNotApply,
@@ -39,13 +37,15 @@ from vitclinic.probes.probe import (
     Result,
     StreamingProbe,
     Tally,
+    known_probes,
     mean_scalar,
+    parse_probes,
+    register,
     unit_row,
+    usual_probes,
 )
-from vitclinic.probes.records import conditions_of, seen_by
-from vitclinic.probes.registry import known_probes, parse_probes, register, usual_probes
 from vitclinic.probes.restoring import left_as_it_was
-from vitclinic.probes.running import measure
+from vitclinic.probes.running import conditions_of, measure, obstacle_to, seen_by
 from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
@@ -72,7 +72,6 @@ __all__ = [
     "Norms",
     "Occlusion",
     "OwningProbe",
-    "Pace",
     "PastWeights",
     "Probe",
     "Result",
@@ -91,7 +90,6 @@ __all__ = [
     "block_structure",
     "cka_between",
     "conditions_of",
-    "estimated_seconds",
     "known_probes",
     "left_as_it_was",
     "mean_scalar",

@@ -1,4 +1,4 @@
-"""What a network costs: parameters, arithmetic, speed and memory."""
+"""Peak memory of a call: the allocator's own counter on CUDA, a count of live tensors elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -14,15 +15,77 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import median_interval
 from vitclinic.anatomy import double_differentiable
-from vitclinic.measurement import Scalar
-from vitclinic.probes.footprint import peak_bytes
-from vitclinic.probes.probe import Cheaper, OwningProbe, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import median_interval
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that tensors made during `call` took at one time, in bytes.
+
+    On the CPU, which has no such counter, the storages of all tensors that operators return are followed until they are
+    freed: exact and repeatable, without the scratch space that a kernel uses inside.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    live = _LiveStorages()
+    with live:
+        call()
+    return live.peak
+
+
+class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages of tensors while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+        self._given: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):  # what was there before the call is not the call's own
+            if isinstance(tensor, Tensor) and _address(tensor) not in self._known:
+                self._given.add(_address(tensor))
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._given:
+            return
+        self._known.add(key)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
 
 _ALONE = 8
 """An image that goes through alone takes as long as so many of a batch."""

@@ -7,9 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from vitclinic.measurement import Scalar
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import RunningMean, paired_share_interval, share_interval
 from vitclinic.probes.probe import mean_scalar
-from vitclinic.statistics import RunningMean, paired_share_interval, share_interval
 
 _Z = 1.959964
 """The normal quantile of 95% intervals."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from vitclinic.errors import ModelError
+from vitclinic._core.errors import ModelError
 from vitclinic.probes.subject import Subject
 
 log = logging.getLogger(__name__)

@@ -9,13 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
-from vitclinic.measurement import Scalar
 from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, check_finite, mean_scalar, unit_row
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, check_finite, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 
 @register

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitclinic.errors import RunError
-from vitclinic.files import write_bytes, write_errors
-from vitclinic.probes.processes import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.errors import RunError
+from vitclinic._core.io import write_bytes, write_errors
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitclinic._core.config import Config
+from vitclinic._core.errors import ModelError, RecipeError, VitclinicError
+from vitclinic._core.records import Measurement, Scalar, UnitRow
+from vitclinic._core.registry import Registry
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Site, Unit
-from vitclinic.config import Config
 from vitclinic.data import Batch
-from vitclinic.errors import ModelError, VitclinicError
-from vitclinic.measurement import Measurement, Scalar, UnitRow
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 Cheaper = tuple[Mapping[str, Any], ...]
 Need = Literal["labels", "anatomy", "attention", "gradients"]
@@ -165,3 +166,26 @@ def mean_scalar(running: RunningMean) -> Scalar:
     if math.isnan(half):
         return Scalar(value=mean, n=running.n)
     return Scalar(value=mean, low=mean - half, high=mean + half, n=running.n)
+
+
+PROBES: Registry[Probe] = Registry("probe", "vitclinic.probes", (OwningProbe, StreamingProbe))
+register = PROBES.register
+
+
+def known_probes() -> dict[str, type[Probe]]:
+    """Return all probes by name: ours, those registered in this process, and those of installed packages."""
+    return PROBES.all()
+
+
+def usual_probes() -> list[str]:
+    """Return the names of the probes that are meant where none is named: those that take seconds."""
+    return [name for name, probe in known_probes().items() if probe.by_default]
+
+
+def parse_probes(entries: Sequence[Any] | None) -> list[Probe]:
+    """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order; None means the usual ones."""
+    if entries is None:
+        entries = usual_probes()
+    if not entries:
+        raise RecipeError("'probes' is empty; name some of `vitclinic list probes`, or leave it out.")
+    return PROBES.parse(entries)

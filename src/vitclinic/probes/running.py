@@ -1,22 +1,143 @@
-"""Probes on a subject: the shared pass, the passes of each, and what became of them."""
+"""The record of what became of a probe: its result, why it does not apply, or what it failed of."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from vitclinic.measurement import Measurement
-from vitclinic.probes.applying import obstacle_to
+from vitclinic._core.config import validate
+from vitclinic._core.errors import EmptySplitError, NoAttentionMapError, UnknownStructureError, VitclinicError
+from vitclinic._core.records import Measurement, Status, plain_data
 from vitclinic.probes.memory import halving
-from vitclinic.probes.probe import OwningProbe, Probe, StreamingProbe
-from vitclinic.probes.records import recorded
+from vitclinic.probes.probe import DoesNotApply, OwningProbe, Probe, Result, StreamingProbe
 from vitclinic.probes.restoring import left_as_it_was
-from vitclinic.probes.sharing import Outcome, shared_pass
+from vitclinic.probes.shared_pass import Outcome, shared_pass
 from vitclinic.probes.subject import Subject
 
 log = logging.getLogger(__name__)
+
+_PACKAGES = ("vitclinic", "torch", "timm", "numpy")
+_NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
+"""What says that a probe has no meaning here; any other error is a failure."""
+
+
+def recorded(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
+    """The measurement; a result that cannot be recorded is a failure too."""
+    subject = seen_by(probe, subject)
+    try:
+        return _record(probe, subject, outcome, duration)
+    except Exception as error:  # a probe may return anything
+        log.info("the result of %s cannot be recorded", probe.name, exc_info=error)
+        return _record(probe, subject, error, duration)
+
+
+def seen_by(probe: Probe, subject: Subject) -> Subject:
+    """What a probe looks at; the subject itself if the probe cannot see what it wants, and so fails."""
+    try:
+        return probe.view(subject)
+    except Exception as error:  # a probe may raise anything
+        log.info("%s cannot see %s", probe.name, subject.name, exc_info=error)
+        return subject
+
+
+def stated_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
+    """What else than subject, data, options and seed the result depends on, as a record holds it."""
+    conditions: dict[str, Any] = plain_data(probe.conditions(subject), "conditions")
+    return conditions
+
+
+def conditions_of(probe: Probe, subject: Subject) -> dict[str, Any]:
+    """The stated conditions or, of a probe that cannot state them and so fails, the reason."""
+    try:
+        return stated_conditions(probe, subject)
+    except Exception as error:  # a probe may raise anything
+        log.info("%s does not say what it depends on", probe.name, exc_info=error)
+        return {"unknown": _status(error)[1]}
+
+
+def _record(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
+    if not isinstance(outcome, Result | Exception):
+        raise TypeError(f"the probe gives {type(outcome).__name__}; expected a Result")
+    result = outcome if isinstance(outcome, Result) else Result()
+    status, reason = (result.status, result.reason) if isinstance(outcome, Result) else _status(outcome)
+    record = {
+        "probe": probe.name,
+        "revision": probe.revision,
+        "config": probe.model_dump(mode="json"),
+        "subject": subject.digest,
+        "data": subject.data_digest,
+        "conditions": conditions_of(probe, subject),
+        "status": status,
+        "reason": reason,
+        "scalars": dict(result.scalars),
+        "units": list(result.units),
+        "arrays": dict(result.arrays),
+        "provenance": {
+            "seed": subject.seed,
+            "mode": result.mode,
+            "device": str(subject.device),
+            "batch_size": subject.batch_size,
+            "duration": duration,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+            "images": len(subject),
+        },
+    }
+    return validate(Measurement, record)
+
+
+def _status(error: Exception) -> tuple[Status, str]:
+    if isinstance(error, _NOT_APPLYING):
+        return "does_not_apply", str(error)
+    text = " ".join(str(error).split())
+    return "failed", text if isinstance(error, VitclinicError) and text else f"{type(error).__name__}: {text}"
+
+
+def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
+    """Why `probe` cannot measure `subject`: a DoesNotApply, or the error of a network or a probe that is broken."""
+    try:
+        subject = probe.view(subject)
+        _check_applies(probe, subject)
+        probe.check(subject)
+        probe.forwards(subject)
+        stated_conditions(probe, subject)
+    except EmptySplitError as error:  # of a split of the probe's own choice: the exam's has some
+        log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
+        return DoesNotApply(f"it is measured on images of the {error.split} split, and the data has none.")
+    except Exception as error:  # a failing probe is a result; the others go on
+        log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
+        return error
+    return None
+
+
+def _check_applies(probe: Probe, subject: Subject) -> None:
+    if "labels" in probe.needs:
+        _check_classes(subject)
+    if "gradients" in probe.needs and not any(p.is_floating_point() for p in subject.network.parameters()):
+        raise DoesNotApply("the network has no parameters with a gradient.")
+    if probe.needs & {"anatomy", "attention"}:
+        units = subject.anatomy.units
+        if "attention" in probe.needs and not any(unit.attention for unit in units):
+            raise DoesNotApply(f"a {subject.anatomy.family} has no attention maps.")
+
+
+def _check_classes(subject: Subject) -> None:
+    classes, names = subject.classes, subject.output_names
+    if subject.outputs != len(classes):
+        raise DoesNotApply(
+            f"the network tells {subject.outputs} classes apart and the data has {len(classes)}, "
+            "so that its labels do not mean the network's outputs."
+        )
+    if names is not None and names != classes:
+        at = next(index for index, pair in enumerate(zip(names, classes, strict=True)) if pair[0] != pair[1])
+        raise DoesNotApply(
+            f"output {at} of the network means '{names[at]}' and label {at} of the data '{classes[at]}', "
+            "so that its labels do not mean the network's outputs."
+        )
 
 
 def measure(

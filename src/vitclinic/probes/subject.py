@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.errors import AnatomyError, EmptySplitError, ModelError
+from vitclinic._core.hashing import fingerprint
 from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
-from vitclinic.data.source import fingerprint
 from vitclinic.data.splits import subset
-from vitclinic.errors import AnatomyError, EmptySplitError, ModelError
-from vitclinic.probes.identity import network_digest
-from vitclinic.probes.processes import ALONE, Processes
+from vitclinic.probes.digest import network_digest
 from vitclinic.probes.restoring import left_as_it_was
 
 Progress = Callable[[str, int, int], None]

@@ -1,19 +1,29 @@
-"""A figure of a report, and the registry of those who draw: one file a probe in `figures/`.
-
-A drawer is a function from the networks, side by side, to the figures of one probe. It computes nothing that is not a
-way of showing, skips networks without a usable measurement, and returns an empty list if none has one.
-"""
+"""What a report is made of: networks, as far as they have been measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import plotly.graph_objects as go
 
-from vitclinic.measurement import Measurement
-from vitclinic.reports.contents import Examined
+from vitclinic._core.records import Finding, Measurement
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One network as a report shows it."""
+
+    name: str
+    """As the user wrote it; anything may stand here, and is escaped where it is shown."""
+    measurements: Mapping[str, Measurement]
+    """By probe."""
+    findings: Sequence[Finding] = ()
+    training: Sequence[Mapping[str, Any]] = ()
+    """The rows of a run's metrics.jsonl: kind, step, epoch, loss, ..."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What else is known, in its order, for the head of the page: data, recipe, treatments, parameters."""
 
 
 @dataclass(frozen=True)

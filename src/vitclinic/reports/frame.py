@@ -13,9 +13,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from vitclinic.files import write_bytes, write_errors
-from vitclinic.reports.drawing import Drawings
-from vitclinic.reports.packing import checksum, packed_plotly, plotly_checksum
+from vitclinic._core.io import write_bytes, write_errors
+from vitclinic.reports.drawing import Drawings, checksum, packed_plotly, plotly_checksum
 from vitclinic.reports.theme import template
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitclinic.measurement import Measurement
-from vitclinic.reports.contents import Examined
+from vitclinic._core.records import Measurement
+from vitclinic.reports.figure import Examined
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vitclinic.measurement import Measurement, Scalar
-from vitclinic.reports.contents import Examined
+from vitclinic._core.records import Measurement, Scalar
+from vitclinic.reports.figure import Examined
 from vitclinic.reports.sections import in_order
 
 Better = Literal["higher", "lower", "nearer to 0"]

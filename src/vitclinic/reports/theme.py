@@ -1,10 +1,62 @@
-"""The look of plots, light and dark, as plotly's templates: what a drawer leaves open is decided here."""
+"""Colours: of networks, safe for colour-blind readers and legible on light and dark; and of the kinds of units."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vitclinic.reports.colours import NETWORKS
+NETWORKS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7A7A7A")
+"""Okabe and Ito's, by a network's place in the report (modulo their number)."""
+
+DASHES = ("solid", "dash", "dot", "dashdot")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+"""Beside the colour, so that a figure can be read without colours."""
+
+SEQUENTIAL = "Viridis"
+DIVERGING = "RdBu_r"
+
+KINDS = {
+    "msa": "rgba(0, 114, 178, 0.16)",
+    "mlp": "rgba(230, 159, 0, 0.13)",
+    "conv": "rgba(230, 159, 0, 0.13)",
+    "token_mlp": "rgba(0, 158, 115, 0.15)",
+    "pool": "rgba(120, 120, 120, 0.26)",
+}
+"""The shading behind a unit of this kind in a figure over depth: convs and MLPs do the same work [park2022 Fig. 9]."""
+
+KIND_MARKS = {
+    "stem": "#7A7A7A",
+    "position": "#CC79A7",
+    "msa": "#0072B2",
+    "mlp": "#E69F00",
+    "conv": "#D55E00",
+    "token_mlp": "#009E73",
+    "pool": "#56B4E9",
+    "head": "#8C6BB1",
+}
+"""The colour of a unit of this kind where it stands for the unit itself: on the axes of a matrix of units."""
+
+KIND_SYMBOLS = {
+    "stem": "x",
+    "position": "cross",
+    "msa": "circle",
+    "mlp": "square",
+    "conv": "triangle-up",
+    "token_mlp": "diamond",
+    "pool": "triangle-down",
+    "head": "star",
+}
+"""The marker of a unit of this kind."""
+
+
+def of_network(place: int) -> str:
+    return NETWORKS[place % len(NETWORKS)]
+
+
+def with_opacity(place: int, opacity: float) -> str:
+    """The network's colour as rgba(), for bands of uncertainty."""
+    red, green, blue = (int(of_network(place)[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {opacity})"
+
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from vitclinic.finding import Finding
-from vitclinic.measurement import Scalar
-from vitclinic.reports.colours import of_network
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.numbers import interval, number, seconds, setting
+from vitclinic._core.records import Finding, Scalar
+from vitclinic.reports.figure import Examined
+from vitclinic.reports.formatting import interval, number, seconds, setting
 from vitclinic.reports.sections import of_probe
 from vitclinic.reports.summary import Cell, Row, summary
+from vitclinic.reports.theme import of_network
 
 SEVERITIES = ("problem", "notice", "healthy")
 

@@ -1,9 +1,8 @@
 """Training: recipes, the loop, and run directories."""
 
+from vitclinic.training.callbacks import Observer
 from vitclinic.training.network import load
-from vitclinic.training.observers import Observer
-from vitclinic.training.overrides import build_recipe, shipped_recipes
-from vitclinic.training.recipe import Recipe
+from vitclinic.training.recipe import Recipe, build_recipe, shipped_recipes
 from vitclinic.training.run import Run
 from vitclinic.training.train import resume, train
 

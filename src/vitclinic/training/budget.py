@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from vitclinic._core.distributed import World
+from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, evaluation_batches
-from vitclinic.durations import seconds
-from vitclinic.training.distributed import World
-from vitclinic.training.loop import Trainer
+from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
-from vitclinic.training.schedule import in_steps
+from vitclinic.training.trainer import Trainer
 
 _WARM_UP, _MEASURED = 2, 5
 

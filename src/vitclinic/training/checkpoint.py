@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitclinic.errors import RunError
-from vitclinic.files import publish, sync, write_errors
+from vitclinic._core.errors import RunError
+from vitclinic._core.io import publish, sync, write_errors
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Table
 from rich.text import Text
 
-from vitclinic.training.loop import Trainer
-from vitclinic.training.metrics import Row
-from vitclinic.training.observers import Observer
-from vitclinic.training.run import Run
+from vitclinic.training.callbacks import Observer
+from vitclinic.training.run import Row, Run
+from vitclinic.training.trainer import Trainer
 
 
 class Display(Observer):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitclinic._core.errors import ModelError
 from vitclinic.data import Augment, Dataset
 from vitclinic.data.randomness import torch_seed
-from vitclinic.errors import ModelError
 from vitclinic.models import Normalised, check_fit, create_model
 from vitclinic.training.checkpoint import load_network_state
 from vitclinic.training.recipe import Recipe

@@ -12,14 +12,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from vitclinic.training.distributed import World
-from vitclinic.training.evaluation import evaluate
+from vitclinic._core.distributed import World
+from vitclinic.tasks.classification import evaluate
+from vitclinic.training.callbacks import Observer
 from vitclinic.training.interrupts import Interrupt
-from vitclinic.training.loop import Trainer
-from vitclinic.training.metrics import MetricsFile, Row, cut_back
-from vitclinic.training.observers import Observer
-from vitclinic.training.run import Run
-from vitclinic.training.schedule import Duration, in_steps
+from vitclinic.training.optimizer import Duration, in_steps
+from vitclinic.training.run import MetricsFile, Row, Run, cut_back
+from vitclinic.training.trainer import Trainer
 
 
 class Session:

@@ -10,19 +10,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from vitclinic._core.distributed import World, joined_world, pick_device
+from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic.data import Dataset, open_data
 from vitclinic.data.cache import Progress
-from vitclinic.errors import RecipeError, RunError, VitclinicError
 from vitclinic.training.budget import total_steps
-from vitclinic.training.distributed import World, joined_world, pick_device
+from vitclinic.training.callbacks import Observer, TensorBoard, TrajectoryObserver
 from vitclinic.training.interrupts import listening
-from vitclinic.training.loop import Trainer
-from vitclinic.training.observers import Observer, TensorBoard
-from vitclinic.training.overrides import build_recipe
-from vitclinic.training.recipe import Recipe
+from vitclinic.training.recipe import Recipe, build_recipe
 from vitclinic.training.run import Run
 from vitclinic.training.session import Session
-from vitclinic.training.trajectory import TrajectoryObserver
+from vitclinic.training.trainer import Trainer
 
 T = TypeVar("T")
 

@@ -1,7 +1,6 @@
 """Treatments: every remedy of the papers, and the seams through which a remedy changes a training run."""
 
 from vitclinic.treatments.adversarial import Adversarial, FastGradientSign
-from vitclinic.treatments.ascent import Ascent
 from vitclinic.treatments.context_broadcasting import ContextBroadcasting, ScaledContextBroadcasting
 from vitclinic.treatments.conv_stem import ConvStem, ConvStemTreatment
 from vitclinic.treatments.extra_block import ExtraBlock
@@ -13,6 +12,7 @@ from vitclinic.treatments.patch_diversity import PatchDiversity
 from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
 from vitclinic.treatments.relu_activation import ReluActivation, gelu_to_relu
 from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
+from vitclinic.treatments.sam_core import Ascent
 from vitclinic.treatments.sam_optimizer import SAM
 from vitclinic.treatments.spatial_smoothing import Blur, SpatialSmoothing
 from vitclinic.treatments.squeeze_excitation import SqueezeExcitation

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic.ball import Ball
+from vitclinic._core.perturbation import Ball
 from vitclinic.data import Batch
 from vitclinic.data.randomness import uniforms
 from vitclinic.treatments.treatment import InputAscent, Treatment, register

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal, cast
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 

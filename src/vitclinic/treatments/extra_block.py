@@ -10,8 +10,8 @@ from timm.layers import Mlp, trunc_normal_
 from timm.models.vision_transformer import Attention, ResPostBlock
 from torch import Tensor, nn
 
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Case, Treatment, register
 

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, NamedTuple
 from pydantic import Field
 from torch import Tensor, nn
 
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Unit
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments.placing import own_modules
 from vitclinic.treatments.relu_activation import is_gelu
 from vitclinic.treatments.surgery import check_untouched, treatments_of

@@ -9,7 +9,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from vitclinic.errors import TreatmentError
+from vitclinic._core.errors import TreatmentError
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Case, Treatment, register
 

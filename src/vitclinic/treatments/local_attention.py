@@ -8,11 +8,10 @@ from pydantic import BeforeValidator, Field
 from timm.layers import PatchDropout
 from torch import nn
 
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Layout
-from vitclinic.errors import TreatmentError
-from vitclinic.treatments.neighbourhood import Neighbourhood
 from vitclinic.treatments.treatment import Case, Treatment, register
-from vitclinic.treatments.variant_attention import attention_units, variant_of
+from vitclinic.treatments.variant_attention import Neighbourhood, attention_units, variant_of
 
 
 def _odd_or_global(kernel: Any) -> Any:

@@ -2,7 +2,7 @@
 
     task loss + a1 cosine + a2 contrastive + a3 mixing
 
-`patch_losses` has the formulas, `patches` where the patches are read, `vitclinic.data.patch_mixing` the CutMix that
+`patch_losses` has the formulas, `patches` where the patches are read, `vitclinic.data.mixing` the CutMix that
 gives every patch its own label.
 """
 
@@ -16,13 +16,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vitclinic.config import validate
+from vitclinic._core.config import validate
+from vitclinic._core.errors import TreatmentError
 from vitclinic.data import Augment, Batch
-from vitclinic.data.mixing import soft_targets
-from vitclinic.data.patch_mixing import PatchMixing
-from vitclinic.errors import TreatmentError
-from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
-from vitclinic.treatments.patches import Patches, Reader
+from vitclinic.data.mixing import PatchMixing, soft_targets
+from vitclinic.treatments.patch_losses import Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
 from vitclinic.treatments.surgery import check_family
 from vitclinic.treatments.treatment import Case, Objective, Treatment, register
 

@@ -15,8 +15,8 @@ import torch
 from pydantic import BeforeValidator
 from torch import Tensor, nn
 
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Block, Site, Unit, evaluating, into, out_of, taps
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments.treatment import Case
 
 Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]

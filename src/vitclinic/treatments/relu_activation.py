@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.nn import functional as F
 
-from vitclinic.errors import TreatmentError
+from vitclinic._core.errors import TreatmentError
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 

@@ -17,10 +17,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from vitclinic._core.errors import TreatmentError
 from vitclinic.data import Batch
-from vitclinic.errors import TreatmentError
-from vitclinic.treatments.ascent import Ascent, gradients_apart, kept_buffers
-from vitclinic.treatments.looksam import OrthogonalPart, filled
+from vitclinic.treatments.sam_core import Ascent, OrthogonalPart, filled, gradients_apart, kept_buffers
 from vitclinic.treatments.treatment import InputAscent, Losses, LossesAndGradients, StepRule, Treatment, register
 
 Part = tuple[Batch, float]

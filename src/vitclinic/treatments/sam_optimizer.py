@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from vitclinic.errors import TreatmentError
-from vitclinic.treatments.ascent import Ascent, gradients_apart, kept_buffers
-from vitclinic.treatments.looksam import OrthogonalPart, average_over_processes, filled
+from vitclinic._core.errors import TreatmentError
+from vitclinic.treatments.sam_core import (
+    Ascent,
+    OrthogonalPart,
+    average_over_processes,
+    filled,
+    gradients_apart,
+    kept_buffers,
+)
 
 Closure = Callable[[], Tensor]
 """Forward and backward; returns the loss."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitclinic._core.errors import AnatomyError, RecipeError, TreatmentError
 from vitclinic.anatomy import evaluating
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import AnatomyError, RecipeError, TreatmentError
 from vitclinic.treatments.treatment import Case, Treatment, parse_treatments
 
 _RECORD = "treated_with"

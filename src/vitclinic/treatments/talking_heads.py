@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
-from vitclinic.errors import TreatmentError
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Case, Treatment, register
 from vitclinic.treatments.variant_attention import attention_units, variant_of

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import ConfigDict
 from torch import Tensor, nn
 
-from vitclinic.config import Config, validate
+from vitclinic._core.config import Config
+from vitclinic._core.registry import Registry
 from vitclinic.data import Augment, Batch
-from vitclinic.errors import RecipeError, did_you_mean
 
 Losses = dict[str, Tensor]
 BatchTransform = Callable[[Batch], Batch]
@@ -138,41 +138,15 @@ class Treatment(Config):
         return 1.0
 
 
-_REGISTRY: dict[str, type[Treatment]] = {}
-
-T = TypeVar("T", bound=type[Treatment])
-
-
-def register(treatment: T) -> T:
-    """Class decorator: make a treatment known by its `name`."""
-    _REGISTRY[treatment.name] = treatment
-    return treatment
+TREATMENTS: Registry[Treatment] = Registry("treatment", "vitclinic.treatments", (Treatment,))
+register = TREATMENTS.register
 
 
 def known_treatments() -> dict[str, type[Treatment]]:
-    """All treatments by name, in alphabetical order."""
-    return dict(sorted(_REGISTRY.items()))
+    """Return all treatments by name: ours, those registered in this process, and those of installed packages."""
+    return TREATMENTS.all()
 
 
 def parse_treatments(entries: Sequence[Any]) -> list[Treatment]:
-    """`["sam", {"conv_stem": {"act": "gelu"}}]` as treatments, in order."""
-    treatments = [_parse(entry) for entry in entries]
-    names = [treatment.name for treatment in treatments]
-    for name in names:
-        if names.count(name) > 1:
-            raise RecipeError(f"'treatments': '{name}' is listed twice.")
-    return treatments
-
-
-def _parse(entry: Any) -> Treatment:
-    if isinstance(entry, Treatment):
-        return entry
-    if isinstance(entry, str):
-        entry = {entry: {}}
-    if not isinstance(entry, Mapping) or len(entry) != 1:
-        raise RecipeError(f"'treatments': write a name or {{name: {{option: value}}}} (got {entry!r}).")
-    ((name, options),) = entry.items()
-    if name not in _REGISTRY:
-        hint = did_you_mean(str(name), _REGISTRY)
-        raise RecipeError(f"There is no treatment '{name}'.{hint} See `vitclinic list treatments`.")
-    return validate(_REGISTRY[name], options or {}, where=f"treatments.{name}")
+    """Turn `["sam", {"conv_stem": {"act": "gelu"}}]` into treatments, in order."""
+    return TREATMENTS.parse(entries)

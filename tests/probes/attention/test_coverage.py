@@ -8,9 +8,9 @@ import torch
 
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.probes.subjects import noise
+from vitclinic._core.errors import UnknownStructureError
 from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import UnknownStructureError
 from vitclinic.probes import Subject, measure, parse_probes
 
 PROBES = ["attention_entropy", "attention_distance", "attention_maps", "cb_scale"]

@@ -109,7 +109,7 @@ def test_what_is_not_there_is_a_sentence(options, reason):
 
 @pytest.mark.parametrize("images", [0, [], [-1], "all", [1.5], True])
 def test_images_that_cannot_be_meant(images):
-    from vitclinic.errors import RecipeError
+    from vitclinic._core.errors import RecipeError
 
     with pytest.raises(RecipeError, match="takes a number of images"):
         parse_probes([{"attention_maps": {"images": images}}])

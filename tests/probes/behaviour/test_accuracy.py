@@ -10,10 +10,10 @@ from scipy import stats
 from torch import nn
 
 from tests.probes.subjects import noise, subject
+from vitclinic._core.statistics import share_interval
 from vitclinic.data import Batch
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.accuracy import Reliability, ranks
-from vitclinic.statistics import share_interval
 
 
 class Saying(nn.Module):

@@ -14,13 +14,12 @@ from torch import nn
 
 from tests.probes import subjects
 from tests.probes.behaviour.trained import cnn, subject, trained, vit
-from vitclinic.ball import Ball
-from vitclinic.data.corruptions.drawing import Draws
-from vitclinic.errors import RecipeError
+from vitclinic._core.errors import RecipeError
+from vitclinic._core.perturbation import Ball
+from vitclinic._core.statistics import share_interval
+from vitclinic.data.corruptions.sampling import Draws
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.probes.behaviour.attack import Attack, image_gradient, inside, loss_slope, on_surface
-from vitclinic.probes.behaviour.attacks import _Outcomes
-from vitclinic.statistics import share_interval
+from vitclinic.probes.behaviour.attacks import Attack, _Outcomes, image_gradient, inside, loss_slope, on_surface
 
 PEERS = {
     ("linf", 1): lambda step: foolbox.attacks.LinfFastGradientAttack(),

@@ -11,10 +11,10 @@ import torch
 
 from tests.probes.behaviour.test_corruptions import Fragile, pictures
 from tests.processes import in_two_processes
+from vitclinic._core.distributed import ALONE, Processes
 from vitclinic.data import Augment, shapes
 from vitclinic.probes import Corruptions, Subject, Training, measure, parse_probes
 from vitclinic.probes.partial import Partial
-from vitclinic.probes.processes import ALONE, Processes
 
 IMAGES = 15  # the last batch is smaller, and so is one of the shares
 PROBES: dict[str, dict[str, Any]] = {

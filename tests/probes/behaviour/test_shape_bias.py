@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from tests.probes.subjects import InMemory, subject
+from vitclinic._core.statistics import share_interval
 from vitclinic.data import Dataset, Split, shapes
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.statistics import share_interval
 
 
 def dataset(size=32, channels=3, names=shapes.CLASSES):

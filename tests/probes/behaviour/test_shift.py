@@ -11,10 +11,10 @@ from PIL import Image
 from torch import nn
 
 from tests.probes.behaviour.trained import cnn, digits, subject, trained
+from vitclinic._core.errors import DataError
 from vitclinic.data import open_data
-from vitclinic.errors import DataError
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.probes.behaviour.class_map import Outputs, class_map, read_map
+from vitclinic.probes.behaviour.shift import Outputs, class_map, read_map
 
 NAMES = ("cat", "dog", "wolf", "car")
 OUTPUTS = Outputs(4, NAMES)

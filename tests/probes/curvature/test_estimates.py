@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.probes.subjects import subject
-from vitclinic.probes import Subject, estimated_seconds, measure, parse_probes
+from vitclinic.exam.pace import estimated_seconds
+from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.cost import flops
 
 OPTIONS: dict[str, dict[str, Any]] = {

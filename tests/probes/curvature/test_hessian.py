@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.probes.curvature.networks import NETWORKS, batches, dense_hessian, network
-from vitclinic.errors import ModelError
+from vitclinic._core.errors import ModelError
 from vitclinic.probes.curvature import hessian as hessian_module
 from vitclinic.probes.curvature.hessian import Hessian, free_memory
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import vitclinic
 from tests.probes.curvature.networks import NETWORKS, batches, dense_hessian, network
 from tests.probes.subjects import Unknown, noise, subject
+from vitclinic._core.errors import RecipeError
+from vitclinic._core.records import Measurement
 from vitclinic.data import Augment
-from vitclinic.errors import RecipeError
-from vitclinic.measurement import Measurement
 from vitclinic.probes import Subject, Training, measure, parse_probes
 from vitclinic.probes.curvature.directions import normalised, random_direction, top_eigenvectors
 from vitclinic.probes.curvature.landscape import Grid

@@ -15,10 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import vitclinic
 from tests.probes.curvature.networks import NETWORKS, batches, network
 from tests.probes.subjects import CLASSES, Unknown, noise, subject
-from vitclinic.errors import ModelError
+from vitclinic._core.errors import ModelError
 from vitclinic.probes import NTK, measure
-from vitclinic.probes.curvature.standins import measured_statistics, relu_for_gelu
-from vitclinic.probes.curvature.tangent_kernel import TangentKernel, conditioning
+from vitclinic.probes.curvature.tangent_kernel import TangentKernel, conditioning, measured_statistics, relu_for_gelu
 
 
 def dense_jacobian(net: nn.Module, images: Tensor) -> Tensor:

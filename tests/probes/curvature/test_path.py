@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import vitclinic
 from tests.probes.subjects import Unknown, subject
 from tests.training.conftest import TINY
+from vitclinic._core.records import Measurement
 from vitclinic.data import Augment
-from vitclinic.measurement import Measurement
 from vitclinic.probes import PastWeights, Subject, Training, measure, parse_probes
-from vitclinic.probes.curvature.path import coordinates, principal_directions
+from vitclinic.probes.curvature.directions import coordinates, principal_directions
 from vitclinic.training import train
 
 SHAPES = [(3, 4), (5,), (2, 2, 2)]

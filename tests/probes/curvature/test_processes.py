@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from tests.probes.curvature.networks import batches, hurried, network
 from tests.probes.curvature.test_sharpness import data
 from tests.processes import in_two_processes
+from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.errors import ModelError
+from vitclinic._core.records import Measurement
 from vitclinic.data import Batch
-from vitclinic.errors import ModelError
-from vitclinic.measurement import Measurement
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface
-from vitclinic.probes.processes import ALONE, Processes
 
 SHARES = {"halves": [(5, 2), (6,)], "nothing": [(5, 5, 3), ()]}
 """The sizes of each process's batches, of 13 images in all."""
@@ -192,7 +192,7 @@ def test_one_process_of_a_group_may_measure_by_itself(found: list[dict[str, Any]
 
 
 def test_an_error_that_cannot_be_sent_is_sent_as_its_text() -> None:
-    from vitclinic.probes.processes import portable
+    from vitclinic._core.distributed import portable
 
     class OddError(Exception):
         def __init__(self, one: int, two: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.probes.curvature.networks import network
 from tests.probes.curvature.test_sharpness import data
-from vitclinic.measurement import Measurement
+from vitclinic._core.records import Measurement
 from vitclinic.probes import Subject, measure, parse_probes, partial
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from tests.probes import subjects
 from tests.probes.curvature.networks import CLASSES, SIZE, dense_hessian, hurried, network
+from vitclinic._core.records import Measurement
 from vitclinic.data import Augment, Dataset
-from vitclinic.measurement import Measurement
 from vitclinic.probes import Subject, Training, measure, parse_probes
 from vitclinic.probes.curvature import curvature, sharpness
 from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature.hessian_spectrum import jackknifed, negative_proportion, negative_share, positive_mean
 from vitclinic.probes.curvature.lanczos import Eigenpairs
 from vitclinic.probes.curvature.sharpness import components
-from vitclinic.probes.curvature.spectrum import jackknifed, negative_proportion, negative_share, positive_mean
 from vitclinic.probes.curvature.surface import LossSurface
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import vitclinic
 from tests.probes.subjects import NETWORKS, subject
 from tests.training.conftest import TINY
+from vitclinic._core.errors import ModelError
 from vitclinic.data import Augment
-from vitclinic.errors import ModelError
 from vitclinic.probes import PastWeights, Training, Trajectory, measure
 from vitclinic.probes.curvature.trajectory import mean_turn, polar_coordinates
 from vitclinic.training import Observer, Run, train

@@ -12,12 +12,12 @@ from scipy import stats
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.probes.features import notebook
 from tests.probes.subjects import InMemory, subject, vit
+from vitclinic._core.errors import AnatomyError, ModelError
 from vitclinic.anatomy import Anatomy, stream
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Dataset, Split
-from vitclinic.errors import AnatomyError, ModelError
 from vitclinic.probes import Subject, known_probes, measure, parse_probes
-from vitclinic.probes.features.changes import ChangesTally
+from vitclinic.probes.features.states import ChangesTally
 
 PROBES = {"fourier": ("delta_log_amplitude", notebook.delta_log_amplitude), "variance": ("variance", notebook.variance)}
 

@@ -13,8 +13,8 @@ from tests.anatomy.networks import shaken
 from tests.probes.features.test_hsic import direct_cka
 from tests.probes.subjects import NETWORKS, SIZE, noise, subject
 from tests.probes.test_contract import photograph, unusual
+from vitclinic._core.errors import DataError
 from vitclinic.anatomy import Anatomy, taps
-from vitclinic.errors import DataError
 from vitclinic.probes import CKA, DoesNotApply, Subject, block_structure, cka_between, measure
 from vitclinic.probes.features.cka import features_of
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitclinic._core.statistics import jackknife_half_width
 from vitclinic.probes import mini_batch_cka
 from vitclinic.probes.features.hsic import GROUPS, HSICSums, gram, hsic
-from vitclinic.statistics import jackknife_half_width
 
 
 def features(seed, n, widths, batches=1):

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.probes.subjects import noise, subject, vit
+from vitclinic._core.errors import AnatomyError
+from vitclinic._core.statistics import paired_share_interval, share_interval
 from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import AnatomyError
 from vitclinic.probes import Lesion, measure, parse_probes
 from vitclinic.probes.features import lesion
 from vitclinic.probes.features.replay import Replay, stretches
 from vitclinic.probes.subject import as_logits
-from vitclinic.statistics import paired_share_interval, share_interval
 
 
 def measured(patient, **options):

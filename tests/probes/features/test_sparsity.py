@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.probes.subjects import subject, vit
+from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, taps
 from vitclinic.anatomy.families import recognise
-from vitclinic.errors import AnatomyError
 from vitclinic.probes import measure, parse_probes
 from vitclinic.probes.features.sparsity import active_share
 

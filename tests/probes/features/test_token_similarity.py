@@ -12,8 +12,8 @@ from scipy import stats
 
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.probes.subjects import noise, subject
+from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy, stream, taps
-from vitclinic.errors import ModelError
 from vitclinic.probes import TokenSimilarity, measure, parse_probes
 from vitclinic.probes.features import token_similarity
 from vitclinic.probes.features.states import spatial_states

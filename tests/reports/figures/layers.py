@@ -7,9 +7,9 @@ import torch
 
 import vitclinic.reports.figures  # noqa: F401 (those who draw)
 from tests.probes.subjects import CLASSES, SIZE, subject
-from vitclinic.measurement import Measurement
+from vitclinic._core.records import Measurement
 from vitclinic.probes import measure, parse_probes
-from vitclinic.reports.contents import Examined
+from vitclinic.reports.figure import Examined
 from vitclinic.treatments import treat
 
 PROBES = (

@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.anatomy.networks import shaken
 from tests.probes.subjects import InMemory
+from vitclinic._core.records import Measurement
 from vitclinic.data import Augment, Dataset, Split, shapes
-from vitclinic.measurement import Measurement
 from vitclinic.probes import PastWeights, Subject, Training, measure, parse_probes
-from vitclinic.reports.contents import Examined
+from vitclinic.reports.figure import Examined
 
 PROBES: list[Any] = [
     {"hessian_spectrum": {"batches": 2, "batch": 4, "top": 3}},

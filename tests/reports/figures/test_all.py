@@ -13,9 +13,8 @@ import pytest
 
 import vitclinic.reports.figures  # noqa: F401 (those who draw register themselves)
 from tests.reports.figures.probed import NAMES, changed, course, pair, renamed
-from vitclinic.measurement import Scalar
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.figure import DRAWERS, Figure
+from vitclinic._core.records import Scalar
+from vitclinic.reports.figure import DRAWERS, Examined, Figure
 
 DRAWN = [*NAMES, "training"]
 NASTY = "<script>alert(1)</script> & <b>%{x}</b>"

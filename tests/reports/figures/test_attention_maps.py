@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.reports.figures.layers import changed, examined, measurements
-from vitclinic.pictures import beside
+from vitclinic._core.images import beside
 from vitclinic.reports.figure import DRAWERS
 
 

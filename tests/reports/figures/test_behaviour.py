@@ -12,9 +12,8 @@ from PIL import Image
 import vitclinic.reports.figures  # noqa: F401
 from tests.reports.figures.probed import changed, course, pair
 from tests.reports.figures.test_curvature import drawn, of_network
-from vitclinic.measurement import Scalar
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.figure import DRAWERS
+from vitclinic._core.records import Scalar
+from vitclinic.reports.figure import DRAWERS, Examined
 from vitclinic.reports.figures.training import POINTS, divergence, thinned
 
 BARS = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.reports.figures.layers import PROBES, changed, examined, measurements
-from vitclinic.measurement import Scalar
-from vitclinic.reports.colours import KINDS
+from vitclinic._core.records import Scalar
 from vitclinic.reports.figure import DRAWERS, Figure
+from vitclinic.reports.theme import KINDS
 
 NETWORK = {"cb_scale": "broadcasting"}
 """Which network has something to draw, if not the plain ViT."""

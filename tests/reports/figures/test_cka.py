@@ -3,8 +3,8 @@
 import numpy as np
 
 from tests.reports.figures.layers import changed, examined, measurements
-from vitclinic.reports.colours import KIND_MARKS
 from vitclinic.reports.figure import DRAWERS
+from vitclinic.reports.theme import KIND_MARKS
 
 
 def matrices(figure):

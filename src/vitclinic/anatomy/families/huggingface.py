@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.building import Step, head, pool, position, residual_block, stem
-from vitclinic.anatomy.families.registry import Family
+from vitclinic.anatomy.families.family import Family, Step, head, pool, position, residual_block, stem
 from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, Size, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
 from vitclinic.anatomy.windows import Windows

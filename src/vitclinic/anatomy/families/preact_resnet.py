@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from vitclinic.anatomy.families.building import (
+from vitclinic.anatomy.families.family import (
+    Family,
     conv_unit,
     head,
     image_channels,
@@ -18,7 +19,6 @@ from vitclinic.anatomy.families.building import (
     stem,
     unknown_block,
 )
-from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.removal import Bypass, Silence
 from vitclinic.anatomy.sites import NHWC, Layout, Site, Size, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Residual, Unit

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from vitclinic.anatomy.families.building import (
+from vitclinic.anatomy.families.family import (
+    Family,
     Step,
     activation_among,
     conv_unit,
@@ -19,7 +20,6 @@ from vitclinic.anatomy.families.building import (
     smoothed,
     stem,
 )
-from vitclinic.anatomy.families.registry import Family
 from vitclinic.anatomy.sites import NHWC, Layout, Size, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Residual, Unit
 from vitclinic.anatomy.windows import Windows

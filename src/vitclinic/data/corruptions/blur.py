@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic.data.corruptions.drawing import Draws
-from vitclinic.data.corruptions.filtering import correlate, gaussian_smooth
-from vitclinic.data.corruptions.levels import rounded, truncated
+from vitclinic.data.corruptions.filtering import correlate, gaussian_smooth, rounded, truncated
 from vitclinic.data.corruptions.parameters import Setting
+from vitclinic.data.corruptions.sampling import Draws
 
 _NEGLIGIBLE = 1e-6
 """Of a kernel's weights, what may be left out: a thousandth of a level."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitclinic.data.corruptions.drawing import Draws
 from vitclinic.data.corruptions.parameters import Setting
+from vitclinic.data.corruptions.sampling import Draws
 
 
 def gaussian_noise(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vitclinic._core.errors import DataError
 from vitclinic.data.decoding import Size
-from vitclinic.errors import DataError
 
 SMALLEST = 32
 """The shorter side that an image must have."""

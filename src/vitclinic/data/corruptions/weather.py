@@ -1,17 +1,207 @@
-"""Snow, frost and fog."""
+"""Edges, and distances from them, as OpenCV finds them: Canny's detector and the 5 x 5 chamfer distance."""
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic.data.corruptions.blur import along_lines, fill
-from vitclinic.data.corruptions.drawing import Draws
-from vitclinic.data.corruptions.frost_textures import TEXTURES, texture
-from vitclinic.data.corruptions.levels import luma, rounded, truncated
+from vitclinic.data.corruptions.filtering import gaussian_smooth, luma, rounded, truncated
 from vitclinic.data.corruptions.parameters import Setting
+from vitclinic.data.corruptions.sampling import Draws
+from vitclinic.data.randomness import generator
+
+_DIAGONAL, _KNIGHT = 1.4, 2.1969
+"""The lengths of a diagonal step and of a knight's move; that of a straight step is 1."""
+
+
+def canny(x_b1hw: Tensor, low: float, high: float) -> Tensor:
+    """Edges of images of whole levels: thin ridges of the gradient above `low` that touch one above `high`.
+
+    3 x 3 Sobel derivatives with the border repeated; a gradient's size is |dx| + |dy|.
+    """
+    padded = F.pad(x_b1hw, (1,) * 4, mode="replicate")
+    smooth_y = padded[..., :-2, :] + 2 * padded[..., 1:-1, :] + padded[..., 2:, :]
+    dx = smooth_y[..., 2:] - smooth_y[..., :-2]
+    smooth_x = padded[..., :-2] + 2 * padded[..., 1:-1] + padded[..., 2:]
+    dy = smooth_x[..., 2:, :] - smooth_x[..., :-2, :]
+    size = dx.abs() + dy.abs()
+    thin = (size > low) & _is_ridge(size, dx, dy)
+    strong = thin & (size > high)
+    while True:
+        grown = thin & (F.max_pool2d(strong.float(), 3, 1, 1) > 0)
+        if torch.equal(grown, strong):
+            return strong
+        strong = grown
+
+
+def _is_ridge(size: Tensor, dx: Tensor, dy: Tensor) -> Tensor:
+    """Whether the gradient is largest along its own direction, to the nearest of four."""
+    h, w = size.shape[-2:]
+    padded = F.pad(size, (1,) * 4)
+
+    def at(down: int, right: int) -> Tensor:
+        return padded[..., 1 + down : 1 + down + h, 1 + right : 1 + right + w]
+
+    flat = dy.abs() < math.tan(math.pi / 8) * dx.abs()
+    steep = dy.abs() > math.tan(3 * math.pi / 8) * dx.abs()
+    across = (size > at(0, -1)) & (size >= at(0, 1))
+    along = (size > at(-1, 0)) & (size >= at(1, 0))
+    falling = (size > at(-1, -1)) & (size > at(1, 1))
+    rising = (size > at(-1, 1)) & (size > at(1, -1))
+    slanted = torch.where((dx < 0) != (dy < 0), rising, falling)
+    return torch.where(flat, across, torch.where(steep, along, slanted))
+
+
+def distance_to(edges_b1hw: Tensor, farthest: int) -> Tensor:
+    """The chamfer distance of each pixel to the nearest edge, at most `farthest`.
+
+    The length of a path of straight, diagonal and knight's moves is, for a displacement (dx, dy), the largest of four
+    linear forms, and grows with |dx|. So only the nearest edge of each row matters, and rows farther than `farthest` do
+    not.
+    """
+    across = _within_rows(edges_b1hw, farthest)
+    h = across.shape[-2]
+    nearest = across.clone()
+    padded = F.pad(across, (0, 0, farthest, farthest), value=float(farthest))
+    for down in range(1, farthest):
+        above = padded[..., farthest - down : farthest - down + h, :]
+        below = padded[..., farthest + down : farthest + down + h, :]
+        nearest = torch.minimum(nearest, chamfer(torch.minimum(above, below), down))
+    return nearest.clamp_(max=float(farthest))
+
+
+def chamfer(across: Tensor, down: float) -> Tensor:
+    """The length of the shortest path over so many columns and rows, both not negative."""
+    knight, slant = _KNIGHT - 2, 2 * _DIAGONAL - _KNIGHT
+    shorter = _KNIGHT - _DIAGONAL
+    mild = torch.maximum(across + knight * down, knight * across + down)
+    return torch.maximum(mild, torch.maximum(shorter * across + slant * down, slant * across + shorter * down))
+
+
+def _within_rows(edges_b1hw: Tensor, farthest: int) -> Tensor:
+    """The distance of each pixel to the nearest edge in its row, at most `farthest`."""
+    w = edges_b1hw.shape[-1]
+    place = torch.arange(w, device=edges_b1hw.device)
+    left = torch.where(edges_b1hw, place, -farthest).cummax(-1).values
+    right = torch.where(edges_b1hw, place, w + farthest).flip(-1).cummin(-1).values.flip(-1)
+    return torch.minimum(place - left, right - place).clamp_(max=farthest).float()
+
+
+_WATER = (175 / 255, 238 / 255, 238 / 255)
+_MUD = (63 / 255, 42 / 255, 20 / 255)
+_FARTHEST = 20
+_RELIEF = ((-2.0, -1.0, 0.0), (-1.0, 1.0, 1.0), (0.0, 1.0, 2.0))
+
+
+def spatter(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
+    """Where smooth noise exceeds a threshold there is water, bright by its distance from the drops' edges, or mud."""
+    mean, deviation, sigma, threshold, strength, liquid = setting.parameters
+    noise = draws.normal(1, *x_bchw.shape[2:])
+    # Smoothing by a longer sigma leaves less of the noise: with both scaled, the same share is covered.
+    layer = gaussian_smooth(noise.mul_(deviation * setting.scale).add_(mean), sigma * setting.scale)
+    if liquid == "mud":
+        cover = gaussian_smooth((layer > threshold).float(), strength * setting.scale)
+        cover = torch.where(cover < 0.8, 0.0, cover)
+        return x_bchw * (1 - cover) + _colour(_MUD, x_bchw) * cover
+    drops = F.threshold(layer, threshold, 0.0).mul_(255).floor_()
+    drops.sub_(torch.ge(drops, 256, out=torch.empty_like(drops)), alpha=256)  # 8 bits wrap, in the published images too
+    depth = drops * _relief(drops)
+    depth = depth / depth.amax((2, 3), keepdim=True).clamp_(min=1)  # an image without drops stays as it is
+    return x_bchw + depth.mul_(strength) * _colour(_WATER, x_bchw)
+
+
+def _relief(drops_b1hw: Tensor) -> Tensor:
+    """How light falls on the drops, 0 to 255: distances from their edges, equalised and lit from one side."""
+    distance = distance_to(canny(drops_b1hw, 50, 150), _FARTHEST)
+    level = equalised(box_mean(distance).add_(1e-4).floor_())
+    kernel = torch.tensor(_RELIEF, device=level.device)[None, None]
+    lit = F.conv2d(F.pad(level, (1,) * 4, mode="reflect"), kernel).clamp_(0, 255)
+    return box_mean(lit).round_()
+
+
+def box_mean(x_b1hw: Tensor) -> Tensor:
+    """The mean of 3 x 3 pixels; the border reflects (b | a b)."""
+    return F.avg_pool2d(F.pad(x_b1hw, (1,) * 4, mode="reflect"), 3, 1)
+
+
+def equalised(levels_b1hw: Tensor) -> Tensor:
+    """Whole levels up to `_FARTHEST`, spread over 0 to 255 so that their histogram is flat; one level alone is kept."""
+    flat = levels_b1hw.flatten(1).long()
+    bins, total = _FARTHEST + 1, flat.shape[1]
+    counts = flat.new_zeros(len(flat), bins).scatter_add_(1, flat, torch.ones_like(flat))
+    lowest = (counts > 0).int().argmax(1, keepdim=True)
+    first = counts.gather(1, lowest)
+    spread = ((counts.cumsum(1) - first) * (255.0 / (total - first).clamp(min=1))).round_().clamp_(min=0)
+    spread = torch.where(first == total, lowest.float(), spread)
+    return spread.gather(1, flat).reshape(levels_b1hw.shape)
+
+
+def _colour(rgb: tuple[float, float, float], like_bchw: Tensor) -> Tensor:
+    colour = torch.tensor(rgb, device=like_bchw.device).reshape(1, 3, 1, 1)
+    return luma(colour) if like_bchw.shape[1] == 1 else colour
+
+
+TEXTURES = 5
+_SIDE = 512
+_DARK, _LIGHT = (0.05, 0.11, 0.2), (0.9, 0.95, 1.0)
+
+
+@lru_cache(maxsize=32)
+def texture(number: int, magnification: float, smallest: int) -> Tensor:
+    """Texture `number` at that magnification, uint8 [3, side, side]; repeated until it exceeds `smallest`."""
+    image = torch.from_numpy(_texture(number))[None]
+    side = max(8, round(_SIDE * magnification))
+    if side != _SIDE:
+        image = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)
+    times = -(-(smallest + 1) // side)
+    return image[0].repeat(1, times, times).mul_(255).round_().clamp_(0, 255).byte()
+
+
+@lru_cache(maxsize=TEXTURES)
+def _texture(number: int) -> NDArray[np.float32]:
+    """[3, side, side] in [0, 1]."""
+    random = generator("frost", number)
+    bend = 20.0 + 7.0 * number
+    rows, columns = np.meshgrid(np.arange(_SIDE), np.arange(_SIDE), indexing="ij")
+    ice = np.zeros((_SIDE, _SIDE))
+    for stretch, weight in ((1.0, 0.6), (3.0, 0.4)):
+        field = _fractal(random, 1.6, stretch, lowest=6)
+        bent = _at(field, rows + bend * _fractal(random, 3.0), columns + bend * _fractal(random, 3.0))
+        ice += weight * np.exp(-3.0 * np.abs(bent))
+    patches = 1 / (1 + np.exp(-2.0 * _fractal(random, 2.6) - 0.4))
+    grain = 0.06 * _fractal(random, 0.6)
+    thickness = np.clip(0.08 + patches * (0.22 + 1.0 * ice) + grain, 0, 1)[None]
+    dark, light = (np.asarray(colour)[:, None, None] for colour in (_DARK, _LIGHT))
+    return np.asarray(dark + (light - dark) * thickness, dtype=np.float32)
+
+
+def _fractal(random: np.random.Generator, power: float, stretch: float = 1.0, lowest: int = 1) -> NDArray[np.float64]:
+    """Periodic Gaussian noise of unit variance with amplitude spectrum f^-power, `stretch` times longer than wide.
+
+    No wave is longer than the side divided by `lowest`.
+    """
+    rows, columns = np.fft.fftfreq(_SIDE)[:, None] * stretch, np.fft.rfftfreq(_SIDE)[None]
+    frequency = np.hypot(rows, columns)
+    frequency[frequency < (lowest - 0.5) / _SIDE] = np.inf
+    spectrum = np.fft.rfft2(random.standard_normal((_SIDE, _SIDE))) * frequency**-power
+    field: NDArray[np.float64] = np.fft.irfft2(spectrum, (_SIDE, _SIDE))
+    field -= field.mean()
+    field /= field.std()
+    return field
+
+
+def _at(field: NDArray[np.float64], rows: NDArray[np.float64], columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    from scipy.ndimage import map_coordinates
+
+    found: NDArray[np.float64] = map_coordinates(field, [rows, columns], order=1, mode="grid-wrap")
+    return found
 
 
 def snow(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:

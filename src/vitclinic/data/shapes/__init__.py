@@ -15,10 +15,9 @@ reaches 42% from 2,000 and 44% from 20,000 after 23,000 images seen: at 250 imag
 
 from __future__ import annotations
 
-from vitclinic.data.shapes.outlines import CLASSES
+from vitclinic._core.errors import DataError, did_you_mean
+from vitclinic.data.shapes.outlines import CLASSES, TEXTURES
 from vitclinic.data.shapes.scene import Image, draw, generator, mask
-from vitclinic.data.shapes.textures import TEXTURES
-from vitclinic.errors import DataError, did_you_mean
 
 SPLITS = ("train", "val", "test")
 _CONFLICT = len(SPLITS)  # the stream of the cue-conflict images, apart from every split

@@ -11,8 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vitclinic.data.shapes.outlines import CLASSES, OUTLINES, TURN, Field, norm
-from vitclinic.data.shapes.textures import PATTERNS, TEXTURES
+from vitclinic.data.shapes.outlines import CLASSES, OUTLINES, PATTERNS, TEXTURES, TURN, Field, norm
 
 Image = NDArray[np.uint8]
 

@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitclinic._core.errors import ModelError
+from vitclinic._core.records import Scalar
 from vitclinic.anatomy import Unit
-from vitclinic.errors import ModelError
-from vitclinic.measurement import Scalar
-from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, unit_row
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitclinic._core.records import UnitRow
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
 from vitclinic.data import Batch
-from vitclinic.measurement import UnitRow
 from vitclinic.probes.attention.layers import (
     MeanOverLayers,
     attention_units,
@@ -31,11 +32,10 @@ from vitclinic.probes.probe import (
     Tally,
     check_finite,
     mean_scalar,
+    register,
     unit_row,
 )
-from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 
 def grid_distances(positions_wn2: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
 from vitclinic.data import Batch
-from vitclinic.measurement import Scalar, UnitRow
 from vitclinic.probes.attention.layers import (
     MeanOverLayers,
     attention_units,
@@ -32,11 +33,10 @@ from vitclinic.probes.probe import (
     Tally,
     check_finite,
     mean_scalar,
+    register,
     unit_row,
 )
-from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 Values = NDArray[np.float64]
 

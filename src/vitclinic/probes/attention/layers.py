@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Anatomy, Unit
-from vitclinic.measurement import Scalar
-from vitclinic.statistics import RunningMean
 
 _CACHED = 2**17
 _ON_DEVICE = 2**26

@@ -15,13 +15,12 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitclinic._core.errors import RecipeError
+from vitclinic._core.images import Picture, beside
+from vitclinic._core.records import Measurement, Scalar
 from vitclinic.anatomy import AttentionMap, Unit, record_attention
-from vitclinic.errors import RecipeError
-from vitclinic.measurement import Measurement, Scalar
-from vitclinic.pictures import Picture, beside
 from vitclinic.probes.attention.layers import attention_units
-from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, unit_row
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, register, unit_row
 from vitclinic.probes.subject import Subject
 
 

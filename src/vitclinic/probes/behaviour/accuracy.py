@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import RunningMean, share_interval
 from vitclinic.data import Batch
-from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.behaviour import finite
 from vitclinic.probes.estimates import mean, share
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally, register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean, share_interval
 
 _SIMULATED = 4000
 """Draws: enough for the third digit of an end of an interval."""

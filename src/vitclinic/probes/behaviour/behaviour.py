@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic.errors import ModelError
+from vitclinic._core.errors import ModelError
 from vitclinic.probes.estimates import Correct
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe
 from vitclinic.probes.subject import Subject

@@ -18,8 +18,7 @@ from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, 
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
 from vitclinic.probes.estimates import accuracy, mean_over
 from vitclinic.probes.partial import Partial
-from vitclinic.probes.probe import Cheaper, DoesNotApply, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
 
 SAVED_EVERY = 1.0

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic.ball import lengths
+from vitclinic._core.perturbation import lengths
+from vitclinic._core.records import Scalar
 from vitclinic.data import Batch
-from vitclinic.data.corruptions.drawing import Draws
-from vitclinic.measurement import Scalar
+from vitclinic.data.corruptions.sampling import Draws
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
-from vitclinic.probes.probe import Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Result, register
 from vitclinic.probes.subject import Subject
 
 Rings = NDArray[np.int64]

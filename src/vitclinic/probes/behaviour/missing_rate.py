@@ -14,8 +14,7 @@ from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
 from vitclinic.probes.behaviour.behaviour import predicted, see_together
 from vitclinic.probes.estimates import share
-from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
 

@@ -13,8 +13,7 @@ from vitclinic.data import Batch
 from vitclinic.models import Normalised
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
 from vitclinic.probes.estimates import accuracy, drop
-from vitclinic.probes.probe import DoesNotApply, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
 
 

@@ -15,8 +15,7 @@ from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import fitted
 from vitclinic.probes.behaviour.behaviour import predicted, see_together
 from vitclinic.probes.estimates import share
-from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
 

@@ -1,26 +1,176 @@
-"""Accuracy on data of another kind, whose classes are some of the network's, or several of them together."""
+"""Which outputs of a network are right for images of another data set's classes.
+
+A map has an entry for each class of the set: one output or several, by name or by number, any of which is right; or
+null, which leaves the images of that class out. It is written as {class: entry}, a class by name or by number, or as a
+list in the order of the classes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.errors import DataError, did_you_mean
+from vitclinic._core.hashing import fingerprint
+from vitclinic._core.records import Scalar
+from vitclinic._core.serialization import read_json, read_yaml
 from vitclinic.data import Batch
-from vitclinic.data.source import fingerprint
-from vitclinic.errors import DataError
-from vitclinic.measurement import Scalar
 from vitclinic.probes.behaviour.behaviour import finite, see_together
-from vitclinic.probes.behaviour.class_map import Outputs, Valid, class_map, image_map, read_map, unrelated
 from vitclinic.probes.estimates import share
-from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
+
+Valid = NDArray[np.bool_]
+"""[classes, outputs]: whether an output is right for a class."""
+
+_SHOWN = 3
+"""How many names an error lists."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A network's outputs: how many and, where that is known, what they mean."""
+
+    count: int
+    names: tuple[str, ...] | None
+
+    def chosen(self, entry: Any, where: str) -> list[int]:
+        """The numbers of the outputs that an entry of a map stands for; `where` says whose entry it is."""
+        if entry is None:
+            return []
+        entries = entry if isinstance(entry, list | tuple) else [entry]
+        return [self._number(item, where) for item in entries]
+
+    def _number(self, item: Any, where: str) -> int:
+        if isinstance(item, str):
+            return self._named(item, where)
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise DataError(f"{where}: expected the name or the number of an output, or several (got {item!r}).")
+        if not 0 <= item < self.count:
+            raise DataError(f"{where}: there is no output {item}; the network has {self.count}, from 0.")
+        return item
+
+    def _named(self, name: str, where: str) -> int:
+        if self.names is None:
+            raise DataError(f"{where}: what the network's outputs mean is not known; write a number for '{name}'.")
+        return _place(name, self.names, f"{where}: the network")
+
+
+def class_map(given: Mapping[Any, Any] | Sequence[Any] | None, classes: tuple[str, ...], outputs: Outputs) -> Valid:
+    """The outputs that are right for each class; without a map, those of the same names or, without names, numbers.
+
+    A DoesNotApply where there is no map, and nothing else to say what the outputs mean.
+    """
+    if given is None:
+        entries = _by_name(classes, outputs)
+    elif isinstance(given, Mapping):
+        entries = _by_class(given, classes)
+    elif isinstance(given, str) or not isinstance(given, Sequence):
+        kind = type(given).__name__
+        raise DataError(f"The class map must be a list, or a table of classes and outputs (got {kind}).")
+    else:
+        entries = list(given)
+        if len(entries) != len(classes):
+            raise DataError(f"The class map has {len(entries)} entries and the data {len(classes)} classes.")
+    valid = np.zeros((len(classes), outputs.count), np.bool_)
+    for label, (name, entry) in enumerate(zip(classes, entries, strict=True)):
+        valid[label, outputs.chosen(entry, f"The class map, '{name}'")] = True
+    return valid
+
+
+def image_map(given: Any, records: int, outputs: Outputs) -> list[list[int]]:
+    """The outputs that are right for each image of the set [Beyer et al. 2020], an empty list for none."""
+    if not isinstance(given, list) or len(given) != records:
+        found = f"has {len(given)} entries" if isinstance(given, list) else "is no list"
+        raise DataError(
+            f"The labels must be a list with one entry for each of {records} images; what is given {found}."
+        )
+    return [outputs.chosen(entry, f"The labels, image {number}") for number, entry in enumerate(given)]
+
+
+def unrelated(classes: tuple[str, ...], outputs: Outputs) -> str | None:
+    """Why classes and outputs do not belong together without a map; None where they do, by names or by numbers."""
+    if outputs.names is None:
+        if outputs.count == len(classes):
+            return None
+        return (
+            f"the network has {outputs.count} outputs of unknown meaning and the data {len(classes)} "
+            f"class{'' if len(classes) == 1 else 'es'}; say which belong together (shift.classes)."
+        )
+    known = set(outputs.names)
+    missing = [name for name in classes if name not in known]
+    return f"the network has no {_list(missing)}; say what stands for them (shift.classes)." if missing else None
+
+
+def read_map(path: str) -> Any:
+    """What a JSON or YAML file holds."""
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+        found = read_json(text) if file.suffix == ".json" else read_yaml(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"'{path}' cannot be read: {' '.join(str(error).split())}.") from error
+    if found is None:
+        raise DataError(f"'{path}' is empty.")
+    return found
+
+
+def _by_name(classes: tuple[str, ...], outputs: Outputs) -> list[Any]:
+    if reason := unrelated(classes, outputs):
+        if outputs.names is None:
+            raise DoesNotApply(reason)
+        raise DataError(reason[0].upper() + reason[1:])
+    return list(range(outputs.count)) if outputs.names in (None, classes) else list(classes)
+
+
+def _by_class(given: Mapping[Any, Any], classes: tuple[str, ...]) -> list[Any]:
+    entries: dict[int, Any] = {}
+    for key, entry in given.items():
+        label = _label(key, classes)
+        if not 0 <= label < len(classes):
+            raise DataError(f"The class map: the data has no class {label}; it has {len(classes)}, from 0.")
+        if label in entries:
+            raise DataError(f"The class map: '{classes[label]}' is there twice.")
+        entries[label] = entry
+    if missing := [name for label, name in enumerate(classes) if label not in entries]:
+        raise DataError(f"The class map has no {_list(missing)}; write null for a class that is to be left out.")
+    return [entries[label] for label in range(len(classes))]
+
+
+def _label(key: Any, classes: tuple[str, ...]) -> int:
+    """The class that a key of a map names or numbers; JSON writes a number as a text."""
+    if isinstance(key, bool) or not isinstance(key, str | int):
+        raise DataError(f"The class map: expected a class's name or number (got {key!r}); put a name in quotes.")
+    if isinstance(key, int):
+        return key
+    if key not in classes and key.isdecimal() and key.isascii():
+        return int(key)
+    return _place(key, classes, "The class map: the data")
+
+
+def _place(name: str, names: tuple[str, ...], owner: str) -> int:
+    if name not in names:
+        raise DataError(f"{owner} has no class '{name}'.{did_you_mean(name, names)}")
+    if names.count(name) > 1:
+        raise DataError(f"{owner} has several classes '{name}'; write the number of the one that is meant.")
+    return names.index(name)
+
+
+def _list(names: Sequence[str]) -> str:
+    """class 'a', or classes 'a', 'b' and 5 more"""
+    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{'class' if len(names) == 1 else 'classes'} {shown}{more}"
+
 
 Entry = int | str | list[int | str] | None
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from vitclinic.data import Batch
 from vitclinic.probes.behaviour.behaviour import finite, see_together
 from vitclinic.probes.estimates import mean_over
-from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
 

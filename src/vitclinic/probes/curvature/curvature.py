@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.time import Time, seconds
 from vitclinic.data import Batch
-from vitclinic.durations import Time, seconds
 from vitclinic.probes.curvature.surface import LossSurface, Mode
 from vitclinic.probes.probe import Need, OwningProbe
-from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.probes.subject import Subject
 
 

@@ -10,16 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import RunningMean
 from vitclinic.data.randomness import torch_seed
-from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
-from vitclinic.probes.curvature.displacement import Displacement
-from vitclinic.probes.curvature.surface import LossSurface
+from vitclinic.probes.curvature.surface import Displacement, LossSurface
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Cheaper, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 FEWEST = 10
 """Draws before a standard error is believed; it is itself an estimate."""

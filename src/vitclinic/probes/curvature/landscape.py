@@ -10,25 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
+from vitclinic._core.records import Scalar
 from vitclinic.data.randomness import torch_seed
-from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.directions import (
     Direction,
     Normalisation,
     OneDimensional,
+    coordinates,
     digest,
+    displacements,
     normalised,
+    principal_directions,
     random_direction,
     top_eigenvectors,
 )
-from vitclinic.probes.curvature.displacement import Displacement
 from vitclinic.probes.curvature.hessian import free_memory
-from vitclinic.probes.curvature.path import coordinates, displacements, principal_directions
-from vitclinic.probes.curvature.surface import LossSurface
+from vitclinic.probes.curvature.surface import Displacement, LossSurface
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Cheaper, DoesNotApply, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import PastWeights, Subject
 
 _PRODUCTS, _PRODUCT = 40, 4

@@ -13,19 +13,26 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.errors import ModelError
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import RunningMean
+from vitclinic._core.time import Time
 from vitclinic.data import Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.durations import Time
-from vitclinic.errors import ModelError
-from vitclinic.measurement import Scalar
 from vitclinic.probes.curvature.curvature import Clock
-from vitclinic.probes.curvature.standins import batch_norms, drawn_head, measured_statistics, relu_for_gelu
-from vitclinic.probes.curvature.tangent_kernel import GIBIBYTE, Conditioning, TangentKernel, conditioning
+from vitclinic.probes.curvature.tangent_kernel import (
+    GIBIBYTE,
+    Conditioning,
+    TangentKernel,
+    batch_norms,
+    conditioning,
+    drawn_head,
+    measured_statistics,
+    relu_for_gelu,
+)
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 _KEPT = ("eigenvalues", "kappa", "resolved")
 

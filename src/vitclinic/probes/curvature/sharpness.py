@@ -19,19 +19,18 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.errors import AnatomyError
+from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Kind
 from vitclinic.data.randomness import torch_seed
-from vitclinic.errors import AnatomyError
-from vitclinic.measurement import Scalar, UnitRow
 from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs, quadrature
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.partial import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Cheaper, Result
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 Count = Annotated[int, Field(ge=0)]
 _GROUPS: dict[str, tuple[Kind, ...]] = {

@@ -1,15 +1,4 @@
-"""The loss of a network as a function of its weights, on fixed images.
-
-    L(w) = 1/N sum_i CE(f_w(x_i), y_i) + decay/2 sum of w^2 over the parameters that were decayed
-
-CE is softmax cross-entropy with class indices or shares of the classes. Batches may differ in size; every image counts
-the same.
-
-Several processes can measure one surface together (`processes`). Each holds the same weights and its own share of the
-images (it may be empty), and asks for the same things in the same order: losses, gradients and products with the
-Hessian are then those of all the images, the same numbers in all processes. Unless told so, a surface is that of one
-process, whatever others there are.
-"""
+"""Weights moved about in place, and brought back bit for bit."""
 
 from __future__ import annotations
 
@@ -17,17 +6,65 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from types import TracebackType
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data import Batch
-from vitclinic.errors import ModelError
-from vitclinic.probes.processes import ALONE, Processes
 from vitclinic.probes.subject import as_logits
+
+
+class Displacement:
+    """Some parameters that can be set to w + e again and again, w being where they were; use it as a context.
+
+    It holds one copy of w. Nothing else of the network is written to, and leaving restores w also on errors. Writes go
+    past autograd, for which nothing has changed once w is back: a graph made before can still be differentiated.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> with Displacement(list(layer.parameters())) as displacement:
+        ...     displacement.along([[torch.ones(1, 2), torch.zeros(1)]], [0.5])
+        ...     loss = layer(torch.ones(1, 2))
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._live = [p.data for p in parameters]
+        self._home: list[Tensor] = []
+
+    def __enter__(self) -> Displacement:
+        self._home = [weight.clone() for weight in self._live]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._go_home()
+        self._home = []
+
+    def along(self, directions: Sequence[Sequence[Tensor]], coordinates: Sequence[float]) -> None:
+        """w + sum_k coordinate_k direction_k, a direction being one tensor a parameter."""
+        self._go_home()
+        for direction, coordinate in zip(directions, coordinates, strict=True):
+            torch._foreach_add_(self._live, list(direction), alpha=coordinate)
+
+    def by_noise(self, sigma: float, seed: int) -> None:
+        """w + e with e Gaussian of standard deviation sigma: the same e for the same seed on one kind of device."""
+        generators: dict[torch.device, torch.Generator] = {}
+        for weight in self._live:  # the noise is made where the weights will be: no memory beyond the copy of w
+            if weight.device not in generators:
+                generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
+            weight.normal_(0.0, sigma, generator=generators[weight.device])
+        torch._foreach_add_(self._live, self._home)
+
+    def _go_home(self) -> None:
+        torch._foreach_copy_(self._live, self._home)
+
 
 Mode = Literal["eval", "train"]
 

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic.errors import ModelError
-from vitclinic.measurement import Scalar
-from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result
-from vitclinic.probes.registry import register
+from vitclinic._core.errors import ModelError
+from vitclinic._core.records import Scalar
+from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import PastWeights, Subject
 
 Weights = Mapping[str, Tensor]

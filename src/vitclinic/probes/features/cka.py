@@ -12,16 +12,15 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from vitclinic._core.errors import DataError, ModelError
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import jackknife_half_width
 from vitclinic.anatomy import Anatomy, Site, Unit, stream
 from vitclinic.data import Batch
-from vitclinic.errors import DataError, ModelError
-from vitclinic.measurement import Scalar
 from vitclinic.probes.features.hsic import LEAST, HSICSums, Matrix, gram
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, unit_row
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, register, unit_row
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import jackknife_half_width
 
 
 @register

@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic.probes.features.changes import ChangesTally
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally
-from vitclinic.probes.registry import register
+from vitclinic.probes.features.states import ChangesTally
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
 
 FLOOR = 1e-6

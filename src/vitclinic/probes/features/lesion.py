@@ -12,15 +12,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitclinic._core.errors import ModelError
+from vitclinic._core.records import Scalar, UnitRow
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import Batch
-from vitclinic.errors import ModelError
-from vitclinic.measurement import Scalar, UnitRow
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.features.replay import Replay, stretches
 from vitclinic.probes.partial import Partial
-from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, unit_row
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject
 
 KEPT_BYTES = 2**29

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site, Unit
 from vitclinic.probes.probe import (
     DoesNotApply,
@@ -17,11 +18,10 @@ from vitclinic.probes.probe import (
     Tally,
     check_finite,
     mean_scalar,
+    register,
     unit_row,
 )
-from vitclinic.probes.registry import register
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 _VALUES = 2**18
 """How many values are compared at once on a CPU: so few need no new memory from the system, which costs more than

@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.errors import ModelError
+from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
 from vitclinic.data import Batch
 from vitclinic.data.randomness import generator
-from vitclinic.errors import ModelError
 from vitclinic.probes.features.states import State, spatial_states
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, unit_row
-from vitclinic.probes.registry import register
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject
-from vitclinic.statistics import RunningMean
 
 _BLOCK = 128
 """The most tokens whose products with one another are computed at once."""

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vitclinic.probes.features.changes import ChangesTally
-from vitclinic.probes.probe import Need, StreamingProbe, Tally
-from vitclinic.probes.registry import register
+from vitclinic.probes.features.states import ChangesTally
+from vitclinic.probes.probe import Need, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.measurement import Measurement, UnitRow
-from vitclinic.reports.colours import KIND_MARKS, SEQUENTIAL
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.escaping import plain
-from vitclinic.reports.figure import Figure, Table, draws, measured
+from vitclinic._core.records import Measurement, UnitRow
+from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
 from vitclinic.reports.figures.drawing import CLEAR, PANEL_LONGEST, Floats, canvas, finite, label
 from vitclinic.reports.figures.units import KIND_NAMES
+from vitclinic.reports.formatting import plain
+from vitclinic.reports.theme import KIND_MARKS, SEQUENTIAL
 
 _SIDE = 320
 """Pixels of height of a row of matrices, with their titles."""

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.measurement import Measurement, Scalar
-from vitclinic.reports.colours import of_network, with_opacity
+from vitclinic._core.records import Measurement, Scalar
 from vitclinic.reports.figure import Table
 from vitclinic.reports.figures.drawing import (
     canvas,
@@ -25,6 +24,7 @@ from vitclinic.reports.figures.drawing import (
     scale_for,
     short,
 )
+from vitclinic.reports.theme import of_network, with_opacity
 
 Measured = Sequence[tuple[int, str, Measurement]]
 """Place, name and measurement of each network, as `measured` returns them."""

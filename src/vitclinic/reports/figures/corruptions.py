@@ -10,11 +10,8 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitclinic.measurement import Measurement
-from vitclinic.reports.colours import SEQUENTIAL
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.escaping import plain
-from vitclinic.reports.figure import Figure, Picture, Table, draws, measured
+from vitclinic._core.records import Measurement
+from vitclinic.reports.figure import Examined, Figure, Picture, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
 from vitclinic.reports.figures.drawing import (
     COLOUR_BAR_HEIGHT,
@@ -26,6 +23,8 @@ from vitclinic.reports.figures.drawing import (
     line,
     number,
 )
+from vitclinic.reports.formatting import plain
+from vitclinic.reports.theme import SEQUENTIAL
 
 _PREFIX = "accuracy_"
 _PAPER = "Park and Kim 2022, Fig. 12b (P11); Hendrycks and Dietterich 2019"

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.measurement import UnitRow
-from vitclinic.reports.colours import KIND_SYMBOLS, KINDS, of_network, with_opacity
+from vitclinic._core.records import UnitRow
 from vitclinic.reports.figures.drawing import GREY, Floats, band, canvas, ends, error_bars, finite, line, number, of_one
 from vitclinic.reports.figures.units import KIND_NAMES, Anatomy, Series, unit_names
+from vitclinic.reports.theme import KIND_SYMBOLS, KINDS, of_network, with_opacity
 
 PANEL = 210
 """Pixels of height of a panel, with what is written at its axes."""

@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 from plotly.subplots import make_subplots
 
-from vitclinic.measurement import Measurement, Scalar
-from vitclinic.reports.colours import DASHES, MARKERS, of_network, with_opacity
-from vitclinic.reports.escaping import plain
+from vitclinic._core.records import Measurement, Scalar
+from vitclinic.reports.formatting import plain
+from vitclinic.reports.theme import DASHES, MARKERS, of_network, with_opacity
 
 GREY = "rgba(128, 128, 128, 0.9)"
 GRID = "rgba(128, 128, 128, 0.22)"

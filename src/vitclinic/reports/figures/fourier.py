@@ -10,13 +10,12 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
-from vitclinic.measurement import Measurement
-from vitclinic.reports.colours import SEQUENTIAL
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.figure import Figure, Table, draws, measured
+from vitclinic._core.records import Measurement
+from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
 from vitclinic.reports.figures.depth import PANEL, shaded_bars, shaded_lines
 from vitclinic.reports.figures.drawing import canvas, label
 from vitclinic.reports.figures.units import series, unit_names, unit_table
+from vitclinic.reports.theme import SEQUENTIAL
 
 _ENDS = (0.15, 0.88)
 """The part of the colour scale that units have: its first colours vanish on a dark page, its last on a white one."""

@@ -1,17 +1,197 @@
-"""The loss around the network's weights: sections, contour maps, surfaces."""
+"""Losses on planes, a panel a network, on one scale: contour maps and surfaces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
 
-from vitclinic.measurement import Measurement
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.figure import Figure, Table, draws, measured
+from vitclinic._core.records import Measurement
+from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
 from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import PANEL_LONGEST, Floats, canvas, finite, label, line, number, scale_for
-from vitclinic.reports.figures.planes import contours, surfaces
+from vitclinic.reports.figures.drawing import (
+    COLOUR_BAR_HEIGHT,
+    PANEL_LONGEST,
+    Floats,
+    canvas,
+    colours_below,
+    finite,
+    is_wide,
+    label,
+    line,
+    number,
+    scale_for,
+)
+from vitclinic.reports.theme import SEQUENTIAL
+
+Panel = tuple[str, Measurement, Floats]
+"""A network's label, its measurement and its losses, [x, y]."""
+
+LEVELS = 24
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What all panels share: whether colours (and heights) are logarithmic, and their ends."""
+
+    log: bool
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, panels: Sequence[Panel]) -> Scale:
+        known = np.concatenate([losses[np.isfinite(losses)] for _, _, losses in panels])
+        if not known.size:
+            return cls(False, 0.0, 1.0)
+        log = is_wide(known)
+        low, high = (float(end) for end in (known.min(), known.max()))
+        return cls(log, low, high if high > low else low + 1.0)
+
+    def colour(self, losses: Floats) -> Floats:
+        """As the scale of colours has it."""
+        return np.log10(losses) if self.log else losses
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        low, high = self.colour(np.array([self.low, self.high])).tolist()
+        return low, high
+
+    def bar(self) -> dict[str, Any]:
+        """The bar of colours, with losses at its ticks."""
+        losses = _powers(self.low, self.high) if self.log else _multiples(self.low, self.high, 5)
+        ticks = {"tickvals": self.colour(losses), "ticktext": [f"{loss:.4g}" for loss in losses]}
+        return {"tickmode": "array", **ticks}
+
+    def levels(self) -> dict[str, float]:
+        """Of the lines of equal loss, in plotly's words."""
+        levels = _multiples(*self.ends, LEVELS)
+        return {"start": levels[0], "end": levels[-1], "size": levels[1] - levels[0]}
+
+    def shown_below(self, figure: go.Figure) -> None:
+        low, high = self.ends
+        title = "loss, nats (log)" if self.log else "loss, nats"
+        colours_below(figure, title, colorscale=SEQUENTIAL, cmin=low, cmax=high, colorbar=self.bar())
+
+
+def _powers(low: float, high: float) -> Floats:
+    """1, 3, 10, 30, ... between the two; without the 3 where there would be many."""
+    powers = np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
+    digits = (1.0, 3.0) if len(powers) < 5 else (1.0,)
+    values = np.array([digit * 10.0**power for power in powers for digit in digits])
+    return values[(values >= low) & (values <= high)]
+
+
+def _multiples(low: float, high: float, about: int) -> Floats:
+    """About so many multiples of 1, 2 or 5 (and powers of ten) between the two; at least two."""
+    raw = (high - low) / about
+    power = 10.0 ** np.floor(np.log10(raw))
+    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= raw * 0.999)
+    first = np.ceil(low / step)
+    multiples: Floats = step * np.arange(first, max(np.floor(high / step), first + 1) + 1)
+    return multiples
+
+
+def _grid(panels: Sequence[Panel]) -> tuple[int, int]:
+    columns = min(2, len(panels))
+    return -(-len(panels) // columns), columns
+
+
+def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
+    """Maps with the same levels and colours; the network is the cross."""
+    rows, columns = _grid(panels)
+    scale = Scale.of(panels)
+    height = 310 * rows + COLOUR_BAR_HEIGHT
+    names = [name for name, _, _ in panels]
+    figure = canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=92 / height)
+    for at, (_, one, losses) in enumerate(panels):
+        row, column = at // columns + 1, at % columns + 1
+        contour = go.Contour(
+            x=finite(one.arrays["x"]),
+            y=finite(one.arrays["y"]),
+            z=scale.colour(losses).T,
+            customdata=losses.T,
+            coloraxis="coloraxis",
+            contours=scale.levels(),
+            line={"width": 0.6},
+            hovertemplate="(%{x:.2f}, %{y:.2f}): loss %{customdata:.4g}<extra></extra>",
+        )
+        figure.add_trace(contour, row, column)
+        for trace in (*_path(one), _centre()):
+            figure.add_trace(trace, row, column)
+        x = f"x{at + 1 if at else ''}"
+        figure.update_xaxes(title_text=titles[0], showgrid=False, constrain="domain", row=row, col=column)
+        square = {"scaleanchor": x, "constrain": "domain", "constraintoward": "top"}
+        figure.update_yaxes(showgrid=False, **square, row=row, col=column)
+        figure.update_yaxes(title_text=titles[1] if column == 1 else None, row=row, col=column)
+    scale.shown_below(figure)
+    figure.update_layout(showlegend=False)
+    return figure
+
+
+def _centre() -> go.Scatter:
+    return go.Scatter(
+        x=[0],
+        y=[0],
+        mode="markers",
+        marker={"symbol": "cross-thin", "size": 11, "line": {"width": 2, "color": "white"}},
+        hovertemplate="the network<extra></extra>",
+    )
+
+
+def _path(one: Measurement) -> list[go.Scatter]:
+    """The training's epochs in the plane, where the directions are the training's."""
+    path = one.arrays.get("path")
+    if path is None or path.ndim != 2 or path.shape[1] < 2:
+        return []
+    epochs = one.arrays.get("path_epoch", np.arange(len(path)))
+    return [
+        go.Scatter(
+            x=finite(path[:, 0]),
+            y=finite(path[:, 1]),
+            customdata=epochs,
+            mode="lines+markers",
+            line={"color": "white", "width": 1.5},
+            marker={"color": "white", "size": 5, "line": {"color": "black", "width": 1}},
+            hovertemplate="epoch %{customdata:g}<extra></extra>",
+        )
+    ]
+
+
+def surfaces(panels: Sequence[Panel]) -> go.Figure:
+    """Heights on one scale, of which the colours are the same; the axes are numbered, as there is no room for more."""
+    rows, columns = _grid(panels)
+    scale = Scale.of(panels)
+    specs = [[{"type": "surface"}] * columns for _ in range(rows)]
+    height = 360 * rows + COLOUR_BAR_HEIGHT
+    names = [name for name, _, _ in panels]
+    figure = canvas(height, rows, columns, names, specs=specs, horizontal_spacing=0.01, vertical_spacing=30 / height)
+    for at, (_, one, losses) in enumerate(panels):
+        surface = go.Surface(
+            x=finite(one.arrays["x"]),
+            y=finite(one.arrays["y"]),
+            z=losses.T,
+            surfacecolor=scale.colour(losses).T,
+            coloraxis="coloraxis",
+            contours={"z": {"show": True, "color": "rgba(255, 255, 255, 0.5)", "width": 1}},
+            hovertemplate="(%{x:.2f}, %{y:.2f}): loss %{z:.4g}<extra></extra>",
+        )
+        figure.add_trace(surface, at // columns + 1, at % columns + 1)
+    low, high = scale.ends
+    for axis in "xyz":
+        figure.update_scenes({f"{axis}axis_zeroline": False})
+    figure.update_scenes(
+        aspectmode="cube",
+        camera={"eye": {"x": 1.9, "y": 1.9, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}},
+        xaxis={"title": {"text": "1"}, "showticklabels": False},
+        yaxis={"title": {"text": "2"}, "showticklabels": False},
+        zaxis={"title": {"text": ""}, "type": "log" if scale.log else "linear", "range": [low, high], "nticks": 5},
+    )
+    scale.shown_below(figure)
+    return figure
+
 
 _PAPER = "Chen et al. 2022, Fig. 1; Park and Kim 2022, Fig. 1a (C1, P15)"
 _DIRECTIONS = {"random": "random direction", "eigenvectors": "eigenvector", "trajectory": "direction of the training"}

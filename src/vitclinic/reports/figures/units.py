@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from vitclinic.measurement import Measurement, Scalar, UnitRow
-from vitclinic.reports.contents import Examined
-from vitclinic.reports.escaping import plain
-from vitclinic.reports.figure import Table, measured
+from vitclinic._core.records import Measurement, Scalar, UnitRow
+from vitclinic.reports.figure import Examined, Table, measured
 from vitclinic.reports.figures.drawing import Floats, finite, label
+from vitclinic.reports.formatting import plain
 
 KIND_NAMES = {
     "stem": "stem",

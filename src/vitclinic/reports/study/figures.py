@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from vitclinic.reports.colours import of_network
-from vitclinic.reports.escaping import plain
 from vitclinic.reports.figure import Figure, Table
 from vitclinic.reports.figures.drawing import GREY, canvas, error_bars
-from vitclinic.reports.numbers import number
+from vitclinic.reports.formatting import number, plain
 from vitclinic.reports.study.result import Arm, Compared, StudyResult
+from vitclinic.reports.theme import of_network
 
 STATUS_COLOURS = {"as claimed": "#009E73", "opposite": "#D55E00", "undecided": "#7A7A7A"}
 CLAIMED_SIDE = "rgba(0, 158, 115, 0.12)"

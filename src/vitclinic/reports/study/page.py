@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vitclinic.reports.colours import of_network
 from vitclinic.reports.drawing import Drawings
+from vitclinic.reports.formatting import number, seconds
 from vitclinic.reports.frame import filled, write_page
-from vitclinic.reports.numbers import number, seconds
 from vitclinic.reports.study.figures import comparisons_figure, measure_figure
 from vitclinic.reports.study.result import ENDED, Arm, Compared, StudyResult, result_of
+from vitclinic.reports.theme import of_network
 from vitclinic.reports.views import letter
 
 POOL = "pool"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitclinic.errors import RunError
-from vitclinic.statistics import share_interval, t_interval
+from vitclinic._core.errors import RunError
+from vitclinic._core.statistics import share_interval, t_interval
 
 SCHEMA = 1
 WORDS = ("reproduced", "not reproduced", "undecided")

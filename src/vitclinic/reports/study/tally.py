@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic.reports.drawing import Drawings
+from vitclinic.reports.formatting import seconds
 from vitclinic.reports.frame import filled, write_page
-from vitclinic.reports.numbers import seconds
 from vitclinic.reports.study.page import SEVERITIES, comparison
 from vitclinic.reports.study.result import PAPERS, WORDS, StudyResult
 

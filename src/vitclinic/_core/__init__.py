@@ -1,0 +1,1 @@
+"""What all parts of vitclinic stand on: errors, configs, files, statistics, records. Private to the package."""

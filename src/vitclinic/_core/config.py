@@ -1,0 +1,107 @@
+"""Strict, serialisable configs, and validation errors as sentences.
+
+Every part of vitclinic keeps its own config next to its code, as a subclass of `Config`. Unknown keys are
+errors with a suggestion; a section that has one obvious key (`data.source`, `model.name`) can be written as
+just that value.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from vitclinic._core.errors import RecipeError, did_you_mean
+
+
+class Config(BaseModel):
+    """Base of all configs: strict types, no unknown keys, immutable once made.
+
+    Example:
+        >>> class Paint(Config):
+        ...     main_key = "colour"
+        ...     colour: str = "red"
+        ...     coats: int = 1
+        >>> validate(Paint, "blue").colour
+        'blue'
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    main_key: ClassVar[str | None] = None
+    """The key that a bare value stands for: `data: cifar` means `data: {source: cifar}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_value(cls, value: Any) -> Any:
+        return cls.expand(value)
+
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """`value` as a mapping, with a bare value put under the main key."""
+        if cls.main_key is None or isinstance(value, Mapping | BaseModel):
+            return value
+        return {cls.main_key: value}
+
+
+C = TypeVar("C", bound=Config)
+
+
+def validate(config: type[C], value: Any, *, where: str = "") -> C:
+    """Build `config` from plain data; a mistake becomes one `RecipeError` sentence naming the key."""
+    try:
+        return config.model_validate(value)
+    except ValidationError as error:
+        problems = [_sentence(config, problem, where) for problem in error.errors()]
+        raise RecipeError(" ".join(dict.fromkeys(problems))) from None
+
+
+def section(config: type[Config], key: str) -> type[Config] | None:
+    """The config class that stands behind `key` of `config`, or None if `key` holds a plain value."""
+    field = config.model_fields.get(key)
+    if field is None:
+        return None
+    candidates = [field.annotation, *typing.get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Config)), None)
+
+
+_REPEATED = 60
+"""Characters of a section that an error repeats; one that is longer is too much to read."""
+
+
+def _sentence(config: type[Config], problem: Any, where: str) -> str:
+    path = [str(part) for part in problem["loc"] if not _is_union_member(part)]
+    key = ".".join([*([where] if where else []), *path])
+    if problem["type"] == "extra_forbidden":
+        owner = _owner(config, path[:-1])
+        known = list(owner.model_fields) if owner else []
+        hint = did_you_mean(path[-1], known) or f" Known here: {', '.join(known)}."
+        return f"Unknown key '{key}'.{hint}"
+    if problem["type"] == "missing":
+        return f"'{key}' is required."
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if not key:
+        return f"{message[:1].upper()}{message[1:].rstrip('.')}."
+    message = message[:1].lower() + message[1:]
+    if isinstance(problem["input"], Mapping) and (message.endswith("?") or len(repr(problem["input"])) > _REPEATED):
+        return f"'{key}': {message}" if message.endswith(("?", ".")) else f"'{key}': {message}."
+    return f"'{key}': {message.rstrip('.')} (got {problem['input']!r})."
+
+
+def _owner(config: type[Config], path: list[str]) -> type[Config] | None:
+    owner: type[Config] | None = config
+    for part in path:
+        if owner is None or part in owner.model_fields:  # else the name or number of an entry, as in measures.x
+            owner = section(owner, part) if owner else None
+    return owner
+
+
+def _is_union_member(part: Any) -> bool:
+    """Pydantic puts the name of the union member it tried into the path: `Augment`, `float`, `none`."""
+    return isinstance(part, str) and (part[:1].isupper() or part in _PLAIN or "[" in part)
+
+
+_PLAIN = {t.__name__ for t in (int, float, str, bool, list, dict, tuple, types.NoneType)} | {"none"}

@@ -1,0 +1,100 @@
+"""Writes that happen whole or not at all, and file errors as sentences."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from vitclinic._core.errors import RunError
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would be larger than allowed",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "you may not write there",
+    errno.EPERM: "you may not write there",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.ENOENT: "the folder cannot be made there",
+}
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn a failed write below `path` into one `RunError` sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, str(error))
+        raise RunError(
+            f"Cannot write '{path}': {reason}. What was written before is whole; make room or choose another"
+            " place (out), then go on."
+        ) from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file by one rename, so that a reader sees the old or the new one, never half of it."""
+    staging = path.with_name(f".{path.name}.tmp")
+    with write_errors(path):
+        try:
+            with staging.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            staging.replace(path)
+        finally:
+            staging.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As `write_bytes`."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to `path`, a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(staging: Path, target: Path, retired: Path) -> None:
+    """Make the folder `staging` visible as `target` by one rename; what was there becomes `retired`.
+
+    At every moment `target` or `retired` is there and whole.
+    """
+    if target.exists():  # else a publish was cut off here, and `retired` is all there is
+        shutil.rmtree(retired, ignore_errors=True)
+        target.rename(retired)
+    staging.rename(target)
+    sync(target.parent)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Hold a folder for this process; a second one gets a sentence instead. Says if it is still in its place."""
+    with write_errors(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # that some file systems have no locks is no reason not to write
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with a killed owner
+            except BlockingIOError:
+                raise RunError(f"Another process is writing '{folder}'; wait for it or stop it.") from None
+        yield folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,291 @@
+"""The record of a measurement, and how it lies on disk: `NAME.json`, with its arrays in `NAME.npz`.
+
+The JSON is strict and has a schema number; numbers that JSON does not know are written as the texts "nan",
+"inf" and "-inf". The arrays' file is written first and the JSON names its SHA-256, so that a pair that does not
+belong together (a write cut off between the two) is noticed. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from vitclinic._core.config import Config, validate
+from vitclinic._core.errors import RecipeError, RunError
+from vitclinic._core.io import write_bytes, write_errors, write_text
+
+SCHEMA = 1
+
+Status = Literal["ok", "not_converged", "does_not_apply", "failed"]
+
+
+def _from_text(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else float(value) if type(value) is int else value
+
+
+def _one_nan(value: float) -> float:
+    """Every NaN as the same object: two records of one result are then equal, as containers compare by identity."""
+    return math.nan if math.isnan(value) else value
+
+
+def _to_text(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+Number = Annotated[
+    float, BeforeValidator(_from_text), AfterValidator(_one_nan), PlainSerializer(_to_text, when_used="json")
+]
+"""A float that survives strict JSON, also where it is not finite."""
+
+
+def plain_data(value: Any, where: str) -> Any:
+    """`value` as strict JSON can say it, so that what is read back equals what was written.
+
+    Tuples become lists, numpy's numbers Python's, paths texts, and numbers that are not finite texts as everywhere
+    else. Whatever else JSON does not know is a ValueError that says `where` it is.
+
+    Example:
+        >>> plain_data({"a": (1, math.inf)}, "config")
+        {'a': [1, 'inf']}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item, f"{where}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, np.generic):
+        return plain_data(value.item(), where)
+    if isinstance(value, float):
+        return _to_text(float(value))
+    if isinstance(value, str | Path):  # also subclasses, such as torch's version
+        return str(value)
+    if value is None or isinstance(value, int):
+        return value
+    raise ValueError(f"'{where}' is of type {type(value).__name__}, which cannot be stored")
+
+
+class Scalar(Config):
+    """A number, with its interval (95% unless its probe says otherwise) and sample size where it is an estimate."""
+
+    value: Number
+    low: Number | None = None
+    high: Number | None = None
+    n: int | None = None
+
+
+class UnitRow(Config):
+    """What was measured of one unit of the network's anatomy."""
+
+    name: str
+    kind: str
+    stage: int
+    depth: int
+    values: dict[str, Scalar]
+    note: str | None = None
+    """What else there is to say of it, in a few words: how it was removed."""
+
+
+class Provenance(Config):
+    """How a measurement came about: what one needs to trust it or to repeat it."""
+
+    seed: int
+    mode: str
+    """`eval` or `train`: how the network's dropout and normalisation behaved."""
+    device: str
+    batch_size: int
+    """The one really used, after any halving for want of memory."""
+    duration: Number
+    """Seconds; for a streaming probe, of the pass that it shared."""
+    date: str
+    versions: dict[str, str]
+    images: int
+    """How many images there were to measure on."""
+
+
+class Measurement(Config):
+    """What a probe found out about one subject on some data."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    probe: str
+    revision: int = 1
+    """Of the probe's definition: a result of another revision is another result."""
+    config: dict[str, Any]
+    subject: str
+    """Digest of the network: its structure and its weights."""
+    data: str
+    """Digest of the images and labels it was measured on."""
+    conditions: dict[str, Any] = Field(default_factory=dict)
+    """What else the result depends on: for timings, the machine."""
+    status: Status = "ok"
+    reason: str | None = None
+    scalars: dict[str, Scalar] = Field(default_factory=dict)
+    units: list[UnitRow] = Field(default_factory=list)
+    arrays: dict[str, NDArray[Any]] = Field(default_factory=dict, exclude=True)
+    provenance: Provenance
+
+    @field_validator("config", "conditions", mode="before")
+    @classmethod
+    def _plain(cls, value: Any, info: ValidationInfo) -> Any:
+        return plain_data(value, str(info.field_name))
+
+    @field_validator("arrays")
+    @classmethod
+    def _storable(cls, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
+            raise ValueError(f"arrays of Python objects cannot be stored: {', '.join(objects)}")
+        if odd := [name for name in arrays if "\0" in name]:
+            raise ValueError(f"an array's name must not hold a zero byte: {odd[0]!r}")
+        return arrays
+
+    @model_validator(mode="after")
+    def _says_why(self) -> Measurement:
+        if self.status != "ok" and not self.reason:
+            raise ValueError(f"a measurement that is {self.status} gives its reason")
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Measurement):
+            return NotImplemented
+        plain = [(name, getattr(self, name), getattr(other, name)) for name in Measurement.model_fields]
+        return all(ours == theirs for name, ours, theirs in plain if name != "arrays") and _same_arrays(
+            self.arrays, other.arrays
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        """All that a result depends on but the network: those of equal terms can be compared.
+
+        How long the probe might have taken (`budget`) is not among them: what was cut off is not converged.
+        """
+        options = {name: value for name, value in self.config.items() if name != "budget"}
+        return self.probe, self.revision, options, self.data, self.conditions
+
+    def plain(self) -> dict[str, Any]:
+        """As strict JSON data, without the arrays."""
+        return {"schema": SCHEMA, **self.model_dump(mode="json")}
+
+    def write(self, path: Path) -> None:
+        """Store as `path` (which ends in .json) and, if there are arrays, the .npz beside it."""
+        with write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        record = self.plain()
+        if self.arrays:
+            content = _packed(self.arrays)
+            write_bytes(path.with_suffix(".npz"), content)
+            record["arrays"] = {"names": sorted(self.arrays), "sha256": hashlib.sha256(content).hexdigest()}
+        write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Measurement:
+        """The measurement stored at `path`."""
+        record = _read_json(path)
+        if record.pop("schema", None) != SCHEMA:
+            raise RunError(
+                f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or remove it to measure anew."
+            )
+        listed = record.pop("arrays", None)
+        arrays = {} if listed is None else _read_arrays(path, listed)
+        try:
+            return validate(cls, {**record, "arrays": arrays})
+        except RecipeError as error:
+            raise RunError(f"'{path}' is not a whole measurement: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"'{path}' cannot be read: {error}.") from error
+    if not isinstance(record, dict):
+        raise RunError(f"'{path}' is not a measurement.")
+    return record
+
+
+def _packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """As numpy.savez_compressed writes it, but with arrays of any name, and the same bytes at any time."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, array in arrays.items():
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            with archive.open(entry, "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _unpacked(content: bytes, name: str) -> NDArray[Any]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, archive.open(f"{name}.npy") as file:
+        array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+        return array
+
+
+def _read_arrays(path: Path, listed: Any) -> dict[str, NDArray[Any]]:
+    file = path.with_suffix(".npz")
+    try:
+        content = file.read_bytes()
+        if hashlib.sha256(content).hexdigest() != listed["sha256"]:
+            raise RunError(f"'{file}' does not belong to '{path.name}'; remove both to measure anew.")
+        return {name: _unpacked(content, name) for name in listed["names"]}
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise RunError(f"The arrays of '{path}' cannot be read: {error}.") from error
+
+
+def _same_arrays(ours: Mapping[str, NDArray[Any]], theirs: Mapping[str, NDArray[Any]]) -> bool:
+    return ours.keys() == theirs.keys() and all(_same_array(ours[name], theirs[name]) for name in ours)
+
+
+def _same_array(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))
+
+
+Basis = Literal["reference network", "published range", "heuristic"]
+
+
+class Suggestion(Config):
+    """A treatment to try, and why."""
+
+    treatment: str
+    """As `vitclinic list treatments` names it, or the change of a recipe, such as `data.augment=deit`."""
+    paper: str
+    """Whose remedy it is, such as "Chen et al. 2022 (SAM)"."""
+    why: str
+    """One sentence."""
+
+
+class Finding(Config):
+    """What a rule found in the measurements of one network."""
+
+    rule: str
+    """Such as `over_smoothing`."""
+    title: str
+    """A few words: "Over-smoothed patches"."""
+    severity: Literal["problem", "notice", "healthy"]
+    statement: str
+    """One or two sentences, with the numbers."""
+    numbers: dict[str, Scalar]
+    """What it rests on, by PROBE.NAME (or `training.NAME`)."""
+    threshold: str
+    """The comparison that it makes, and where that comes from."""
+    basis: Basis
+    suggestions: tuple[Suggestion, ...] = ()

@@ -1,0 +1,107 @@
+"""Things that users name: probes, treatments, tasks and network families, ours and those of installed packages.
+
+A package adds its own by an entry point of the group `vitclinic.probes`, `vitclinic.treatments`, `vitclinic.tasks` or
+`vitclinic.families`; from then on it is listed, parsed, planned and reported like ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from vitclinic._core.config import Config, validate
+from vitclinic._core.errors import RecipeError, did_you_mean
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Config)
+C = TypeVar("C", bound=type[Config])
+
+
+class Registry(Generic[T]):
+    """The classes of one noun by their `name`, each a strict config whose fields are its options.
+
+    Example:
+        >>> class Paint(Config):
+        ...     name = "paint"
+        ...     coats: int = 1
+        >>> paints = Registry[Paint]("paint", "example.paints", (Paint,))
+        >>> _ = paints.register(Paint)
+        >>> paints.parse(["paint", {"paint": {"coats": 2}}][1:])
+        [Paint(coats=2)]
+    """
+
+    def __init__(self, noun: str, group: str, bases: tuple[type, ...]) -> None:
+        """Make an empty registry.
+
+        Args:
+            noun: What one of them is called in messages and in `vitclinic list NOUNs`.
+            group: The group of entry points by which installed packages add to it.
+            bases: What a class must be derived from, one of them.
+        """
+        self.noun, self.group, self.bases = noun, group, bases
+        self._known: dict[str, type[T]] = {}
+
+    def register(self, cls: C) -> C:
+        """Make a class known by its `name`; use it as a decorator."""
+        if not isinstance(cls, type) or not issubclass(cls, self.bases):
+            expected = " or ".join(base.__name__ for base in self.bases)
+            raise TypeError(f"{getattr(cls, '__name__', repr(cls))} is no {self.noun}: derive it from {expected}")
+        self._known[cls.name] = cls  # type: ignore[attr-defined,assignment]
+        return cls
+
+    def all(self) -> dict[str, type[T]]:
+        """Return all classes by name, in alphabetical order."""
+        load_entry_points(self.group, self.register)
+        return dict(sorted(self._known.items()))
+
+    def parse(self, entries: Sequence[Any]) -> list[T]:
+        """Turn `["norms", {"cost": {"repeats": 20}}]` into configs, in order.
+
+        Raises:
+            RecipeError: Where a name is unknown or stands twice, or an option does not exist or has a wrong value.
+        """
+        parsed = [self._parse(entry) for entry in entries]
+        names = [type(one).name for one in parsed]  # type: ignore[attr-defined]
+        for name in names:
+            if names.count(name) > 1:
+                raise RecipeError(f"'{self.noun}s': '{name}' is listed twice.")
+        return parsed
+
+    def _parse(self, entry: Any) -> T:
+        if isinstance(entry, self.bases):
+            return entry  # type: ignore[return-value]
+        if isinstance(entry, str):
+            entry = {entry: {}}
+        if not isinstance(entry, Mapping) or len(entry) != 1:
+            raise RecipeError(f"'{self.noun}s': write a name or {{name: {{option: value}}}} (got {entry!r}).")
+        ((name, options),) = entry.items()
+        cls = self.all().get(name)
+        if cls is None:
+            hint = did_you_mean(str(name), self._known) or f" See `vitclinic list {self.noun}s`."
+            raise RecipeError(f"There is no {self.noun} '{name}'.{hint}")
+        if options and not cls.model_fields:
+            raise RecipeError(f"The {self.noun} '{name}' has no options (got {', '.join(map(repr, options))}).")
+        return validate(cls, options or {}, where=f"{self.noun}s.{name}")
+
+
+@cache
+def load_entry_points(group: str, register: Callable[[Any], object]) -> None:
+    """Hand what the entry points of `group` name to `register`, once in a process.
+
+    One that cannot be loaded, or that `register` refuses with an exception, is left out with a warning.
+    """
+    for point in entry_points(group=group):
+        try:
+            register(point.load())
+        except Exception as error:  # another package's code may raise anything; ours must still work
+            log.info("%s cannot be used", point, exc_info=error)
+            log.warning("The entry point %s is left out: %s: %s", _described(point), type(error).__name__, error)
+
+
+def _described(point: EntryPoint) -> str:
+    package = "" if point.dist is None else f" of the package {point.dist.name}"
+    return f"{point.name} = {point.value}{package} ({point.group})"

@@ -1,0 +1,242 @@
+"""Which families of networks exist, and which one a network belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from vitclinic._core.errors import UnknownStructureError
+from vitclinic._core.registry import load_entry_points
+from vitclinic.anatomy.removal import Erase, Silence
+from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, into, out_of
+from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
+
+ENTRY_POINTS = "vitclinic.families"
+WRAPPERS = ("_orig_mod", "module", "backbone")
+"""Where torch.compile, DDP and a network with its own normalisation keep what they wrap."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Networks that are walked the same way.
+
+    `classes` are dotted names of the networks' classes: a network is recognised by them, or by a base class,
+    without importing the library it comes from. `units` walks a network and yields its units in the order of
+    the forward pass; `input_size` gives the (channels, height, width) of a small input that the network
+    accepts.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    units: Callable[[Any], Iterable[Unit]]
+    input_size: Callable[[Any], tuple[int, int, int]]
+
+    def includes(self, network: nn.Module) -> bool:
+        """Whether `network` is of one of the family's classes."""
+        return any(f"{base.__module__}.{base.__qualname__}" in self.classes for base in type(network).__mro__)
+
+
+_families: list[Family] = []
+
+
+def register_family(family: Family) -> Family:
+    """Make a family known in this process; it goes before those already known."""
+    if not isinstance(family, Family):
+        raise TypeError(f"{family!r} is not a Family")
+    _families.insert(0, family)
+    return family
+
+
+def known_families() -> tuple[Family, ...]:
+    """All families, those registered last first."""
+    load_entry_points(ENTRY_POINTS, register_family)
+    return tuple(_families)
+
+
+def recognise(network: nn.Module) -> tuple[nn.Module, Family]:
+    """The network inside all wrappers, and its family.
+
+    A module of no known family is looked into through the attributes `WRAPPERS`, in that order, if nothing beside
+    that attribute has parameters: a backbone with a head behind it is a network of its own.
+    """
+    core: nn.Module | None = network
+    while core is not None:
+        for family in known_families():
+            if family.includes(core):
+                return core, family
+        core = _wrapped(core)
+    raise UnknownStructureError(_unknown(network))
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The child that `module` is only a wrapper of."""
+    children = dict(module.named_children())
+    parameters = set(module.parameters())
+    inside = (children[name] for name in WRAPPERS if name in children)
+    return next((child for child in inside if parameters == set(child.parameters())), None)
+
+
+def _unknown(network: nn.Module) -> str:
+    """What can be said about a network of no known family, in a sentence."""
+    children = ", ".join(f"{name} ({type(child).__name__})" for name, child in network.named_children())
+    lists = [
+        f"{name} ({len(module)} x {type(next(iter(module))).__name__})"
+        for name, module in network.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and len(module) > 1
+        and len({type(child) for child in module}) == 1
+    ]
+    return (
+        f"no family is known for {type(network).__module__}.{type(network).__qualname__}, whose children "
+        f"are {children or 'none'} and whose blocks may be in {', '.join(lists[:8]) or 'none of them'}; "
+        "register one as docs/anatomy.md shows "
+        f"(known: {', '.join(sorted(family.name for family in known_families()))})."
+    )
+
+
+def unknown_block(name: str, block: nn.Module) -> UnknownStructureError:
+    """The error for a block that a family does not know how to take apart."""
+    return UnknownStructureError(
+        f"{name} is a {type(block).__name__}, for which no units with a state between them are known; "
+        "register a family that says what its units are (docs/anatomy.md)."
+    )
+
+
+class Step(NamedTuple):
+    """One residual step of a block; `branch` is read behind the last norm, scale and drop."""
+
+    kind: Kind
+    module: nn.Module
+    norm: nn.Module | None
+    branch: Site
+    attention: AttentionSpec | None = None
+    activation: Site | None = None
+
+
+def residual_block(name: str, stage: int, states: list[Site], steps: list[Step]) -> Iterator[Unit]:
+    """The units of a block whose residual steps lead from one of `states` to the next, named `name`.kind."""
+    for step, (before, after) in zip(steps, pairwise(states), strict=True):
+        yield Unit(
+            name=f"{name}.{step.kind}",
+            kind=step.kind,
+            stage=stage,
+            module=step.module,
+            norm=step.norm,
+            block=name,
+            input=before,
+            output=after,
+            residual=Residual(before, step.branch, after),
+            removal=Silence(step.branch),
+            attention=step.attention,
+            activation=step.activation,
+        )
+
+
+def transformer_block(
+    name: str,
+    stage: int,
+    block: Any,
+    layout: Layout,
+    *,
+    attention: AttentionSpec | None = None,
+    post_norm: bool = False,
+) -> Iterator[Unit]:
+    """A block with timm's names: norm1, attn, drop_path1, norm2, mlp, drop_path2.
+
+    Pre-norm: x + attn(norm1(x)), so the state between the steps enters norm2. Post-norm: x + norm1(attn(x)),
+    so it enters the MLP, and the input of norm2 is another quantity.
+    """
+    between = block.mlp if post_norm else block.norm2
+    return residual_block(
+        name,
+        stage,
+        [into(block, layout), into(between, layout), out_of(block, layout)],
+        [
+            Step("msa", block.attn, block.norm1, out_of(block.drop_path1, layout), attention),
+            Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, layout), activation=hidden(block.mlp)),
+        ],
+    )
+
+
+def hidden(mlp: nn.Module) -> Site | None:
+    """What comes out of the activation function of an MLP with timm's names; of a gated MLP, its gate."""
+    act = getattr(mlp, "act", None)
+    return out_of(act, OFF_GRID) if isinstance(act, nn.Module) else None
+
+
+def activation_among(layers: nn.Module) -> Site | None:
+    """What comes out of the last activation function among the children, recognised by where PyTorch defines them."""
+    found = [module for module in layers.children() if type(module).__module__ == nn.GELU.__module__]
+    return out_of(found[-1], OFF_GRID) if found else None
+
+
+def softmax_attention(module: nn.Module, keys: Layout) -> AttentionSpec | None:
+    """The attention map of timm's attention; none where a treatment took its softmax away."""
+    return AttentionSpec(module, keys) if getattr(module, "softmax", True) else None
+
+
+def image_channels(network: nn.Module) -> int:
+    """The number of channels of the images that a network takes: those of its first convolution."""
+    return next(module.in_channels for module in network.modules() if isinstance(module, nn.Conv2d))
+
+
+def stem(module: nn.Module, network: nn.Module, output: Site) -> Unit:
+    """The unit that turns the image into features."""
+    return Unit("stem", "stem", 0, module, into(network), output)
+
+
+def position(parameter: nn.Parameter, module: nn.Module, before: Site, after: Site, stage: int = 0) -> Unit:
+    """The addition of a position embedding between two sites; removing it means an embedding of zero."""
+    return Unit("position", "position", stage, module, before, after, removal=Erase(parameter))
+
+
+def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) -> Unit:
+    """The subsampling that leads into `stage`."""
+    return Unit(f"{name}.pool", "pool", stage, module, before, after)
+
+
+def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
+    """From the last state to the network's output; `norm` acts on that state, before any pooling.
+
+    Libraries put an identity where there is no such norm.
+    """
+    acting = None if isinstance(norm, nn.Identity) else norm
+    return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), acting)
+
+
+def is_smoothing(module: nn.Module) -> bool:
+    """Whether an entry of a stage is not a block but the blur that `spatial_smoothing` puts at its end."""
+    return type(module).__name__ == "Blur"
+
+
+def smoothed(unit: Unit, blur: nn.Module) -> Unit:
+    """A stage's last unit, read behind the blur: that is what the next unit sees; its residual stays in front."""
+    return replace(unit, output=out_of(blur))
+
+
+def conv_unit(
+    name: str,
+    stage: int,
+    block: nn.Module,
+    residual: Residual,
+    removal: Removal | None = None,
+    *,
+    activation: Site | None,
+) -> Unit:
+    """A convolutional block on [B, C, H, W] with one addition; by default removing it silences its branch."""
+    return Unit(
+        name=f"{name}.conv",
+        kind="conv",
+        stage=stage,
+        module=block,
+        block=name,
+        input=into(block),
+        output=out_of(block),
+        residual=residual,
+        removal=removal or Silence(residual.branch),
+        activation=activation,
+    )

@@ -1,0 +1,330 @@
+"""Corrupted copies of a data set, each a data source of its own.
+
+    OUT/fog-3/test-00000-of-00002.parquet   or   OUT/fog-3/test/CLASS/0000012.png and OUT/fog-3/classes.json
+    OUT/fog-3/corruption.json               what it is a copy of
+
+A copy is made in OUT/.fog-3.partial, piece by piece, and appears by one rename. A piece is there whole or not at all,
+so that a killed command goes on with the piece it was at; a copy that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from vitclinic._core.errors import DataError, RecipeError
+from vitclinic._core.hashing import fingerprint
+from vitclinic._core.io import held, sync, write_bytes, write_errors, write_json, write_text
+from vitclinic.data.augment import to_unit_interval
+from vitclinic.data.cache import Progress
+from vitclinic.data.corruptions.corruption import Corruption, Picture, as_pictures
+from vitclinic.data.corruptions.parameters import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, setting
+from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
+from vitclinic.data.decoding import as_image, centre_view
+from vitclinic.data.folder import CLASSES_FILE
+from vitclinic.data.source import SPLITS
+from vitclinic.data.splits import subset
+
+Form = Literal["parquet", "png"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+DESCRIPTION = "corruption.json"
+_PIECE_BYTES = 32 * 2**20
+"""Pixels of a piece: what a killed command may have to do again, and what is held in memory."""
+_BATCH_VALUES = 2**20
+"""Values of the images that are corrupted at a time."""
+
+
+def corrupt_data(
+    data: str | DataConfig | Dataset,
+    out: str | Path,
+    *,
+    corruptions: str | int | Sequence[str] = "all",
+    severities: str | int | Sequence[int] = "all",
+    form: Form = "parquet",
+    split: str = "test",
+    limit: int | None = None,
+    size: int | None = None,
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> list[Path]:
+    """Write a copy of `data` for each corruption and severity below `out`; the folders they are in."""
+    out = Path(out).expanduser()
+    cells = [Corruption(name, s, seed) for name in _names(corruptions) for s in _severities(severities)]
+    if form not in FORMS:
+        raise RecipeError(f"There is no format '{form}': write {' or '.join(FORMS)}.")
+    if split not in (*SPLITS, "all"):
+        raise RecipeError(f"There is no split '{split}': write train, val, test or all.")
+    if limit is not None and limit < 1:
+        raise RecipeError(f"The limit must be at least 1 (got {limit}).")
+    if size is not None and size < SMALLEST:
+        raise RecipeError(f"Corruptions are defined from {SMALLEST} pixels a side (got a size of {size}).")
+    _check_place(data, out)
+    dataset = data if isinstance(data, Dataset) else open_data(data, size=size, progress=progress)
+    setting(cells[0].name, cells[0].severity, dataset.size)  # images that are too small are an error now
+    dataset = _chosen(dataset, split, limit)
+    copies = [Copy(dataset, cell, out, form) for cell in cells]
+    for copy in copies:
+        copy.check()
+    total, done = sum(copy.images for copy in copies), 0
+    for copy in copies:
+        copy.write(partial(_tell, progress, done, total))
+        done += copy.images
+    return [copy.folder for copy in copies]
+
+
+def _tell(progress: Progress, before: int, total: int, images: int) -> None:
+    progress("corrupting", before + images, total)
+
+
+def _add(progress: Callable[[int], None], before: int, images: int) -> None:
+    progress(before + images)
+
+
+def _names(given: str | int | Sequence[str]) -> list[str]:
+    """`all`, `15`, or names."""
+    if str(given) in ("all", "15", "19"):
+        return list(FIFTEEN if str(given) == "15" else NINETEEN)
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else _listed(given)
+    if not names:
+        raise RecipeError(f"Corruptions are names, as in fog,snow, or all or 15 (got {given!r}).")
+    return list(dict.fromkeys(names))
+
+
+def _severities(given: str | int | Sequence[int]) -> list[int]:
+    if given == "all":
+        return list(SEVERITIES)
+    parts = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else _listed(given)
+    try:
+        found = sorted({int(part) for part in parts})
+        if not found or any(float(part) != int(part) for part in parts):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise RecipeError(f"Severities are 1 to 5, as in 1,3 or all (got {given!r}).") from None
+    return found
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) else []
+
+
+def _check_place(data: str | DataConfig | Dataset, out: Path) -> None:
+    """Copies inside a folder of images would be classes of it."""
+    source = data if isinstance(data, str) else data.source if isinstance(data, DataConfig) else data.name
+    origin = Path(source).expanduser()
+    if origin.is_dir() and out.resolve().is_relative_to(origin.resolve()):
+        raise RecipeError(f"'{out}' is in the data's own folder '{origin}'; choose another place for the copies.")
+
+
+def _chosen(dataset: Dataset, split: str, limit: int | None) -> Dataset:
+    """The splits to copy, with at most `limit` images each."""
+    wanted = {name: dataset.splits[name] for name in SPLITS if split in (name, "all") and len(dataset.splits[name])}
+    if not wanted:
+        filled = {name: len(part) for name, part in dataset.splits.items() if len(part)}
+        counts = ", ".join(f"{name} ({count})" for name, count in filled.items())
+        hint = f"; choose --split {next(iter(filled))} or all" if filled else ""
+        raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {counts or 'none'}{hint}.")
+    if limit is not None:
+        for name, part in wanted.items():
+            rows = subset(part.labels, min(limit, len(part)), seed=0)
+            wanted[name] = Split(part.images, part.rows[rows], part.labels[rows])
+    return replace(dataset, splits=wanted)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some images of a split, written together."""
+
+    split: str
+    number: int
+    count: int
+    """How many pieces the split has."""
+    rows: range
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05}-of-{self.count:05}"
+
+
+class Copy:
+    """The copy of a data set under one corruption."""
+
+    def __init__(self, dataset: Dataset, corruption: Corruption, out: Path, form: Form) -> None:
+        self.dataset, self.corruption, self.form = dataset, corruption, form
+        self.folder = out / f"{corruption.name}-{corruption.severity}"
+        self.staging = out / f".{self.folder.name}.partial"
+        self.images = sum(len(split) for split in dataset.splits.values())
+
+    @property
+    def description(self) -> dict[str, Any]:
+        rows = {name: (part.rows.tolist(), part.labels.tolist()) for name, part in self.dataset.splits.items()}
+        chosen = setting(self.corruption.name, self.corruption.severity, self.dataset.size)
+        return {
+            "corruption": self.corruption.name,
+            "severity": self.corruption.severity,
+            "seed": self.corruption.seed,
+            "parameters": chosen.parameter_set,
+            "data": self.dataset.name,
+            "digest": fingerprint(self.dataset.digest, rows),
+            "images": {name: len(part) for name, part in self.dataset.splits.items()},
+            "size": list(self.dataset.size),
+            "format": self.form,
+        }
+
+    def check(self) -> None:
+        """A RecipeError if something else is in the copy's place."""
+        if self.folder.exists() and not self._is_described(self.folder):
+            raise RecipeError(f"'{self.folder}' is there and is something else; choose another place, or remove it.")
+        if self.folder.exists() and (gone := self._gone()):
+            raise RecipeError(f"'{self.folder}' has lost {gone}; remove the folder, and it is made again.")
+
+    def _gone(self) -> str | None:
+        """What a finished copy should have and has not."""
+        if self.form == "parquet":
+            names = (f"{piece.name}.parquet" for piece in self._pieces())
+            return next((name for name in names if not (self.folder / name).exists()), None)
+        kept, counted = self.images, sum(1 for _ in self.folder.glob("*/*/*.png"))
+        return f"{kept - counted} of its {kept} images" if counted < kept else None
+
+    def _is_described(self, folder: Path) -> bool:
+        """Whether a folder's description is that of this copy, by whatever path its data was given."""
+        found = _read(folder / DESCRIPTION)
+        return isinstance(found, dict) and {**found, "data": self.dataset.name} == self.description
+
+    def write(self, progress: Callable[[int], None]) -> None:
+        """Make the copy, or what is still to be made of it; `progress` is told how many images are done."""
+        while not self.folder.exists():
+            with write_errors(self.staging):
+                self.staging.mkdir(parents=True, exist_ok=True)
+            with held(self.staging) as still_there:
+                if self.folder.exists():  # another process has finished it in the meantime, and this folder is new
+                    shutil.rmtree(self.staging, ignore_errors=True)
+                elif still_there:
+                    self._write(progress)
+        self.check()
+        progress(self.images)
+
+    def _write(self, progress: Callable[[int], None]) -> None:
+        with write_errors(self.staging):
+            if not self._is_described(self.staging):
+                for path in self.staging.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                write_json(self.staging / DESCRIPTION, self.description)
+        done = 0
+        for piece in self._pieces():
+            if not self._marker(piece).exists():
+                self._write_piece(piece, partial(_add, progress, done))
+            done += len(piece.rows)
+        with write_errors(self.folder):
+            shutil.rmtree(self.staging / ".written", ignore_errors=True)
+            if self.form == "png":
+                folders = class_folders(self.dataset.classes)
+                write_text(
+                    self.staging / CLASSES_FILE, json.dumps(dict(zip(folders, self.dataset.classes, strict=True)))
+                )
+            self.staging.rename(self.folder)
+            sync(self.folder.parent)
+
+    def _pieces(self) -> list[Piece]:
+        height, width = self.dataset.size
+        most = max(1, _PIECE_BYTES // (height * width * self.dataset.channels))
+        pieces: list[Piece] = []
+        for name, part in self.dataset.splits.items():
+            count = -(-len(part) // most)
+            starts = range(0, len(part), most)
+            pieces += [Piece(name, n, count, range(s, min(s + most, len(part)))) for n, s in enumerate(starts)]
+        return pieces
+
+    def _marker(self, piece: Piece) -> Path:
+        """The file whose being there says that the piece is."""
+        if self.form == "parquet":
+            return self.staging / f"{piece.name}.parquet"
+        return self.staging / ".written" / piece.name
+
+    def _write_piece(self, piece: Piece, progress: Callable[[int], None]) -> None:
+        part = self.dataset.splits[piece.split]
+        indices = np.arange(piece.rows.start, piece.rows.stop, dtype=np.int64)
+        files = self._encoded(part, indices, progress)
+        labels, names = part.labels[indices], [f"{row:07}.png" for row in part.rows[indices]]
+        if self.form == "parquet":
+            write_bytes(self._marker(piece), parquet_bytes(files, names, labels, self.dataset.classes))
+            return
+        folders = class_folders(self.dataset.classes)
+        root = self.staging / piece.split
+        with write_errors(root):
+            for folder in folders:
+                (root / folder).mkdir(parents=True, exist_ok=True)
+            for content, name, label in zip(files, names, labels, strict=True):
+                (root / folders[label] / name).write_bytes(content)
+            self._marker(piece).parent.mkdir(exist_ok=True)
+        write_text(self._marker(piece), "")
+
+    def _encoded(self, part: Split, indices: NDArray[np.int64], progress: Callable[[int], None]) -> list[bytes]:
+        """The corrupted images as PNG files."""
+        height, width = self.dataset.size
+        at_a_time = max(1, _BATCH_VALUES // (height * width * self.dataset.channels))
+        files: list[bytes] = []
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for start in range(0, len(indices), at_a_time):
+                some = indices[start : start + at_a_time]
+                x_bhwc = np.ascontiguousarray(centre_view(part.read(some), self.dataset.size))
+                corrupted = self.corruption(to_unit_interval(x_bhwc), part.rows[some])
+                files += pool.map(_png, as_pictures(corrupted))
+                progress(len(files))
+        return files
+
+
+def _png(picture: Picture) -> bytes:
+    file = io.BytesIO()
+    as_image(picture).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def class_folders(classes: Sequence[str]) -> list[str]:
+    """A folder name for each class: its own, with what cannot be in a file name escaped as in web addresses.
+
+    Numbers for all, if a name is empty or too long, or if two differ in case alone.
+
+    Example:
+        >>> class_folders(["cat", "9/10", ".x"])
+        ['cat', '9%2F10', '%2Ex']
+    """
+    folders = [re.sub(r'[\x00-\x1f%/\\:*?"<>|]|^\.', lambda found: f"%{ord(found[0]):02X}", name) for name in classes]
+    usable = all(0 < len(folder.encode()) <= 200 for folder in folders)
+    if not usable or len({folder.casefold() for folder in folders}) < len(folders):
+        return [f"{label:05}" for label in range(len(classes))]
+    return folders
+
+
+def parquet_bytes(
+    files: Sequence[bytes], names: Sequence[str], labels: NDArray[np.int64], classes: Sequence[str]
+) -> bytes:
+    """Image files with labels as Hugging Face has them in parquet, the class names in the schema."""
+    features = {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    images = pa.StructArray.from_arrays([pa.array(files, pa.binary()), pa.array(names, pa.string())], ["bytes", "path"])
+    table = pa.table({"image": images, "label": pa.array(labels)}).replace_schema_metadata(metadata)
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="none", row_group_size=1000)
+    return buffer.getvalue()
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,174 @@
+"""`data=hf:NAME`: a data set of the Hugging Face hub, or a local folder that `datasets` can load."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
+from vitclinic._core.hashing import fingerprint
+from vitclinic.data.source import Records, Source
+
+_SPLIT_NAMES = {"train": "train", "validation": "val", "val": "val", "valid": "val", "test": "test"}
+
+
+class HubRecords:
+    """The rows of a `datasets.Dataset`, images left encoded until they are read."""
+
+    def __init__(self, name: str, dataset: Any, image: str, label: str) -> None:
+        import datasets
+
+        self.source = name
+        self.image = image
+        self.dataset = dataset.cast_column(image, datasets.Image(decode=False)).select_columns([image])
+        self.labels = np.asarray(dataset[label], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return f"{self.source} row {index}"
+
+    def read(self, index: int) -> Image.Image:
+        record = self.dataset[index][self.image]
+        if record["bytes"] is not None:
+            return Image.open(io.BytesIO(record["bytes"]))
+        return Image.open(record["path"])
+
+    def contents(self) -> list[int]:
+        return list(range(len(self)))
+
+
+def open_hub(spec: str) -> Source:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(f"data={spec}", "hf") from None
+    name = spec.removeprefix("hf:")
+    try:
+        found = datasets.load_dataset(name)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"'{spec}' could not be loaded by the datasets library: {reason}") from error
+    features = next(iter(found.values())).features
+    image = _column(features, datasets.Image, spec, "image")
+    label = _column(features, datasets.ClassLabel, spec, "class label")
+    splits: dict[str, Records] = {
+        _SPLIT_NAMES[split]: HubRecords(f"{name} {split}", rows, image, label)
+        for split, rows in found.items()
+        if split in _SPLIT_NAMES
+    }
+    if "train" not in splits:
+        raise DataError(f"'{spec}' has no train split; it has {', '.join(found)}.")
+    prints = [str(rows._fingerprint) for rows in found.values()]
+    return Source(spec, tuple(features[label].names), splits, fingerprint("hf", name, prints))
+
+
+def _column(features: Any, kind: type, spec: str, what: str) -> str:
+    for name, feature in features.items():
+        if isinstance(feature, kind):
+            return str(name)
+    raise DataError(f"'{spec}' has no {what} column; its columns are {', '.join(features)}.")
+
+
+KNOWN_SETS = (
+    "CIFAR10",
+    "CIFAR100",
+    "Caltech101",
+    "DTD",
+    "EuroSAT",
+    "FGVCAircraft",
+    "FashionMNIST",
+    "Flowers102",
+    "Food101",
+    "GTSRB",
+    "KMNIST",
+    "MNIST",
+    "OxfordIIITPet",
+    "PCAM",
+    "QMNIST",
+    "RenderedSST2",
+    "STL10",
+    "SVHN",
+    "StanfordCars",
+    "USPS",
+)
+
+
+class TorchvisionRecords:
+    """The (image, label) pairs of a torchvision data set."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.source = name
+        self.dataset = dataset
+        self.labels = np.asarray(_labels(dataset), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return f"{self.source} image {index}"
+
+    def read(self, index: int) -> Image.Image:
+        image: Image.Image = self.dataset[index][0]
+        return image
+
+    def contents(self) -> list[int]:
+        return list(range(len(self)))
+
+
+def open_torchvision(spec: str) -> Source:
+    name, _, root = spec.removeprefix("torchvision:").partition("@")
+    if name not in KNOWN_SETS:
+        raise DataError(f"'{name}' is not a torchvision set we read.{did_you_mean(name, KNOWN_SETS)}")
+    if not root or not Path(root).is_dir():
+        raise DataError(f"'{spec}': name the folder that holds the set, as in torchvision:{name}@/path/to/it.")
+    from torchvision import datasets
+
+    factory = getattr(datasets, name)
+    found = {split: _build(factory, root, kind) for split, kind in _split_arguments(factory).items()}
+    found["train"] = found["train"] or _build(factory, root, {"split": "trainval"})  # all that OxfordIIITPet has
+    splits: dict[str, Records] = {
+        split: TorchvisionRecords(f"{name} {split}", dataset) for split, dataset in found.items() if dataset
+    }
+    if "train" not in splits:
+        raise DataError(f"torchvision does not find {name} in '{root}'; it must be there already.")
+    files = sorted((str(p), p.stat().st_size) for p in Path(root).rglob("*") if p.is_file())
+    return Source(spec, _classes(found["train"], splits), splits, fingerprint("torchvision", name, files))
+
+
+def _split_arguments(factory: Any) -> dict[str, dict[str, Any]]:
+    """How this set is asked for its splits: `train=True`, `split='train'`, or not at all."""
+    parameters = inspect.signature(factory).parameters
+    if "train" in parameters:
+        return {"train": {"train": True}, "test": {"train": False}}
+    if "split" in parameters:
+        return {split: {"split": split} for split in ("train", "val", "test")}
+    return {"train": {}}
+
+
+def _build(factory: Any, root: str, arguments: dict[str, Any]) -> Any | None:
+    try:
+        return factory(root, download=False, **arguments)
+    except (RuntimeError, ValueError, OSError, TypeError):  # not there, or no such split
+        return None
+
+
+def _labels(dataset: Any) -> list[int]:
+    for attribute in ("targets", "labels", "_labels", "y"):
+        values = getattr(dataset, attribute, None)
+        if values is not None:
+            return [int(value) for value in values]
+    return [int(dataset[i][1]) for i in range(len(dataset))]
+
+
+def _classes(dataset: Any, splits: dict[str, Records]) -> tuple[str, ...]:
+    names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
+    if names:
+        return tuple(str(name) for name in names)
+    return tuple(str(label) for label in range(max(int(r.labels.max()) for r in splits.values()) + 1))

@@ -1,0 +1,252 @@
+"""An examination while it runs: on a terminal a table that fills, in a pipe a line for each thing that is done."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vitclinic._core.records import Finding, Measurement, Status
+from vitclinic._core.time import spoken
+from vitclinic.exam.exam import MARK, Exam, all_rows, columns, key_rows
+from vitclinic.exam.schedule import Schedule, Step, Watcher
+from vitclinic.probes import Subject, seen_by
+
+_STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "failed": "red"}
+"""The colour of each; of a step that has several, the last of these is shown."""
+_RUNNING = "[bold]running[/]"
+
+
+class Display(Watcher):
+    """Shows reading and measuring on `console`. Use as a context manager around an examination."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.schedule: Schedule | None = None
+        self.cells: dict[tuple[str, int], str] = {}
+        self.started: dict[tuple[str, int], float] = {}
+        self.statuses: list[Status] = []
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} images"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self.live = Live(get_renderable=self._shown, console=console, transient=True, refresh_per_second=4)
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.live.stop()
+
+    def on_reading(self, what: str, done: int, total: int) -> None:
+        self.on_progress(what, done, total)
+
+    def on_schedule(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.cells = {(step.label, step.place): "" for step in schedule.steps}
+        self._say(_headline(schedule))
+        if not self.console.is_terminal:  # where there is one, the table says it
+            for line in _plan_lines(schedule):
+                self._say(line)
+        if schedule.left_out:
+            self._say(_left_out(schedule))
+
+    def on_step(self, step: Step) -> None:
+        self.cells[step.label, step.place] = _RUNNING
+        self.started[step.label, step.place] = time.monotonic()
+        self.statuses = []
+
+    def on_progress(self, what: str, done: int, total: int) -> None:
+        if what not in self.tasks:
+            self.tasks[what] = self.bar.add_task(escape(what), total=total)
+        self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
+
+    def on_measurement(self, step: Step, measurement: Measurement) -> None:
+        self.statuses.append(measurement.status)
+        if len(self.statuses) < len(step.probes):
+            return
+        seconds = time.monotonic() - self.started[step.label, step.place]
+        found = max(self.statuses, key=list(_STATUS).index)
+        self.cells[step.label, step.place] = f"[{_STATUS[found]}]{_words(found)}[/] {seconds:.0f} s"
+        for task in self.tasks.values():
+            self.bar.update(task, visible=False)
+        if not self.console.is_terminal:
+            estimate = "" if math.isnan(step.seconds) else f" (estimated {step.seconds:.1f} s)"
+            self._say(f"{step.label} ({escape(step.subject.name)}): {_words(found)} after {seconds:.1f} s{estimate}")
+
+    def on_skipped(self, step: Step, reason: str) -> None:
+        self.cells[step.label, step.place] = "[yellow]no time left[/]"
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, highlight=False)
+
+    def _shown(self) -> Group | Progress:
+        if self.schedule is None or not self.cells:
+            return self.bar
+        table = Table(box=None, header_style="bold")
+        table.add_column("probe", no_wrap=True)
+        for name in names_of(self.schedule.subjects):
+            table.add_column(escape(name), overflow="fold")
+        table.add_column("estimate", justify="right")
+        for label in dict.fromkeys(step.label for step in self.schedule.steps if step.seconds != 0):
+            estimate = sum(step.seconds for step in self.schedule.steps if step.label == label)
+            row = (self._cell(label, place) for place in range(len(self.schedule.subjects)))
+            table.add_row(label, *row, spoken(estimate))
+        return Group(table, self.bar)
+
+    def _cell(self, label: str, place: int) -> str:
+        if (label, place) not in self.cells:
+            return "[dim]stored[/]"
+        text = self.cells[label, place]
+        return f"{text} {time.monotonic() - self.started[label, place]:.0f} s" if text == _RUNNING else text
+
+
+def names_of(subjects: Sequence[Subject]) -> list[str]:
+    """The networks' names, with numbers where they are the same."""
+    names = [subject.name for subject in subjects]
+    return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, 1)]
+
+
+def _headline(schedule: Schedule) -> str:
+    """What is examined, and how long that takes."""
+    subjects = schedule.subjects
+    names = ", ".join(f"[bold]{escape(name)}[/]" for name in names_of(subjects))
+    seen = list(dict.fromkeys(f"{_images(each)} of [bold]{escape(each.dataset.name)}[/]" for each in subjects))
+    if not any(step.seconds != 0 for step in schedule.steps):
+        return f"{names}: all that applies is stored"
+    within = "" if schedule.budget is None else f" of a budget of {spoken(schedule.budget)}"
+    stored = sum(map(len, schedule.stored))
+    known = f"; {stored} measurement{'s' * (stored != 1)} from before" if stored else ""
+    return f"{names} on {' and '.join(seen)}: about {spoken(schedule.seconds)}{within}{known}"
+
+
+def _plan_lines(schedule: Schedule) -> list[str]:
+    """What takes time, on which images where a probe has its own, and how long for all networks."""
+    lines = []
+    for label in dict.fromkeys(step.label for step in schedule.steps if step.seconds != 0):
+        steps = [step for step in schedule.steps if step.label == label and step.seconds != 0]
+        probe, subject = steps[0].probes[0], steps[0].subject
+        view = seen_by(probe, subject)
+        which = f" ({', '.join(probe.name for probe in steps[0].probes)})" if label != probe.name else ""
+        own = view is not subject or subject is not schedule.subjects[steps[0].place]
+        images = f" on {_images(view)}" if own else ""
+        lines.append(f"  {label}{which}{images}: {spoken(sum(step.seconds for step in steps))}")
+    return lines
+
+
+def _words(status: Status) -> str:
+    return "done" if status == "ok" else status.replace("_", " ")
+
+
+def _left_out(schedule: Schedule) -> str:
+    rest = ", ".join(f"{name} (at least {spoken(max(1, seconds))})" for name, seconds in schedule.left_out.items())
+    return f"[yellow]no time for[/] {rest}: give a longer --budget, or --probes {','.join(schedule.left_out)}"
+
+
+def _images(subject: Subject) -> str:
+    return f"{len(subject)} {subject.split} image{'s' * (len(subject) != 1)}"
+
+
+_WORDS = {
+    "not_converged": ("has not converged", "have not converged"),
+    "does_not_apply": ("does not apply", "do not apply"),
+    "failed": ("failed", "failed"),
+}
+_STYLES = {"problem": "bold red", "notice": "bold yellow", "healthy": "bold green"}
+
+
+def show_exams(exams: Sequence[Exam], console: Console, *, whole: bool = True) -> None:
+    """The numbers of all exams side by side (key numbers, or all), what they mean, what did not work out."""
+    rows = all_rows(exams) if whole else key_rows(exams)
+    if rows and console.is_terminal:
+        _show_table(rows, console)
+    elif rows and not console.quiet:
+        for row in rows:
+            print("\t".join(row), file=console.file)  # not by rich, which makes spaces of tabs
+    for name, exam in zip(columns(exams), exams, strict=True):
+        for finding in exam.findings:
+            _say(console, _in_words(finding, name))
+        for probes, status, reason in _shortcomings(exam, whole):
+            words = _WORDS[status][len(probes) > 1]
+            _say(console, f"[yellow]{', '.join(probes)} {words}[/] ({escape(name)}): {escape(reason)}")
+    if missing := list(dict.fromkeys(probe for exam in exams for probe in exam.left_out)):
+        _say(
+            console, f"[yellow]not measured for want of time[/]: {', '.join(missing)} (a longer --budget, or --probes)"
+        )
+    for exam in exams:
+        stored = f" ({', '.join(sorted(exam.reused))} from before)" if exam.reused else ""
+        _say(console, f"in full: [bold]{escape(str(exam.folder))}[/]{stored}")
+        for probe, folder in exam.pictures.items():
+            _say(console, f"pictures of {probe}: [bold]{escape(str(folder))}[/]")
+
+
+def _show_table(rows: Sequence[Sequence[str]], console: Console) -> None:
+    table = Table(box=None, header_style="bold")
+    for number, name in enumerate(rows[0]):
+        table.add_column(escape(name), justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*(f"[bold green]{escape(cell)}[/]" if cell.endswith(MARK) else escape(cell) for cell in row))
+    console.print(table)
+    if any(cell.endswith(MARK) for row in rows for cell in row):
+        _say(console, f"[dim]{MARK.strip()} better than the others, beyond the intervals[/]")
+
+
+def _in_words(finding: Finding, name: str) -> str:
+    tried = "; ".join(f"{escape(each.treatment)} ({escape(each.paper)})" for each in finding.suggestions)
+    return (
+        f"[{_STYLES[finding.severity]}]{finding.severity}: {escape(finding.title)}[/] ({escape(name)}):"
+        f" {escape(finding.statement)}" + (f" Try {tried}." if tried else "")
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def _shortcomings(exam: Exam, whole: bool) -> Iterator[tuple[list[str], str, str]]:
+    """(probes, status, reason) of those without a full result; what has one reason is said at once.
+
+    Where nobody asked for them by name, probes that do not apply for a reason of their own are only listed.
+    """
+    alike: dict[tuple[str, str], list[str]] = {}
+    for probe, measurement in exam.items():
+        if measurement.status != "ok":
+            alike.setdefault((measurement.status, str(measurement.reason)), []).append(probe)
+    listed: list[str] = []
+    for (status, reason), probes in sorted(alike.items(), key=lambda item: list(_WORDS).index(item[0][0])):
+        if status == "does_not_apply" and not whole and len(probes) == 1:
+            listed += probes
+        else:
+            yield probes, status, reason
+    if listed:
+        yield listed, "does_not_apply", "for reasons that the report gives."
+
+
+def plain(exam: Exam) -> dict[str, Any]:
+    """An exam as JSON data; arrays stay in their files."""
+    return {
+        "target": exam.name,
+        "subject": exam.subject,
+        "folder": str(exam.folder),
+        "measurements": {probe: _plain(measurement, exam, probe) for probe, measurement in exam.items()},
+        "findings": [finding.model_dump(mode="json") for finding in exam.findings],
+        "left_out": exam.left_out,
+    }
+
+
+def _plain(measurement: Measurement, exam: Exam, probe: str) -> dict[str, Any]:
+    record = {**measurement.plain(), "file": exam.files[probe].name, "reused": probe in exam.reused}
+    return record | ({"pictures": exam.pictures[probe].name} if probe in exam.pictures else {})

@@ -1,0 +1,215 @@
+"""Exams as a table with a column for each network, and in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import PrivateAttr
+
+from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.records import Finding, Measurement, Scalar
+from vitclinic.exam.reporting import examined
+from vitclinic.reports.figure import Examined
+from vitclinic.reports.summary import summary
+from vitclinic.training import Run
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+
+MARK = " *"
+"""Behind the value that is better than the others beyond their intervals."""
+COLOURS = {"problem": "#d55e00", "notice": "#e69f00", "healthy": "#009e73"}
+
+
+def columns(exams: Sequence[Exam]) -> list[str]:
+    """The networks' names, with numbers where they are the same."""
+    names = [exam.name for exam in exams]
+    return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, 1)]
+
+
+def key_rows(exams: Sequence[Exam]) -> list[list[str]]:
+    """The header, then the key numbers of each probe."""
+    rows = summary([exam.examined for exam in exams])
+    cells = [
+        [f"{row.probe}.{row.scalar}", *(written(cell.scalar) + MARK * cell.best for cell in row.cells)] for row in rows
+    ]
+    return [["measured", *columns(exams)], *cells] if cells else []
+
+
+def all_rows(exams: Sequence[Exam]) -> list[list[str]]:
+    """The header, then all scalars of each probe."""
+    names = [
+        (probe, scalar)
+        for probe in dict.fromkeys(probe for exam in exams for probe in exam)
+        for scalar in dict.fromkeys(name for exam in exams if probe in exam for name in exam[probe].scalars)
+    ]
+    rows = [
+        [
+            f"{probe}.{scalar}",
+            *(written(exam[probe].scalars.get(scalar) if probe in exam else None) for exam in exams),
+        ]
+        for probe, scalar in names
+    ]
+    return [["measured", *columns(exams)], *rows] if rows else []
+
+
+def written(scalar: Scalar | None) -> str:
+    """A count in full; any other scalar in four digits, with its interval.
+
+    Example:
+        >>> written(Scalar(value=1234567.0)), written(Scalar(value=0.51239, low=0.5, high=0.525))
+        ('1,234,567', '0.5124 [0.5, 0.525]')
+    """
+    if scalar is None:
+        return "-"
+    if scalar.low is None and scalar.value.is_integer():
+        return f"{scalar.value:,.0f}"
+    interval = f" [{scalar.low:.4g}, {scalar.high:.4g}]" if scalar.low is not None and scalar.high is not None else ""
+    return f"{scalar.value:.4g}{interval}"
+
+
+def as_html(exams: Sequence[Exam]) -> str:
+    """The findings of each network and the key numbers, for a notebook; whatever users named is escaped."""
+    found = "".join(
+        f"<p><b>{escape(name)}</b></p><ul>"
+        + "".join(
+            f'<li><b style="color:{COLOURS[finding.severity]}">{escape(finding.title)}</b>:'
+            f" {escape(finding.statement)}</li>"
+            for finding in exam.findings
+        )
+        + "".join(
+            f"<li>{escape(probe)} failed: {escape(str(measurement.reason))}</li>"
+            for probe, measurement in exam.items()
+            if measurement.status == "failed"
+        )
+        + "</ul>"
+        for name, exam in zip(columns(exams), exams, strict=True)
+    )
+    rows = key_rows(exams)
+    table = "".join(
+        "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)
+    )
+    return f'<div class="vitclinic">{found}<table>{table}</table></div>'
+
+
+class Measured(Measurement):
+    """A measurement that can be drawn."""
+
+    _network: str = PrivateAttr("network")
+
+    @classmethod
+    def of(cls, measurement: Measurement, network: str) -> Measured:
+        """The measurement of a network of that name."""
+        found = cls.model_construct(**{name: getattr(measurement, name) for name in Measurement.model_fields})
+        found._network = network
+        return found
+
+    def figure(self, name: str | None = None) -> go.Figure:
+        """As the report draws it; of several figures the first, or the one of that name."""
+        return drawn([Examined(self._network, {self.probe: self})], self.probe, name)
+
+
+@dataclass(frozen=True)
+class Exam(Mapping[str, Measured]):
+    """The measurements of one subject, by probe: `exam["norms"].scalars["weight_norm"].value`."""
+
+    name: str
+    subject: str
+    """Digest of the network."""
+    folder: Path
+    """Where the measurements are stored."""
+    measurements: dict[str, Measured]
+    files: dict[str, Path] = field(default_factory=dict)
+    reused: frozenset[str] = frozenset()
+    """The probes whose measurements had been made before."""
+    pictures: dict[str, Path] = field(default_factory=dict)
+    """The folders with pictures, of the probes that draw some."""
+    run: Run | None = None
+    """The run that the network comes from, if it is from one."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Why some probes were not measured, of those that could have been."""
+    reference: Exam | None = None
+    """The exam that findings compare this one with."""
+
+    def __getitem__(self, probe: str) -> Measured:
+        if probe in self.measurements:
+            return self.measurements[probe]
+        if probe in self.left_out:
+            raise KeyError(f"'{probe}' was not measured: {self.left_out[probe]}")
+        raise KeyError(f"'{probe}' was not measured.{did_you_mean(probe, self.measurements)}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.measurements)
+
+    def __len__(self) -> int:
+        return len(self.measurements)
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{name}: {measurement.status}" for name, measurement in self.measurements.items())
+        return f"Exam({self.name}; {found})"
+
+    def _repr_html_(self) -> str:
+        return Exams([self])._repr_html_()
+
+    @cached_property
+    def examined(self) -> Examined:
+        """As a report takes it."""
+        compared = None if self.reference is None else self.reference.measurements
+        found = examined(self.name, self.measurements, self.run, compared)
+        missing = "; ".join(f"{probe}: {reason.rstrip('.')}" for probe, reason in self.left_out.items())
+        return replace(found, facts={**found.facts, "Not measured": missing}) if missing else found
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """What is wrong with the network, problems first; compared with the first of several that were examined."""
+        return self.examined.findings
+
+    def report(self, path: str | Path, *, images: bool = True) -> Path:
+        """Write one page with all of it; without `images`, the user's own pictures are left out."""
+        return Exams([self]).report(path, images=images)
+
+
+class Exams(list[Exam]):
+    """The exams of several networks, which are compared with the first of them."""
+
+    @classmethod
+    def of(cls, exams: Iterable[Exam]) -> Exams:
+        """Exams of which the first is the reference of the others."""
+        found = list(exams)
+        return cls([*found[:1], *(replace(exam, reference=found[0]) for exam in found[1:])])
+
+    def report(self, path: str | Path, *, images: bool = True) -> Path:
+        """Write one page with all of them side by side; without `images`, the user's own pictures are left out."""
+        from vitclinic.reports.page import write_report  # plotly and a template: not before there is a page to write
+
+        return write_report(path, [exam.examined for exam in self], images=images)
+
+    def figure(self, probe: str, name: str | None = None) -> go.Figure:
+        """One probe of all networks, as the report draws it; of several figures the first, or the one of that name."""
+        return drawn([Examined(exam.name, exam.measurements) for exam in self], probe, name)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def drawn(networks: Sequence[Examined], probe: str, name: str | None) -> go.Figure:
+    """A figure of a probe; one sentence where there is none."""
+    from vitclinic.reports import figures  # noqa: F401  (those who draw make themselves known)
+    from vitclinic.reports.drawing import drawn_generically
+    from vitclinic.reports.figure import DRAWERS
+
+    made = DRAWERS[probe](networks) if probe in DRAWERS else drawn_generically(probe, networks)
+    plots = {figure.name: figure.plot for figure in made if figure.plot is not None}
+    if not plots:
+        reasons = [str(found.reason) for network in networks if (found := network.measurements.get(probe))]
+        raise RecipeError(f"There is nothing to draw of '{probe}': {' '.join(reasons) or 'it was not measured.'}")
+    if name is not None and name not in plots:
+        raise RecipeError(f"'{probe}' has no figure '{name}'; it has {', '.join(plots)}.")
+    return plots[name] if name is not None else next(iter(plots.values()))

@@ -1,0 +1,232 @@
+"""What a rule looks at: the numbers of one network, and of a reference network where the two may be compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vitclinic._core.records import Basis, Finding, Measurement, Scalar, Suggestion
+
+TRAINING = {"training.loss": ("train", "loss"), "training.val_nll": ("val", "nll")}
+"""Numbers of a run's metrics that rules look at: the kind of row, and its key."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measurements of one network by probe, its training's metrics, and the measurements of a reference."""
+
+    measurements: Mapping[str, Measurement]
+    training: Sequence[Mapping[str, Any]] = ()
+    reference: Mapping[str, Measurement] = field(default_factory=dict)
+
+    def number(self, name: str) -> Scalar | None:
+        """`PROBE.NAME` of the network; None where it was not measured, or is not a number."""
+        return _number(self.measurements, name)
+
+    def theirs(self, name: str) -> Scalar | None:
+        """The same of the reference network; None also where the two were not measured alike."""
+        probe = name.partition(".")[0]
+        ours, theirs = usable(self.measurements.get(probe)), usable(self.reference.get(probe))
+        if ours is None or theirs is None or not _alike(ours, theirs):
+            return None
+        return _number(self.reference, name)
+
+    def units(self, probe: str, value: str) -> dict[str, Scalar]:
+        """One value of each unit that has it, by unit."""
+        measurement = usable(self.measurements.get(probe))
+        rows = [] if measurement is None else measurement.units
+        return {row.name: row.values[value] for row in rows if value in row.values and _finite(row.values[value])}
+
+    def kinds(self, probe: str) -> list[str]:
+        """The kinds of the units that a probe lists."""
+        measurement = usable(self.measurements.get(probe))
+        return [] if measurement is None else [row.kind for row in measurement.units]
+
+    def curve(self, kind: str, key: str) -> list[float]:
+        """A column of the training's rows of one kind; NaN where a number was not finite."""
+        rows = [row for row in self.training if row.get("kind") == kind and key in row]
+        return [math.nan if row[key] is None else float(row[key]) for row in rows]
+
+    def has(self, name: str) -> bool:
+        """Whether a number is there to be looked at."""
+        if name in TRAINING:
+            return bool(self.curve(*TRAINING[name]))
+        probe, _, value = name.partition(".")
+        return self.number(name) is not None or bool(self.units(probe, value))
+
+
+def usable(measurement: Measurement | None) -> Measurement | None:
+    """A measurement that has a result: it applied and did not fail."""
+    return measurement if measurement is not None and measurement.status in ("ok", "not_converged") else None
+
+
+def low(number: Scalar) -> float:
+    """The lower end of the interval; a number without one is exact."""
+    return number.value if number.low is None else number.low
+
+
+def high(number: Scalar) -> float:
+    """The upper end of the interval."""
+    return number.value if number.high is None else number.high
+
+
+def difference(a: Scalar, b: Scalar) -> Scalar:
+    """a - b, with the interval of two independent numbers.
+
+    Where the two rise together, as confidence and correctness of the same images do, it is too wide, not too narrow.
+    """
+    down = math.hypot(a.value - low(a), high(b) - b.value)
+    up = math.hypot(high(a) - a.value, b.value - low(b))
+    value = a.value - b.value
+    return Scalar(value=value, low=value - down, high=value + up)
+
+
+def shown(number: Scalar) -> str:
+    """As a sentence has it: `0.82 (0.80 to 0.84)`."""
+    if low(number) == high(number):
+        return f"{number.value:.3g}"
+    return f"{number.value:.3g} ({low(number):.3g} to {high(number):.3g})"
+
+
+def _number(measurements: Mapping[str, Measurement], name: str) -> Scalar | None:
+    probe, _, key = name.partition(".")
+    measurement = usable(measurements.get(probe))
+    number = None if measurement is None else measurement.scalars.get(key)
+    if measurement is None or number is None or not _finite(number):
+        return None
+    # What has not converged is known to be inexact: without an interval nobody knows how much.
+    return None if measurement.status == "not_converged" and number.low is None else number
+
+
+def _finite(number: Scalar) -> bool:
+    return all(math.isfinite(end) for end in (number.value, low(number), high(number)))
+
+
+def _alike(ours: Measurement, theirs: Measurement) -> bool:
+    """Whether two measurements differ in the network only."""
+    return ours.terms == theirs.terms
+
+
+Severity = Literal["problem", "notice"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule's function says where it has something to say."""
+
+    severity: Severity
+    statement: str
+    numbers: Mapping[str, Scalar]
+    against_reference: bool = False
+    """Whether it rests on the comparison with the reference network."""
+    suggestions: tuple[Suggestion, ...] = ()
+    """Those that depend on the network; they come before the rule's own."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pure function of the evidence, with what it is about."""
+
+    name: str
+    title: str
+    needs: tuple[tuple[str, ...], ...]
+    """The numbers it looks at, by PROBE.NAME: all of a group, any of the groups."""
+    threshold: str
+    """The comparison, in words."""
+    source: str
+    """Where the threshold comes from."""
+    basis: Basis
+    reference: str | None
+    """How it compares with a reference network, if it does."""
+    suggestions: tuple[Suggestion, ...]
+    judge: Callable[[Evidence], Verdict | None] = field(repr=False)
+    applies: Callable[[Evidence], bool] = field(repr=False)
+
+    def looks(self, evidence: Evidence) -> bool:
+        """Whether it can say anything: its numbers are there, and mean something for such a network."""
+        return any(all(map(evidence.has, group)) for group in self.needs) and self.applies(evidence)
+
+    def __call__(self, evidence: Evidence) -> Finding | None:
+        """The finding, or None where there is nothing to say."""
+        verdict = self.judge(evidence) if self.looks(evidence) else None
+        if verdict is None:
+            return None
+        compared = verdict.against_reference and self.reference is not None
+        own = f"{self.threshold}: {self.source}"
+        lines = [f"{self.reference}"] if compared else [own]
+        if compared and verdict.severity == "problem":  # worse than the reference alone is a notice
+            lines.insert(0, own)
+        return Finding(
+            rule=self.name,
+            title=self.title,
+            severity=verdict.severity,
+            statement=verdict.statement,
+            numbers=dict(verdict.numbers),
+            threshold=f"{'; and '.join(lines)}.",
+            basis="reference network" if compared else self.basis,
+            suggestions=verdict.suggestions + self.suggestions,
+        )
+
+
+_REGISTRY: dict[str, Rule] = {}
+
+
+def rule(
+    title: str,
+    *needs: tuple[str, ...],
+    threshold: str,
+    source: str,
+    basis: Basis,
+    reference: str | None = None,
+    suggestions: tuple[Suggestion, ...] = (),
+    applies: Callable[[Evidence], bool] = lambda evidence: True,
+) -> Callable[[Callable[[Evidence], Verdict | None]], Rule]:
+    """Decorator: make a function a rule, known by the function's name."""
+
+    def registered(judge: Callable[[Evidence], Verdict | None]) -> Rule:
+        made = Rule(judge.__name__, title, needs, threshold, source, basis, reference, suggestions, judge, applies)
+        _REGISTRY[made.name] = made
+        return made
+
+    return registered
+
+
+def known_rules() -> dict[str, Rule]:
+    """All rules by name, in the order in which a report has their findings."""
+    return dict(_REGISTRY)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A number beyond its limits, or beyond the reference network's."""
+
+    severity: Severity
+    worse: bool
+    """Than the reference network."""
+    tail: str
+    """The end of a sentence: what the reference network has."""
+
+
+def compared(
+    ours: Scalar,
+    theirs: Scalar | None,
+    *,
+    problem: float,
+    notice: float | None = None,
+    margin: float,
+    factor: float = 1,
+) -> Comparison | None:
+    """Whether a number is too large, its whole interval being so; None if it is not.
+
+    It is a problem above `problem` and a notice above `notice`, or where it is above the reference network's by
+    `factor` and `margin`, interval against interval.
+    """
+    worse = theirs is not None and low(ours) > factor * high(theirs) + margin
+    tail = "" if theirs is None else f"; the reference network has {shown(theirs)}"
+    if low(ours) > problem:
+        return Comparison("problem", worse, tail)
+    if worse or (notice is not None and low(ours) > notice):
+        return Comparison("notice", worse, tail)
+    return None

@@ -1,0 +1,172 @@
+"""Reports from what is stored: a run's `exams/` and metrics, or a folder `exams/NAME-DIGEST`, as a page shows them.
+
+A folder may hold several measurements of one probe. Taken are those of the network that was asked for (a run's best
+checkpoint unless another is named): usable ones before those that failed; then those on the images that most probes of
+all targets were measured on, so that networks are compared on the same; then the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vitclinic._core.errors import RecipeError, RunError, VitclinicError
+from vitclinic._core.records import Measurement
+from vitclinic.exam.store import REUSED
+from vitclinic.exam.targets import resolve
+from vitclinic.probes.digest import network_digest
+from vitclinic.reports.figure import Examined
+from vitclinic.training import Run
+
+log = logging.getLogger(__name__)
+
+PAGE = "report.html"
+
+
+def report(
+    targets: str | Path | Run | Sequence[str | Path | Run],
+    out: str | Path | None = None,
+    *,
+    title: str | None = None,
+    images: bool = True,
+) -> Path:
+    """Write one page from what is stored of one or several networks; the others are compared with the first.
+
+    Example:
+        >>> report(["runs/plain", "runs/treated"], "report.html")  # doctest: +SKIP
+
+    A target is a run directory, perhaps `@CHECKPOINT`, or a folder `exams/NAME-DIGEST` of another network. Without
+    `out`, the page of one run is its `report.html`, any other `report.html` of the current directory.
+    """
+    from vitclinic.reports.page import write_report
+
+    listed = [targets] if isinstance(targets, str | Path | Run) else list(targets)
+    found = [_stored(str(target.path if isinstance(target, Run) else target)) for target in listed]
+    networks: list[Examined] = []
+    for one, measurements in zip(found, chosen([one.measurements for one in found]), strict=True):
+        reference = networks[0].measurements if networks else None
+        networks.append(examined(one.name, measurements, one.run, reference))
+    beside = found[0].run.path if len(found) == 1 and found[0].run is not None else Path()
+    return write_report(out if out is not None else beside / PAGE, networks, title=title, images=images)
+
+
+def stored_exam(target: str | Path | Run) -> dict[str, Measurement]:
+    """What is stored of a target's network, by probe, as its report shows it."""
+    found = _stored(str(target.path if isinstance(target, Run) else target))
+    return chosen([found.measurements])[0]
+
+
+def examined(
+    name: str,
+    measurements: Mapping[str, Measurement],
+    run: Run | None = None,
+    reference: Mapping[str, Measurement] | None = None,
+) -> Examined:
+    """A network as a report shows it: its measurements, what they mean, how it was trained and what it is."""
+    from vitclinic.exam.findings import find
+
+    training = [] if run is None else run.metrics
+    facts = (_facts_of(run) if run is not None else {}) | _facts_in(measurements)
+    return Examined(name, measurements, find(measurements, training, reference), training, facts)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What was measured of one network, of each probe perhaps more than once."""
+
+    name: str
+    measurements: Sequence[Measurement]
+    run: Run | None = None
+
+
+def _stored(text: str) -> _Stored:
+    before, _, checkpoint = text.rpartition("@")
+    for folder, named in ((text, ""), (before, checkpoint)):  # a folder's own name may hold an @
+        if folder and (Path(folder).expanduser() / "recipe.yaml").is_file():
+            run = Run.open(Path(folder).expanduser())
+            return _Stored(text.rstrip("/"), _of_network(text, _read(run.path / "exams"), bool(named)), run)
+    elsewhere = Path(text).expanduser()
+    if not (measurements := _read(elsewhere)):
+        raise RecipeError(
+            f"'{text}' is neither a run directory nor a folder with measurements; write RUN, RUN@CHECKPOINT or, of"
+            " another network that was examined, exams/NAME-DIGEST."
+        )
+    return _Stored(re.sub(r"-[0-9a-f]{8}$", "", elsewhere.resolve().name), measurements)
+
+
+def _read(folder: Path) -> list[Measurement]:
+    """What is stored in `folder`, oldest first; a damaged file is left out, with a message."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found.append(Measurement.read(path))
+        except RunError as error:
+            log.warning("%s It is left out.", error)
+    return sorted(found, key=lambda measurement: measurement.provenance.date)
+
+
+def _of_network(target: str, measurements: list[Measurement], named: bool) -> list[Measurement]:
+    """Those of the target's weights. Where a run's are not there to ask, or are others by now, those measured last."""
+    try:
+        digest = network_digest(resolve(target, torch.device("cpu")).network)
+    except VitclinicError as error:
+        if named:
+            raise
+        if not measurements:  # such as one that diverged at once: how that went is there to show
+            log.warning("%s The report is on its training only.", error)
+            return []
+        log.warning("%s The report is on the network that was measured last.", error)
+        digest = measurements[-1].subject
+    mine = [measurement for measurement in measurements if measurement.subject == digest]
+    if mine or (not named and not measurements):  # a run that was only trained has its curves to show
+        return mine
+    if named:
+        raise RunError(f"Nothing is stored of '{target}'; measure it first: vitclinic examine {target}.")
+    log.warning("What is stored of '%s' is of other weights than it has now; `examine` would measure these.", target)
+    return [measurement for measurement in measurements if measurement.subject == measurements[-1].subject]
+
+
+def chosen(stored: Sequence[Sequence[Measurement]]) -> list[dict[str, Measurement]]:
+    """One measurement of each probe for each network: see the top of this file for which."""
+    seen = Counter(
+        data for network in stored for _, data in {(one.probe, one.data) for one in network if one.status in REUSED}
+    )
+
+    def rank(measurement: Measurement) -> tuple[bool, int, str]:
+        return (measurement.status in REUSED, seen[measurement.data], measurement.provenance.date)
+
+    return [{one.probe: one for one in sorted(network, key=rank)} for network in stored]  # the last of a probe stays
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    """What a run's files say of it, in a few words."""
+    recipe, data, status = run.recipe, run.data_facts, run.status
+    height, width = data["size"]
+    counts = ", ".join(f"{count:,} {split}" for split, count in data["counts"].items())
+    length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{status.get('total_steps', status['step']):,} steps"
+    facts = {
+        "Network": recipe.model.name,
+        "Treatments": ", ".join(treatment.name for treatment in recipe.parsed_treatments()) or "none",
+        "Data": f"{data['name']}, {len(data['classes'])} classes, {height} x {width}",
+        "Images": counts,
+        "Training": f"{length}, {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}, batch {recipe.batch_size}",
+    }
+    if status["status"] != "finished":
+        facts["Status"] = str(status["status"])
+    if test := run.results.get("test"):
+        low, high = test["accuracy_low"], test["accuracy_high"]
+        facts["Test accuracy"] = f"{test['accuracy']:.1%} ({low:.1%} to {high:.1%})"
+    return facts
+
+
+def _facts_in(measurements: Mapping[str, Measurement]) -> dict[str, str]:
+    cost = measurements.get("cost")
+    if cost is None or "parameters" not in cost.scalars:
+        return {}
+    return {"Parameters": f"{cost.scalars['parameters'].value:,.0f}"}

@@ -1,0 +1,210 @@
+"""The weights that a run went through, for the probes that ask for them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from timm.models import is_model
+from torch import nn
+
+from vitclinic._core.errors import ModelError, RecipeError, did_you_mean
+from vitclinic._core.hashing import fingerprint
+from vitclinic.data import DataConfig
+from vitclinic.data.decoding import Size
+from vitclinic.exam.libraries import from_hugging_face, from_timm, from_torchvision, seeded
+from vitclinic.models import Normalised
+from vitclinic.probes import PastWeights, Training
+from vitclinic.probes.subject import check_ready
+from vitclinic.training import Run, load
+from vitclinic.training.callbacks import read_projections
+from vitclinic.training.network import treated_augmentation
+from vitclinic.training.optimizer import decayed_parameters
+from vitclinic.training.recipe import parse_yaml
+from vitclinic.treatments import Case
+
+
+def past_weights(run: Run) -> PastWeights:
+    """Those of the checkpoints epoch-N and of `last`, and the projections of `logging.trajectory`."""
+    names = {float(match[1]): name for name in run.checkpoints.names() if (match := re.fullmatch(r"epoch-(\d+)", name))}
+    if "last" in run.checkpoints.names():
+        names[_epochs_done(run)] = "last"
+    names = dict(sorted(names.items()))
+
+    def digest() -> str:
+        checksums = [run.checkpoints.model_checksum(name) for name in names.values()]
+        return fingerprint(checksums, {step: row.tolist() for step, (_, row) in read_projections(run.path).items()})
+
+    return PastWeights(
+        weights={epoch: partial(run.checkpoints.read_model, name) for epoch, name in names.items()},
+        projections=partial(_projections, run),
+        digest=digest,
+        finished=run.status["status"] == "finished",
+    )
+
+
+def _epochs_done(run: Run) -> float:
+    """How many epochs the checkpoint `last` has seen."""
+    return float(run.status["step"] * run.recipe.batch_size / run.data_facts["counts"]["train"])
+
+
+def _projections(run: Run) -> dict[float, NDArray[np.float64]]:
+    return dict(read_projections(run.path).values())
+
+
+LIBRARIES = ("timm", "torchvision", "hf")
+RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
+"""Keywords of the libraries' factories, which say what the rest of a target says already."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A network to examine, and what its images must be where that is not left to the data."""
+
+    name: str
+    network: nn.Module
+    size: Size | None = None
+    channels: int | None = None
+    run: Run | None = None
+
+    @property
+    def data(self) -> DataConfig | None:
+        """What a run was trained on."""
+        return None if self.run is None else self.run.recipe.data
+
+    @property
+    def output_names(self) -> tuple[str, ...] | None:
+        """The classes that a run's outputs mean, in their order."""
+        return None if self.run is None else tuple(self.run.data_facts["classes"])
+
+    @property
+    def training(self) -> Training | None:
+        """How a run was trained."""
+        if self.run is None or not isinstance(self.network, Normalised):
+            return None
+        recipe, facts = self.run.recipe, self.run.data_facts
+        case = Case(len(facts["classes"]), facts["channels"], (facts["size"][0], facts["size"][1]))
+        treatments = recipe.parsed_treatments()
+        augment, _ = treated_augmentation(recipe.data.augment, treatments, self.network.backbone, case)
+        decayed = {id(parameter) for parameter in decayed_parameters(self.network)}
+        names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
+        return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))
+
+
+def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_weights: bool = False) -> Target:
+    """The target that was meant, its network in eval mode on `device` (a network given as such stays as it is)."""
+    if isinstance(target, nn.Module):
+        return Target(type(target).__name__, target)
+    found = _resolve(str(target.path if isinstance(target, Run) else target), random_weights)
+    check_ready(found.network, found.name)
+    found.network.eval().to(device)
+    return found
+
+
+def _resolve(text: str, random_weights: bool) -> Target:
+    before, _, after = text.rpartition("@")
+    for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
+        if folder and (Path(folder).expanduser() / "recipe.yaml").is_file():
+            return _run(text, Path(folder).expanduser(), checkpoint)
+    library, colon, rest = text.partition(":")
+    if library in LIBRARIES:
+        return _from_library(text, library, rest, random_weights)
+    if colon and library and rest:
+        network = _call(text, library, rest)
+        return Target(text, network, channels=_channels(network))
+    raise RecipeError(f"'{text}' is not a target: {_advice(text)}")
+
+
+def _run(text: str, folder: Path, checkpoint: str) -> Target:
+    run = Run.open(folder)
+    height, width = run.data_facts["size"]
+    return Target(text, load(folder, checkpoint or None), (height, width), run.data_facts["channels"], run)
+
+
+def _from_library(text: str, library: str, rest: str, random_weights: bool) -> Target:
+    described, at, file = rest.partition("@")
+    if at and random_weights:
+        raise RecipeError(f"'{text}' names a file of weights; leave out --random-weights.")
+    name, _, query = described.partition("?")
+    if at and not file:
+        raise RecipeError(f"'{text}' names no file of weights after its '@'.")
+    if not name and not (library == "timm" and at):  # a file of timm's may say what it is
+        raise RecipeError(f"'{text}' names no network; write {library}:NAME{at}{file}.")
+    keywords = _keywords(query, text)
+    path = Path(file).expanduser() if at else None
+    pretrained = not at and not random_weights
+    if library == "hf":
+        if at:
+            raise RecipeError(f"hf: takes a name or a folder without '@' (got '{text}').")
+        network, size = from_hugging_face(name, keywords, pretrained)
+    else:
+        build = from_timm if library == "timm" else from_torchvision
+        network, size = build(name, keywords, path, pretrained)
+    return Target(text, network, size, len(network.mean))
+
+
+def _keywords(query: str, text: str) -> dict[str, Any]:
+    """`img_size=32&patch_size=4`, values as YAML."""
+    keywords = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier():
+            raise RecipeError(f"'{part}' in '{text}' is not key=value.")
+        if key in RESERVED:
+            raise RecipeError(
+                f"'{key}' in '{text}' is not the network's own; its weights are the published ones, a file's are @FILE,"
+                " random ones --random-weights."
+            )
+        keywords[key] = parse_yaml(value, f"'{part}' in '{text}'")
+    return keywords
+
+
+def _call(text: str, module: str, function: str) -> nn.Module:
+    if module.endswith(".py"):
+        meant = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise RecipeError(f"'{text}' is not a target: a module has no '.py', write '{meant}:{function}'.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` would: the module is most often a file right here
+    try:
+        imported = importlib.import_module(module)
+    except (ModuleNotFoundError, TypeError) as error:  # a TypeError: a relative name, such as ./nets
+        raise RecipeError(f"'{text}' is not a target: {error}; {_advice(text)}") from error
+    except Exception as error:  # the user's own code may raise anything
+        raise ModelError(f"'{text}' cannot be imported: {type(error).__name__}: {error}.") from error
+    if not hasattr(imported, function):
+        raise RecipeError(f"'{text}': the module {module} has no '{function}'.")
+    try:
+        with seeded():
+            network = getattr(imported, function)()
+    except Exception as error:  # the user's own code may raise anything
+        raise ModelError(f"'{text}' raised {type(error).__name__}: {error}.") from error
+    if not isinstance(network, nn.Module):
+        raise ModelError(f"'{text}' returned {type(network).__name__}; expected a torch.nn.Module.")
+    return network
+
+
+def _channels(network: nn.Module) -> int | None:
+    """Grey or coloured images, by the network's first convolution; None where that does not tell."""
+    first = next((module for module in network.modules() if isinstance(module, nn.Conv2d)), None)
+    return first.in_channels if first is not None and first.in_channels in (1, 3) else None
+
+
+def _advice(text: str) -> str:
+    if is_model(text):
+        return f"write timm:{text}."
+    if Path(text).suffix == ".py":
+        return f"write {Path(text).stem}:FUNCTION, a function in it that returns a network."
+    if Path(text).exists():
+        return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
+    prefix, colon, rest = text.partition(":")
+    close = did_you_mean(prefix, LIBRARIES).replace("'?", f":{rest}'?") if colon else ""
+    return f"write a run directory, timm:NAME[@FILE], torchvision:NAME[@FILE], hf:NAME or module:function.{close}"

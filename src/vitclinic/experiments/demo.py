@@ -1,0 +1,129 @@
+"""The verb `demo`: a plain ViT and a treated one on embedded data, trained, examined and compared in one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from vitclinic._core.records import Finding, Measurement, Scalar
+from vitclinic.data.cache import Progress
+from vitclinic.exam import Exams, examine
+from vitclinic.exam.findings.rule import Evidence, high, low, shown
+from vitclinic.exam.schedule import Watcher
+from vitclinic.reports.page import write_report
+from vitclinic.training import Observer, Run, resume, train
+
+RECIPE = "shapes"
+SHORTER = ("data.source=shapes:2500", "epochs=4")
+"""Of the recipe, so that two trainings and an exam fit into five minutes on two cores."""
+TREATMENTS = ("conv_stem", "patch_diversity")
+BUDGET = "60s"
+"""For the probes of both networks."""
+
+Severity = Literal["notice", "healthy"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says that the treatments do to a number of the network."""
+
+    probe: str
+    scalar: str
+    rises: bool
+    what: str
+    paper: str
+
+    @property
+    def number(self) -> str:
+        return f"{self.probe}.{self.scalar}"
+
+
+CLAIMS = (
+    Claim(
+        "token_similarity", "absolute_cosine_last", False, "similarity of the last layer's patches", "gong2021, Fig. 3"
+    ),
+    Claim("accuracy", "accuracy", True, "accuracy", "wang2022, Table 1; gong2021, Table 1"),
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the demo has found out."""
+
+    exams: Exams
+    """Of the plain network and the treated one."""
+    expected: Sequence[Finding]
+    """Whether they differ as the papers say."""
+    page: Path
+
+
+def train_both(
+    out: str | Path,
+    *,
+    observers: Sequence[Observer] = (),
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Run, Run]:
+    """The plain network and the treated one in `out`; goes on where it was stopped."""
+    plain = _trained(Path(out) / "plain", [], observers, progress)
+    treated = _trained(Path(out) / "treated", [f"treatments=[{', '.join(TREATMENTS)}]"], observers, progress)
+    return plain, treated
+
+
+def compare(plain: Run, treated: Run, page: str | Path, watcher: Watcher | None = None) -> Compared:
+    """Examine both networks, and write one page about them."""
+    exams = examine([plain, treated], budget=BUDGET, watcher=watcher)
+    found = expected(exams[0], exams[1])
+    networks = [exams[0].examined, replace(exams[1].examined, findings=[*exams[1].findings, *found])]
+    return Compared(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))
+
+
+def _trained(path: Path, words: list[str], observers: Sequence[Observer], progress: Progress) -> Run:
+    """The run at `path`: as it ended, gone on with, or new. A signal that stopped it is raised."""
+    if not (path / "recipe.yaml").is_file():
+        out = json.dumps(str(path), ensure_ascii=False)  # words are YAML, to which a path may mean something else
+        run = train(RECIPE, *SHORTER, f"out={out}", *words, observers=observers, progress=progress)
+    elif (run := Run.open(path)).status["status"] not in ("finished", "diverged"):
+        run = resume(path, observers=observers, progress=progress)
+    if run.status["status"] == "interrupted":
+        raise KeyboardInterrupt
+    return run
+
+
+def expected(plain: Mapping[str, Measurement], treated: Mapping[str, Measurement]) -> list[Finding]:
+    """Of every claim, whether the treated network differs from the plain one as the paper says."""
+    evidence = Evidence(treated, reference=plain)
+    return [_judged(claim, evidence.theirs(claim.number), evidence.number(claim.number)) for claim in CLAIMS]
+
+
+def _judged(claim: Claim, before: Scalar | None, after: Scalar | None) -> Finding:
+    severity: Severity
+    numbers: dict[str, Scalar] = {}
+    if before is None or after is None:
+        title, severity = f"No comparison of {claim.what}", "notice"
+        says = f"The {claim.what} was not measured of both networks alike: {claim.paper} is not put to the test."
+    else:
+        title, severity, word = _word(claim, before, after)
+        numbers = {claim.number: after, f"plain {claim.number}": before}
+        says = f"The {claim.what} is {shown(before)} without and {shown(after)} with treatment, {word}."
+    return Finding(
+        rule="as_published",
+        title=title,
+        severity=severity,
+        statement=says,
+        numbers=numbers,
+        threshold=f"The two intervals do not overlap, and it {'rises' if claim.rises else 'falls'} ({claim.paper}).",
+        basis="reference network",
+    )
+
+
+def _word(claim: Claim, before: Scalar, after: Scalar) -> tuple[str, Severity, str]:
+    """Title, severity and the end of the sentence."""
+    rises, falls = low(after) > high(before), high(after) < low(before)
+    if not rises and not falls:
+        return f"No clear change in {claim.what}", "notice", "and the two intervals overlap"
+    if rises == claim.rises:
+        return f"{'Higher' if rises else 'Lower'} {claim.what}, as published", "healthy", f"as {claim.paper} says"
+    return f"{claim.what.capitalize()} changes against the paper", "notice", f"against what {claim.paper} says"

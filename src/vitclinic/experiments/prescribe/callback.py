@@ -1,0 +1,44 @@
+"""Who hears of a prescription as it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vitclinic.experiments.prescribe.arms import Arm
+from vitclinic.experiments.prescribe.ledger import Decided
+from vitclinic.experiments.prescribe.plan import Stage
+from vitclinic.experiments.prescribe.selection import Tried
+
+
+class Watcher:
+    """Override what you need."""
+
+    def on_reading(self, what: str, done: int, total: int) -> None:
+        """Progress of decoding the data."""
+
+    def on_measuring(self, arm: str, done: int, total: int) -> None:
+        """The cost of an arm's step is about to be measured."""
+
+    def on_plan(
+        self, plan: Sequence[Stage], arms: Sequence[Arm], left_out: Mapping[str, str], used: float, budget: float
+    ) -> None:
+        """What is going to happen; no trial has been made, or (resumed) some have."""
+
+    def on_stage(self, decided: Decided) -> None:
+        """A rung, or the final comparison, begins."""
+
+    def on_progress(self, done: float, total: float) -> None:
+        """So many of the planned seconds are done."""
+
+    def on_tried(self, tried: Tried, kept: Sequence[str]) -> None:
+        """A rung has ended; these arms go on."""
+
+
+def written_time(seconds: float) -> str:
+    """
+    >>> written_time(7.4), written_time(100), written_time(5000)
+    ('8 s', '1.7 min', '1.4 h')
+    """
+    if seconds < 90:
+        return f"{max(1, -(-seconds // 1)):.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

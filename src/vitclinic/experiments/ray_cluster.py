@@ -1,0 +1,138 @@
+"""Runs as tasks of a Ray cluster, whose machines share the folder of the pool.
+
+A task trains and measures one run. Ray starts a task again whose worker is lost, elsewhere if need be; the run then
+goes on from its last checkpoint. How far the runs are is read from their folders.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vitclinic._core.errors import LockedError, MissingExtraError, RunError
+from vitclinic.experiments.pool import Pool
+from vitclinic.experiments.runner import LOOK_AGAIN, After, Outcome, Tally, attempt
+from vitclinic.training import Recipe, Run
+
+_ATTEMPTS_AFTER_A_LOSS = 5
+_LOOK_EVERY = 0.5
+"""Seconds between looks at how far the runs are."""
+_SAVED_WITHIN = 60.0
+"""Seconds that runs have to save themselves when all is stopped."""
+
+
+def in_cluster(
+    waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
+) -> dict[Path, Outcome]:
+    """The outcomes of all that is `waiting`; the cluster at `address` is joined, and left as it was."""
+    with redirect_stdout(sys.stderr):  # where Ray's own words on lost workers belong
+        return _in_cluster(waiting, folder, address, threads, after, tally)
+
+
+def _in_cluster(
+    waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
+) -> dict[Path, Outcome]:
+    ray, joined = _joined(address)
+    task: Any = ray.remote(num_cpus=threads, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_task)
+    pending: dict[Any, Path] = {}
+    ended: dict[Path, Outcome] = {}
+    try:
+        for path, recipe in waiting.items():
+            pending[task.remote(_anywhere(recipe), folder.resolve(), threads, after)] = path
+        while pending:
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_EVERY)
+            for one in done:
+                path = pending.pop(one)
+                ended[path] = _outcome(ray, one, waiting[path])
+                tally.end(path, ended[path])
+            _look(pending.values(), tally)
+    finally:
+        _stop(ray, list(pending))
+        if joined:
+            ray.shutdown()
+    return ended
+
+
+def _joined(address: str) -> tuple[Any, bool]:
+    """Ray, and whether the cluster was joined just now."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("--ray", "ray") from error
+    if ray.is_initialized():
+        return ray, False
+    try:
+        _knock(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RunError(f"There is no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
+    return ray, True
+
+
+def _knock(address: str) -> None:
+    """Ray waits for a quarter of an hour where nobody answers."""
+    host, colon, port = address.rpartition("/")[2].rpartition(":")
+    if colon:
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _anywhere(recipe: Recipe) -> Recipe:
+    """The recipe for a process that works in another folder; where its data lies is no part of its digest."""
+    source = Path(recipe.data.source).expanduser()
+    if not source.exists():
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": str(source.resolve())})})
+
+
+def _outcome(ray: Any, done: Any, recipe: Recipe) -> Outcome:
+    try:
+        outcome: Outcome = ray.get(done)
+    except ray.exceptions.RayError as error:
+        return Outcome(recipe, "failed", reason=f"its worker was lost: {str(error).splitlines()[0]}")
+    return replace(outcome, recipe=recipe)
+
+
+def _look(paths: Iterable[Path], tally: Tally) -> None:
+    for path in paths:
+        share = steps_done(Run(path))
+        if share is not None:
+            tally.advance(path, share)
+
+
+def steps_done(run: Run) -> float | None:
+    """The share of its steps that a run has recorded, as another process sees it; None before it has begun."""
+    try:
+        total = run.status["total_steps"]
+        with (run.path / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 4096))
+            rows = file.read().split(b"\n")
+        return float(json.loads(rows[-2])["step"] / total)
+    except (OSError, RunError, KeyError, IndexError, ValueError):
+        return None
+
+
+def _stop(ray: Any, unfinished: list[Any]) -> None:
+    """As Ctrl-C would: those at work are saved before their processes go with the job."""
+    for one in unfinished:
+        ray.cancel(one)
+    if unfinished:
+        ray.wait(unfinished, num_returns=len(unfinished), timeout=_SAVED_WITHIN)
+
+
+def _task(recipe: Recipe, folder: Path, threads: int, after: After | None) -> Outcome:
+    import torch
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            return attempt(Pool(folder), recipe, (), after)
+        except LockedError:
+            time.sleep(LOOK_AGAIN)

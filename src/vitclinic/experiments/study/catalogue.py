@@ -1,0 +1,136 @@
+"""The data sets that the papers used and that do not come with vitclinic: a study names them, its user has them.
+
+`data: {source: cifar10}` in a study means the set itself, wherever the user's copy lies (`--data`). Without one, a dry
+run still knows how many images there are, and of what kind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from vitclinic._core.errors import DataError, RecipeError, did_you_mean
+from vitclinic.data import DataConfig
+from vitclinic.data.dataset import open_source
+from vitclinic.data.splits import training_count
+from vitclinic.data.survey import survey
+from vitclinic.experiments.study.study import Study, parse_study
+from vitclinic.training import Recipe
+from vitclinic.training.recipe import laid_over, parse_yaml
+from vitclinic.treatments import Case
+
+
+@dataclass(frozen=True)
+class NamedData:
+    """A published data set of colour images."""
+
+    title: str
+    images: int
+    """For training."""
+    classes: int
+    size: int
+    """Pixels a side, as it is trained on."""
+    held_out: tuple[str, ...]
+    """The splits that it has beside."""
+
+
+NAMED_DATA = {
+    "cifar10": NamedData("CIFAR-10", 50_000, 10, 32, ("test",)),
+    "cifar100": NamedData("CIFAR-100", 50_000, 100, 32, ("test",)),
+    "imagenet": NamedData("ImageNet", 1_281_167, 1000, 224, ("val",)),
+    "imagenet21k": NamedData("ImageNet-21k", 14_197_122, 21_843, 224, ()),
+}
+
+
+def missing_data(source: str) -> NamedData | None:
+    """The set that a source names, where nothing lies at a path of that name."""
+    return None if Path(source).exists() else NAMED_DATA.get(source)
+
+
+def require_data(claim: str, recipes: Iterable[Recipe]) -> None:
+    """One sentence for data that only its user has."""
+    for recipe in recipes:
+        named = missing_data(recipe.data.source)
+        if named is not None:
+            raise DataError(
+                f"{claim} is studied on {named.title}, which does not come with vitclinic: say where your copy is, or"
+                " which other images to use, with --data (a folder of class folders, parquet, or"
+                " torchvision:NAME@FOLDER)."
+            )
+
+
+def data_facts(config: DataConfig) -> tuple[int, Case]:
+    """How many training images a source has before `limit`, and their kind; no image of it is decoded."""
+    named = missing_data(config.source)
+    if named is not None:
+        return training_count(named.images, named.held_out), Case(named.classes, 3, (named.size, named.size))
+    source = open_source(config)
+    found = survey(source, lambda what, done, total: None)
+    training = source.splits.get("train")
+    images = 0 if training is None else training_count(len(training.labels), source.splits)
+    return images, Case(len(source.classes), found.channels, found.size)
+
+
+@cache
+def shipped_studies() -> dict[str, str]:
+    """The texts of the studies that come with the package, by claim, in the order of the papers' claims."""
+    folder = resources.files("vitclinic.experiments.study") / "claims"
+    files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    names = {file.name.removesuffix(".yaml"): file for file in files}
+    order = sorted(names, key=lambda name: ("PCWHG".find(name[0]), int(name[1:]) if name[1:].isdigit() else 0, name))
+    return {name: names[name].read_text(encoding="utf-8") for name in order}
+
+
+@cache
+def seen_results() -> dict[str, dict[str, Any]]:
+    """What our own runs say of claims: {claim: {verdict, seeds, date}}; docs/make_tally.py writes the file."""
+    text = (resources.files("vitclinic.experiments.study") / "seen.json").read_text(encoding="utf-8")
+    seen: dict[str, dict[str, Any]] = json.loads(text)
+    return seen
+
+
+def open_study(name: str | Path) -> Study:
+    """A study of the catalogue by its claim, or from a file.
+
+    Example:
+        >>> open_study("C6").title
+        'SAM lowers the missing rate between training points'
+    """
+    shipped = shipped_studies()
+    path = Path(name).expanduser()
+    text = shipped.get(str(name)) or (path.read_text(encoding="utf-8") if path.is_file() else None)
+    if text is not None:
+        return parse_study(_on_bases(parse_yaml(text, f"'{name}'")), str(name))
+    raise RecipeError(
+        f"There is no study '{name}', in the catalogue or as a file.{did_you_mean(str(name), shipped)}"
+        " `vitclinic list studies` lists them."
+    )
+
+
+def _on_bases(plain: Any) -> Any:
+    """The study with what its bases are like written out."""
+    if not isinstance(plain, dict):
+        return plain
+    scale = plain.get("paper_scale")
+    if isinstance(scale, dict) and "base" in scale:
+        plain = {**plain, "paper_scale": {**scale, "base": _on_base(scale["base"])}}
+    return {**plain, "base": _on_base(plain["base"])} if "base" in plain else plain
+
+
+def _on_base(base: Any) -> Any:
+    if not isinstance(base, dict) or "like" not in base:
+        return base
+    folder = resources.files("vitclinic.experiments.study") / "claims" / "bases"
+    known = {file.name.removesuffix(".yaml"): file for file in folder.iterdir()}
+    name = str(base["like"])
+    if name not in known:
+        raise RecipeError(
+            f"There is no base '{name}' for a study.{did_you_mean(name, known)} Known: {', '.join(known)}."
+        )
+    below = parse_yaml(known[name].read_text(encoding="utf-8"), f"the base '{name}'")
+    return laid_over(below, {key: value for key, value in base.items() if key != "like"})

@@ -1,0 +1,211 @@
+"""The Hessian max-eigenvalue spectrum [park2022 App. A].
+
+One mini-batch at a time, of training images as training showed them: the eigenvalues of largest magnitude, with their
+sign, of the Hessian of cross-entropy + (wd/2)|w|^2. Over many mini-batches, their density is the spectrum;
+
+    NEP  the share of them that is negative
+    APE  the mean of the positive ones
+
+both with an interval by the jackknife over mini-batches, whose eigenvalues belong together; NEP's is Wilson's where
+all mini-batches have the same share of negative ones, and there is no APE where none is positive. The regulariser
+shifts the eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are in the loss; dropout and
+stochastic depth are off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import takewhile
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from vitclinic._core.hashing import fingerprint
+from vitclinic._core.records import Scalar
+from vitclinic._core.statistics import share_interval
+from vitclinic._core.time import Time
+from vitclinic.data.randomness import torch_seed
+from vitclinic.probes.curvature.curvature import Clock, surface_of
+from vitclinic.probes.curvature.hessian import Hessian
+from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
+from vitclinic.probes.curvature.surface import LossSurface, Mode
+from vitclinic.probes.partial import SAVED_EVERY, Partial
+from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
+from vitclinic.probes.subject import Subject
+
+Count = Annotated[int, Field(ge=1)]
+Values = NDArray[np.float64]
+_PRODUCTS, _PASSES = 26, 6
+"""What a mini-batch takes as a rule: products, and forward passes a product."""
+_KEPT = ("values", "residuals", "errors", "products", "converged")
+
+
+@register
+class HessianSpectrum(OwningProbe):
+    """Top Hessian eigenvalues of training mini-batches: their spectrum, NEP and APE [park2022 Fig. 1c, 4]."""
+
+    name: ClassVar[str] = "hessian_spectrum"
+    revision: ClassVar[int] = 2  # eigenvalues that were missed before
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
+    by_default: ClassVar[bool] = False
+    cheaper: ClassVar[Cheaper] = ({"batches": 4}, {"batches": 8})
+
+    batches: Count = Field(16, description="how many mini-batches")
+    batch: Count = Field(16, description="images in each")
+    top: Count = Field(5, description="eigenvalues of each")
+    augment: bool = Field(True, description="the images as the run's training showed them, where that is known")
+    regulariser: bool = Field(True, description="with the run's weight decay in the loss, where that is known")
+    batch_norm: Mode = Field("eval", description="BatchNorm by its running statistics (eval), or by the batch (train)")
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(1e-3, description="relative error of the eigenvalues")
+    max_products: Count = Field(200, description="Hessian-vector products a mini-batch may take")
+    budget: Time | None = Field(None, description="time after which the mini-batches so far are the result, as in 2m")
+
+    def view(self, subject: Subject) -> Subject:
+        return subject.on("train")
+
+    def conditions(self, subject: Subject) -> dict[str, Any]:
+        """What of its training was repeated, where that is known and asked for."""
+        training = subject.training
+        augment = training.augment.model_dump(mode="json") if training is not None and self.augment else None
+        decay = training.decay if training is not None and self.regulariser else 0.0
+        decayed = {"decayed": fingerprint(sorted(training.decayed))} if training is not None and decay else {}
+        return {"augment": augment, "weight_decay": decay, **decayed}
+
+    def forwards(self, subject: Subject) -> float:
+        return float(_PASSES * _PRODUCTS * self.batches * self.batch)
+
+    def measure(self, subject: Subject) -> Result:
+        clock = Clock(self.budget, processes=subject.processes)
+        partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
+        found = _unpacked(partial.read())
+        remaining = range(len(found), self.batches)
+        cut_off: list[Eigenpairs] = []
+        try:
+            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining, clock)):
+                found += [pairs for pairs, _ in takewhile(lambda each: each[1], some)]
+                cut_off = [pairs for pairs, finished in some if not finished]
+                partial.write(_packed(found), every=SAVED_EVERY)
+                subject.progress(self.name, max(1, len(found)) * self.batch, self.batches * self.batch)
+                if cut_off or clock.expired():
+                    break
+        finally:
+            partial.write(_packed(found))
+        coarse = surface_of(subject, []).coarseness(self.tolerance)
+        return self._result(found or cut_off[:1], coarse)
+
+    def _own(self, subject: Subject, remaining: range, clock: Clock) -> Iterator[tuple[Eigenpairs, bool]]:
+        """Of those of the remaining mini-batches that are this process's, and whether the budget let them finish."""
+        numbers = remaining[subject.processes.rank :: subject.processes.size]
+        drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
+        for number, batch in zip(numbers, drawn, strict=True):
+            surface = surface_of(subject, [batch], self.batch_norm, regularised=self.regulariser)
+            with surface.measured():
+                if number == numbers[0]:
+                    surface.check()
+                found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed), clock)
+            yield found
+
+    def _top(self, surface: LossSurface, seed: int, clock: Clock) -> tuple[Eigenpairs, bool]:
+        """The eigenvalues, and whether more time would not have changed them. No other process waits for a product."""
+        in_time = True
+
+        def go_on(products: int, found: object) -> bool:
+            nonlocal in_time
+            in_time = not clock.late()
+            return in_time
+
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(surface.size, generator=generator, dtype=torch.float64)
+        start = drawn.to(surface.weights[0].device, surface.vector_dtype)
+        found = largest_eigenpairs(
+            Hessian(surface).product,
+            start,
+            self.top,
+            tolerance=self.tolerance,
+            max_products=self.max_products,
+            go_on=go_on,
+        )
+        return replace(found, vectors=found.vectors[:0]), in_time  # they are as large as the network, and not asked for
+
+    def _result(self, found: list[Eigenpairs], coarse: str | None) -> Result:
+        values = np.stack([pairs.values for pairs in found])
+        scalars = {
+            "nep": negative_proportion(values),
+            "largest": Scalar(value=float(values.max()), n=len(values)),
+            "smallest": Scalar(value=float(values.min()), n=len(values)),
+            "products": Scalar(value=sum(pairs.products for pairs in found)),
+        }
+        if (values > 0).any():
+            scalars["ape"] = jackknifed(values, positive_mean, least=0.0)
+        arrays = {
+            "eigenvalues": values,
+            "residuals": np.stack([pairs.residuals for pairs in found]),
+            "errors": np.stack([pairs.errors for pairs in found]),
+        }
+        missing = [] if coarse is None else [coarse]
+        if len(found) < self.batches:
+            missing.append(f"{len(found)} of {self.batches} mini-batches within the budget")
+        if loose := [pairs.products for pairs in found if not pairs.converged]:
+            missing.append(f"{len(loose)} of {len(found)} mini-batches not converged in {max(loose)} products")
+        result = Result(scalars, arrays=arrays, mode=self.batch_norm)
+        return result.unless("; ".join(missing) + "." if missing else None)
+
+
+def _packed(found: list[Eigenpairs]) -> dict[str, NDArray[Any]]:
+    """The first mini-batches' eigenvalues as arrays with a row for each."""
+    return {name: np.array([getattr(pairs, name) for pairs in found]) for name in _KEPT}
+
+
+def _unpacked(arrays: Mapping[str, NDArray[Any]] | None) -> list[Eigenpairs]:
+    if arrays is None:
+        return []
+    rows = zip(*(arrays[name] for name in _KEPT), strict=True)
+    return [
+        Eigenpairs(values, residuals, errors, torch.empty(0), int(products), bool(converged))
+        for values, residuals, errors, products, converged in rows
+    ]
+
+
+def negative_share(values: Values) -> float:
+    """NEP of eigenvalues of any shape."""
+    return float((values < 0).mean())
+
+
+def positive_mean(values: Values) -> float:
+    """APE of eigenvalues of any shape; NaN where none is positive."""
+    positive = values[values > 0]
+    return float(positive.mean()) if positive.size else math.nan
+
+
+def negative_proportion(values: Values) -> Scalar:
+    """NEP with its interval: Wilson's over the rows where all have the same share, which says nothing of its spread."""
+    found, n = jackknifed(values, negative_share, least=0.0, most=1.0), len(values)
+    if n < 2 or np.ptp((values < 0).mean(axis=1)) > 0:
+        return found
+    low, high = share_interval(round(found.value * n), n)
+    return Scalar(value=found.value, low=low, high=high, n=n)
+
+
+def jackknifed(
+    values: Values, statistic: Callable[[Values], float], *, least: float = -math.inf, most: float = math.inf
+) -> Scalar:
+    """A statistic of all rows of `values`, with its 95% t interval from leaving out one row at a time.
+
+    The statistic lies between `least` and `most`. No interval where it needs the row that is left out.
+    """
+    whole, n = statistic(values), len(values)
+    if n < 2:
+        return Scalar(value=whole, n=n)
+    from scipy.special import stdtrit  # a tenth of a second that only this needs
+
+    without = np.array([statistic(np.delete(values, row, axis=0)) for row in range(n)])
+    if np.isnan(without).any():
+        return Scalar(value=whole, n=n)
+    error = np.sqrt((n - 1) / n * np.square(without - without.mean()).sum())
+    half = float(stdtrit(n - 1, 0.975)) * float(error)
+    return Scalar(value=whole, low=max(least, whole - half), high=min(most, whole + half), n=n)

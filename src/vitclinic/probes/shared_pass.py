@@ -1,0 +1,133 @@
+"""One forward pass over the data, shared by any number of streaming probes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitclinic._core.distributed import Processes, portable
+from vitclinic.anatomy import AttentionMap, Site, Unit, record_attention, stream
+from vitclinic.data import Batch
+from vitclinic.probes.memory import is_out_of_memory
+from vitclinic.probes.probe import Result, StreamingProbe, Sum, Tally
+from vitclinic.probes.subject import Subject
+
+Outcome = Result | Exception
+
+
+def shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[str, Outcome]:
+    """The result of each probe, or what it failed of, after all images have gone through the network once.
+
+    A site is hooked once however many probes read it. A probe that fails is left out from then on and does not stop the
+    others; running out of memory and failures of the network itself do. Processes that measure together divide the
+    images among them, if every tally has sums that can be put together.
+    """
+    desk = _Desk()
+    for name, probe in probes.items():
+        desk.attempt(name, desk.admit, name, probe, subject)
+    with ExitStack() as stack, torch.no_grad():
+        if desk.readers:
+            stack.enter_context(stream({site: site for site in desk.readers}, desk.read))
+        if desk.viewers:
+            stack.enter_context(record_attention(desk.viewers, desk.view))
+        divided = desk.divisible and 1 < subject.processes.size <= len(subject)
+        for batch in subject.share() if divided else subject.batches():
+            desk.begin_batch(batch)
+            desk.end_batch(batch, subject.logits(batch.images))
+            subject.progress(subject.name, int(batch.indices[-1]) + 1, len(subject))
+    if divided:
+        return _put_together(subject.processes, desk, list(probes))
+    return {name: desk.outcome(name) for name in probes}
+
+
+def _put_together(processes: Processes, desk: _Desk, names: list[str]) -> dict[str, Outcome]:
+    """The outcomes of the leading process after it has taken in the sums of the others; a failure is that of all."""
+    shares = processes.gather(lambda: (desk.sums(), {name: portable(error) for name, error in desk.failures.items()}))
+
+    def outcome(name: str) -> Outcome:
+        found = desk.outcome(name)
+        return portable(found) if isinstance(found, Exception) else found
+
+    def put_together() -> dict[str, Outcome]:
+        for sums, failures in shares[1:]:
+            desk.merge(sums, failures)
+        return {name: outcome(name) for name in names}
+
+    return processes.leading(put_together)
+
+
+class _Desk:
+    """Hands what the network shows to the tallies that asked for it."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, Tally] = {}
+        self.failures: dict[str, Exception] = {}
+        self.readers: dict[Site, list[tuple[str, Any]]] = defaultdict(list)
+        self.viewers: dict[Unit, list[str]] = defaultdict(list)
+
+    def admit(self, name: str, probe: StreamingProbe, subject: Subject) -> None:
+        tally = probe.begin(subject)
+        taps, units = dict(tally.taps()), list(tally.attention())
+        for wanted, kind in ((taps.values(), Site), (units, Unit)):
+            if odd := [type(item).__name__ for item in wanted if not isinstance(item, kind)]:
+                raise TypeError(f"{name} asks to see a {odd[0]}; expected a {kind.__name__}")
+        self.tallies[name] = tally
+        for key, site in taps.items():
+            self.readers[site].append((name, key))
+        for unit in units:
+            self.viewers[unit].append(name)
+
+    def read(self, site: Site, activation: Tensor) -> None:
+        for name, key in self.readers[site]:
+            self.attempt(name, self.tallies[name].update, key, activation)
+
+    def view(self, seen: AttentionMap) -> None:
+        for name in self.viewers[seen.unit]:
+            self.attempt(name, self.tallies[name].update_attention, seen)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether processes may divide the images among them."""
+        return all(tally.sums() is not None for tally in self.tallies.values())
+
+    def sums(self) -> dict[str, dict[str, Sum]]:
+        """What the tallies have summed, by probe."""
+        return {name: dict(tally.sums() or {}) for name, tally in self.tallies.items() if name not in self.failures}
+
+    def merge(self, sums: Mapping[str, Mapping[str, Sum]], failures: Mapping[str, Exception]) -> None:
+        """Take in what another process has summed, or failed of."""
+        self.failures = {**failures, **self.failures}
+        for name, theirs in sums.items():
+            if name not in self.failures:
+                ours = self.tallies[name].sums() or {}
+                for part, value in theirs.items():
+                    ours[part].merge(value)
+
+    def begin_batch(self, batch: Batch) -> None:
+        for name, tally in self.tallies.items():
+            self.attempt(name, tally.begin_batch, batch)
+
+    def end_batch(self, batch: Batch, logits: Tensor) -> None:
+        for name, tally in self.tallies.items():
+            self.attempt(name, tally.end_batch, batch, logits)
+
+    def outcome(self, name: str) -> Outcome:
+        result: Result = self.attempt(name, lambda: self.tallies[name].finish())
+        return self.failures.get(name, result)
+
+    def attempt(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """`call(*arguments)`, unless its probe has failed before; a failure is noted, except for want of memory."""
+        if name in self.failures:
+            return None
+        try:
+            return call(*arguments)
+        except Exception as error:  # whatever is wrong with one probe must not stop the others
+            if is_out_of_memory(error):
+                raise
+            self.failures[name] = error
+            return None

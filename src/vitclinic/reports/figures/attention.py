@@ -1,0 +1,201 @@
+"""The heads of attention layers, as dashes around the mean of their layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitclinic._core.images import beside, png
+from vitclinic._core.records import Measurement, UnitRow
+from vitclinic.reports.figure import Examined, Figure, Picture, Table, draws, measured
+from vitclinic.reports.figures.depth import overlaid, places, same_units
+from vitclinic.reports.figures.drawing import GREY, Floats, of_one
+from vitclinic.reports.figures.units import Series, by_head, series, unit_names, unit_table
+from vitclinic.reports.theme import of_network
+
+
+def head_marks(found: Sequence[Series], array: str, divisor: str | None = None) -> list[go.Scatter]:
+    """A dash for each head of each layer of the series, divided by the layer's number `divisor` if there is one."""
+    shared = same_units(found)
+    return [trace for one in found for trace in _marks(one, places(one, shared), array, divisor)]
+
+
+def _marks(one: Series, x: Floats, array: str, divisor: str | None) -> list[go.Scatter]:
+    values = by_head(one.measurement, array)
+    if values is None:
+        return []
+    rows = dict(zip((unit.depth for unit in one.measurement.units), values, strict=True))
+    heads = np.stack([rows[unit.depth] / _divisor(unit, divisor) for unit in one.units])
+    layers, numbers = np.nonzero(np.isfinite(heads))
+    names = unit_names(one.units)
+    return [
+        go.Scatter(
+            x=x[layers],
+            y=heads[layers, numbers],
+            mode="markers",
+            marker={"size": 10, "symbol": "line-ew-open", "color": of_network(one.place), "line": {"width": 1.2}},
+            opacity=0.55,
+            customdata=[(names[layer], int(head)) for layer, head in zip(layers, numbers, strict=True)],
+            hovertemplate="%{customdata[0]}<br>head %{customdata[1]}: %{y:.4g}",
+            **of_one(one.place, one.label, shown=False),
+        )
+    ]
+
+
+def _divisor(unit: UnitRow, name: str | None) -> float:
+    if name is None:
+        return 1.0
+    return unit.values[name].value if name in unit.values else math.nan
+
+
+@draws("attention_distance")
+def attention_distance(examined: Sequence[Examined]) -> list[Figure]:
+    found = series(examined, "attention_distance", "distance")
+    if not found:
+        return []
+    plot = overlaid({"distance (sides of the grid)": found}, "attention layer")
+    plot.add_traces(head_marks(found, "head_distance"))
+    plot.update_yaxes(rangemode="tozero")
+    return [
+        Figure(
+            name="attention-distance-layers",
+            title="Distance of attention by layer",
+            reading="Each point is how far a query looks on average, rows and columns of the grid running from 0 to 1:"
+            " 0 is every patch looking at itself, about 0.67 uniform attention; small dashes are heads. Divided by"
+            " the number of other patches it is Hyeonwoo et al.'s relative distance (in the table), which Context"
+            " Broadcasting should leave as it is.",
+            paper="Hyeonwoo et al. 2023, Fig. 7b (H2)",
+            table=unit_table(examined, "attention_distance", ["distance", "relative_distance"], heads="head_distance"),
+            plot=plot,
+        )
+    ]
+
+
+@draws("attention_entropy")
+def attention_entropy(examined: Sequence[Examined]) -> list[Figure]:
+    return [*_against_maximum(examined), *_of_class_token(examined)]
+
+
+def _against_maximum(examined: Sequence[Examined]) -> list[Figure]:
+    found = series(examined, "attention_entropy", "ratio")
+    if not found:
+        return []
+    plot = overlaid({"entropy / maximum": found}, "attention layer")
+    plot.add_traces(head_marks(found, "head_entropy", divisor="maximum"))
+    line = {"color": GREY, "width": 1.5, "dash": "dot"}
+    plot.add_hline(y=1, line=line, annotation={"text": "uniform attention", "yanchor": "bottom", "font": {"size": 11}})
+    return [
+        Figure(
+            name="attention-entropy-layers",
+            title="Entropy of attention by layer",
+            reading="Each point is the mean entropy of a layer's attention, divided by that of uniform attention over"
+            " the same keys; small dashes are its heads. Hyeonwoo et al. found learned attention close to the"
+            " maximum, which is attention that merely averages.",
+            paper="Hyeonwoo et al. 2023, Fig. 4 (H1)",
+            table=unit_table(
+                examined, "attention_entropy", ["ratio", "entropy", "upper", "maximum"], heads="head_entropy"
+            ),
+            plot=plot,
+        )
+    ]
+
+
+def _of_class_token(examined: Sequence[Examined]) -> list[Figure]:
+    found = series(examined, "attention_entropy", "class_entropy")
+    if not found:
+        return []
+    return [
+        Figure(
+            name="attention-entropy-class",
+            title="Entropy of the class token's attention",
+            reading="Each point is the entropy of the class token's attention in one layer, mean over heads and"
+            " images: the lower, the fewer patches it looks at. Hyeonwoo et al. found that Context Broadcasting"
+            " lowers it, most in deep layers.",
+            paper="Hyeonwoo et al. 2023, Fig. 7a (H2)",
+            table=unit_table(examined, "attention_entropy", ["class_entropy", "patch_entropy"]),
+            plot=overlaid({"entropy (nats)": found}, "attention layer"),
+        )
+    ]
+
+
+_LARGEST = 224
+"""Pixels of the longer side of an image on the page, at most."""
+_PIXELS = 24 * _LARGEST**2
+"""Of all pictures together, at most: photographs take some two bytes each, and a page is to stay small."""
+_NEEDED = ("maps", "grid_maps", "images", "numbers")
+
+Looks = list[tuple[str, Measurement]]
+"""Networks that have looked at the same images."""
+
+
+@draws("attention_maps")
+def attention_maps(examined: Sequence[Examined]) -> list[Figure]:
+    found = [(name, one) for _, name, one in measured(examined, "attention_maps") if _is_whole(one)]
+    if not found:
+        return []
+    groups = _by_images(found)
+    panels = sum(len(looks[0][1].arrays["numbers"]) * (1 + len(looks)) for looks in groups)
+    side = min(_LARGEST, int(math.sqrt(_PIXELS / max(1, panels))))
+    return [
+        Figure(
+            name="attention-maps-images",
+            title="Where attention looks",
+            reading="Each picture is an image and, to its right, the same in grey under the attention of the class"
+            " token in the last attention layer (without a class token, of all patches), from dark blue, the map's"
+            " lowest value, to light yellow, its highest. Each map has its own scale, so look up the values in the"
+            " table before calling one sharper than another.",
+            paper="Chen et al. 2022, Fig. 3 (App. E.2)",
+            table=_table(found),
+            pictures=[picture for looks in groups for picture in _pictures(looks, side)],
+        )
+    ]
+
+
+def _is_whole(one: Measurement) -> bool:
+    arrays = [one.arrays.get(name) for name in _NEEDED]
+    return all(array is not None and len(array) == len(one.arrays["numbers"]) for array in arrays)
+
+
+def _by_images(found: Looks) -> list[Looks]:
+    """Networks that have looked at the same pixels share their pictures."""
+    groups: dict[tuple[bytes, tuple[int, ...], bytes], Looks] = {}
+    for name, one in found:
+        numbers, images = one.arrays["numbers"], one.arrays["images"]
+        groups.setdefault((numbers.tobytes(), images.shape, images.tobytes()), []).append((name, one))
+    return list(groups.values())
+
+
+def _pictures(looks: Looks, side: int) -> list[Picture]:
+    """Each image beside the maps of all networks; larger ones are reduced to a longer side of so many pixels."""
+    first = looks[0][1].arrays
+    who = "; ".join(name for name, _ in looks)
+    return [
+        Picture(f"Image {number}: {who}", png(_shown(image, [one.arrays["maps"][place] for _, one in looks], side)))
+        for place, (number, image) in enumerate(zip(first["numbers"], first["images"], strict=True))
+    ]
+
+
+def _shown(image: NDArray[np.uint8], maps: Sequence[NDArray[np.float64]], side: int) -> NDArray[np.uint8]:
+    row = beside(image, *(np.nan_to_num(attention) for attention in maps))
+    if max(image.shape[:2]) <= side:
+        return row
+    height, width = row.shape[0], row.shape[1] // (1 + len(maps))
+    factor = side / max(height, width)
+    size = (round(width * factor) * (1 + len(maps)), round(height * factor))
+    return np.asarray(Image.fromarray(row).resize(size, Image.Resampling.LANCZOS))
+
+
+def _table(found: Looks) -> Table:
+    """The maps on their grids."""
+    rows = [
+        (name, int(number), row, column, float(value))
+        for name, one in found
+        for number, grid in zip(one.arrays["numbers"], one.arrays["grid_maps"], strict=True)
+        for (row, column), value in np.ndenumerate(grid)
+    ]
+    return Table(("network", "image", "row", "column", "attention"), rows)

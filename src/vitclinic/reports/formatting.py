@@ -1,0 +1,86 @@
+"""What users have named, made safe for plotly, whose labels are a small HTML of their own.
+
+The page's templates escape for themselves; plotly's texts (legends, axis labels, hover boxes, annotations) go through
+here. Tables, captions, titles and everything else that is not plotly's stay as the user wrote them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from vitclinic._core.records import Scalar
+
+_MEANT_BY_PLOTLY = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;", "%": "&#37;"}
+"""Entities and tags; formulas between dollars; `%{...}` in hover templates."""
+
+
+def plain(text: object) -> str:
+    """`text` in one line, so that plotly shows it as it is wherever it takes a text, also inside a hover template.
+
+    Example:
+        >>> plain("<b>%{x}</b> & more")
+        '&lt;b&gt;&#37;{x}&lt;/b&gt; &amp; more'
+    """
+    line = " ".join(str(text).encode("utf-8", "replace").decode().split())
+    visible = "".join(character for character in line if character == " " or character.isprintable())
+    return re.sub("[&<>$%]", lambda found: _MEANT_BY_PLOTLY[found[0]], visible)
+
+
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: float) -> str:
+    """Four digits; a count in full.
+
+    Example:
+        >>> number(0.123456), number(5717416.0), number(3.2e9), number(math.nan), number(-4e-05)
+        ('0.1235', '5,717,416', '3.2 × 10⁹', 'not a number', '-4 × 10⁻⁵')
+    """
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value.is_integer() and abs(value) < 1e9:
+        return f"{value:,.0f}"
+    digits, _, exponent = f"{value:.4g}".partition("e")
+    return f"{digits} × 10{str(int(exponent)).translate(_RAISED)}" if exponent else digits
+
+
+def interval(scalar: Scalar) -> str:
+    """Its interval, or nothing.
+
+    Example:
+        >>> interval(Scalar(value=0.5, low=0.44, high=0.56)), interval(Scalar(value=0.5))
+        ('0.44 to 0.56', '')
+    """
+    return "" if scalar.low is None or scalar.high is None else f"{number(scalar.low)} to {number(scalar.high)}"
+
+
+def seconds(duration: float) -> str:
+    """A time that something took.
+
+    Example:
+        >>> seconds(0.032), seconds(5.0432), seconds(312.0), seconds(9000.0)
+        ('0.03 s', '5.0 s', '5.2 min', '2.5 h')
+    """
+    if duration < 120:
+        return f"{duration:.2f} s" if duration < 1 else f"{duration:.1f} s"
+    return f"{duration / 60:.1f} min" if duration < 7200 else f"{duration / 3600:.1f} h"
+
+
+def setting(value: Any) -> str:
+    """An option's value in one line.
+
+    Example:
+        >>> setting(True), setting(None), setting([1, 2]), setting(0.05)
+        ('yes', 'none', '1, 2', '0.05')
+    """
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, list):
+        return ", ".join(map(setting, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {setting(item)}" for key, item in value.items())
+    return str(value)

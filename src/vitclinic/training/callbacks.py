@@ -1,0 +1,140 @@
+"""Read-only observers of a training run."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic._core.errors import MissingExtraError, RecipeError, RunError
+from vitclinic._core.io import write_bytes
+from vitclinic.data.randomness import generator
+from vitclinic.training.run import Row
+
+if TYPE_CHECKING:
+    from vitclinic.training.trainer import Trainer
+
+
+class Observer:
+    """Override what you need. Observers may look at the trainer and must not change it."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step (of this process: a resumed run starts again)."""
+
+    def on_row(self, row: Row) -> None:
+        """A row was added to the metrics: training, validation or test."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        """A step is done."""
+
+    def on_epoch(self, trainer: Trainer, epoch: int) -> None:
+        """`epoch` epochs are done (0: before the first step)."""
+
+    def on_end(self, status: str) -> None:
+        """The run has ended, one way or the other."""
+
+
+class TensorBoard(Observer):
+    """Writes every number of every row as TensorBoard events."""
+
+    def __init__(self, folder: Path) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise MissingExtraError("logging.tensorboard", "tensorboard")
+        self.folder = folder
+
+    def on_start(self, trainer: Trainer) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=trainer.step + 1)
+
+    def on_row(self, row: Row) -> None:
+        named = {**row, **{f"loss/{name}": value for name, value in row["losses"].items()}}
+        for name, value in named.items():
+            if isinstance(value, int | float) and name != "step":
+                self.writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
+
+    def on_end(self, status: str) -> None:
+        self.writer.close()
+
+
+FILE = "trajectory.npz"
+
+_WEIGHTS = 2**20
+"""So many weights are projected at a time."""
+
+
+def projection(parameters: Iterable[tuple[str, Tensor]], size: int, seed: int) -> NDArray[np.float64]:
+    """S w, [size], of named parameters in any order.
+
+    Example:
+        >>> import torch
+        >>> w = torch.ones(10_000)
+        >>> y = projection([("weight", w)], 2000, seed=0)
+        >>> bool(abs(np.linalg.norm(y) / 100 - 1) < 0.05)
+        True
+    """
+    total = np.zeros(size)
+    for name, parameter in parameters:
+        columns = generator("trajectory", seed, name)
+        flat = parameter.detach().reshape(-1)
+        for start in range(0, len(flat), _WEIGHTS):
+            weights = flat[start : start + _WEIGHTS].double().cpu().numpy()
+            row, sign = np.divmod(columns.integers(0, 2 * size, len(weights)), 2)
+            total += np.bincount(row, (2 * sign - 1) * weights, minlength=size)
+    return total
+
+
+class TrajectoryObserver(Observer):
+    """Keeps the projections of a run in `trajectory.npz`: at the start, after every epoch and at the end.
+
+    The weights are those that checkpoints hold, averaged ones with `ema`. A resumed run goes on with the same rows.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.file = folder / FILE
+        self.size = size
+        self.rows = read_projections(folder)
+        found = next((len(row) for _, row in self.rows.values()), size)
+        if found != size:
+            raise RecipeError(f"logging.trajectory is {size}, and '{self.file}' has projections of size {found}.")
+
+    def on_start(self, trainer: Trainer) -> None:
+        """What was written after the checkpoint to resume from is about to be written again."""
+        self.rows = {step: row for step, row in self.rows.items() if step <= trainer.step}
+
+    def on_epoch(self, trainer: Trainer, epoch: int) -> None:
+        self._keep(trainer)
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.step == trainer.total_steps:  # the end need not be that of an epoch
+            self._keep(trainer)
+
+    def _keep(self, trainer: Trainer) -> None:
+        if trainer.step in self.rows:
+            return
+        row = projection(trainer.evaluated.named_parameters(), self.size, trainer.recipe.seed)
+        self.rows[trainer.step] = (trainer.step / trainer.steps_per_epoch, row)
+        buffer = io.BytesIO()
+        epochs, rows = zip(*self.rows.values(), strict=True)
+        np.savez(buffer, step=np.array(list(self.rows)), epoch=np.array(epochs), projection=np.stack(rows))
+        write_bytes(self.file, buffer.getvalue())
+
+
+def read_projections(folder: Path) -> dict[int, tuple[float, NDArray[np.float64]]]:
+    """By step, in order: the epoch and the projection [k]. Empty where there are none."""
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            steps, epochs, rows = stored["step"], stored["epoch"], stored["projection"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise RunError(f"'{file}' cannot be read: {error}.") from error
+    return {int(step): (float(epoch), row) for step, epoch, row in zip(steps, epochs, rows, strict=True)}

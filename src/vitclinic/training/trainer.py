@@ -1,0 +1,322 @@
+"""Forward and backward of one micro-batch: what step rules are made of."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vitclinic._core.distributed import World
+from vitclinic._core.errors import RecipeError
+from vitclinic.data import Batch, Dataset, TrainingStream
+from vitclinic.data.randomness import torch_seed
+from vitclinic.models import Normalised
+from vitclinic.tasks.classification import Task
+from vitclinic.training.network import build_network, treated_augmentation
+from vitclinic.training.optimizer import Schedule, build_optimizer
+from vitclinic.training.recipe import Recipe
+from vitclinic.training.run import Row
+from vitclinic.treatments import (
+    Case,
+    InputAscent,
+    Losses,
+    LossesAndGradients,
+    Objective,
+    StepRule,
+    TakesInputAscent,
+    Treatment,
+)
+from vitclinic.treatments.sam_core import average_over_processes, frozen, kept_buffers
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Passes:
+    """The training loop's `LossesAndGradients`: of a task, under its wrappers, autocast and loss scaler."""
+
+    def __init__(
+        self,
+        task: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        scaler: torch.amp.GradScaler,
+        *,
+        ddp: DistributedDataParallel | None,
+        compiled: bool,
+        precision: str,
+        accumulate: int,
+    ) -> None:
+        self.module, self.parameters, self.scaler = task, parameters, scaler
+        self.ddp = ddp
+        outer = ddp or task
+        self.wrapped: nn.Module = torch.compile(outer) if compiled else outer  # type: ignore[assignment]
+        self.alone: nn.Module = torch.compile(task) if compiled and ddp else task  # type: ignore[assignment]
+        self.device = parameters[0].device
+        self.precision, self.accumulate = precision, accumulate
+
+    @property
+    def scale(self) -> float:
+        return self.scaler.get_scale()
+
+    def __call__(self, batch: Batch, sync: bool = True, weight: float = 1.0) -> Losses:
+        # The masks of dropout and stochastic depth belong to the samples, so that a second pass repeats them.
+        torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
+        with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
+            with self._autocast():
+                losses: Losses = self._outer()(batch)
+            total = sum(losses.values(), torch.zeros((), device=self.device)) * (weight / self.accumulate)
+            self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
+        return {name: value.detach() for name, value in losses.items()}
+
+    def _outer(self) -> nn.Module:
+        """What to call: without DDP where no parameter learns, as when only the images climb.
+
+        Such a pass has nothing to synchronise, and whoever makes it puts the buffers back. DDP would hand out the
+        leading process's buffers in it, once a step, and so never in a pass that keeps them.
+        """
+        alone = self.ddp is not None and not any(p.requires_grad for p in self.parameters)
+        return self.alone if alone else self.wrapped
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        if self.ddp is not None:
+            average_over_processes(tensors, self.ddp.process_group)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = _AUTOCAST.get(self.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+
+class PlainStep:
+    """Back-propagation: the mean gradient of the micro-batches, synchronised with the last of them."""
+
+    def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
+        passes = [losses_and_gradients(batch, sync=batch is batches[-1]) for batch in batches]
+        return mean_losses(passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class InputAscentStep(PlainStep):
+    """Back-propagation on images that climbed first, by a pass that moves no running statistics."""
+
+    def __init__(self, inputs: InputAscent) -> None:
+        self.inputs = inputs
+
+    def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
+        return super().__call__([self._climbed(batch, losses_and_gradients) for batch in batches], losses_and_gradients)
+
+    def _climbed(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
+        started = self.inputs.start(batch)
+        with kept_buffers(losses_and_gradients.module), frozen(losses_and_gradients.module):
+            losses_and_gradients(started, sync=False)
+        return self.inputs.finish(batch, started)
+
+
+def mean_losses(passes: Sequence[Losses]) -> Losses:
+    """The mean over micro-batches of each named loss."""
+    return {name: sum(p[name] for p in passes) / len(passes) for name in passes[0]}  # type: ignore[misc]
+
+
+EXPLODED = 10.0
+"""A loss of this many times the first step's counts as a divergence."""
+STUCK = 50
+"""So many steps in a row without a finite gradient count as a divergence; a loss scaler needs some to come down."""
+
+
+class Trainer:
+    """A task in training: `advance()` makes one step and returns its row of metrics."""
+
+    def __init__(self, recipe: Recipe, dataset: Dataset, total_steps: int, world: World, device: torch.device) -> None:
+        self.recipe, self.dataset, self.world, self.device = recipe, dataset, world, device
+        self.total_steps = total_steps
+        self.step = 0
+        self.first_loss: float | None = None
+        self.skipped = 0
+        self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
+        self.micro_batch = _micro_batch(recipe, world)
+
+        case = Case(len(dataset.classes), dataset.channels, dataset.size)
+        treatments = recipe.parsed_treatments()
+        network = build_network(recipe, dataset).to(device, self.dtype)
+        # Copied before any objective hooks into the network.
+        self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
+        objectives: dict[str, Objective] = {}
+        with torch.random.fork_rng():
+            torch.manual_seed(torch_seed("objectives", recipe.seed))
+            for treatment in treatments:
+                objectives.update(treatment.objectives(network.backbone, case))
+        self.rule = _one_rule(treatments)
+        transforms = (t.batch_transform(network.backbone, case) for t in treatments)
+        self.transforms = [transform for transform in transforms if transform is not None]
+        augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, case)
+
+        self.network: Normalised = network
+        self.task = Task(network, recipe.loss, objectives).to(device, self.dtype).train()
+        self.optimizer = build_optimizer(recipe.optimizer, self.task, network)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
+        self.passes = Passes(
+            self.task,
+            self.parameters,
+            self.scaler,
+            ddp=self._distributed(self.task),
+            compiled=recipe.compile,
+            precision=recipe.precision,
+            accumulate=recipe.accumulate,
+        )
+        self.stream = TrainingStream(dataset, augment, recipe.seed)
+        self.steps_per_epoch = len(dataset.train) / recipe.batch_size
+        self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
+        self._batches: Iterator[Batch] | None = None
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The network to evaluate and export: with averaged weights where there are any."""
+        return self.network if self.ema is None else self.ema.module
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are done."""
+        return self.step * self.recipe.batch_size // len(self.dataset.train)
+
+    def advance(self) -> Row:
+        """One step: read, differentiate, clip, update. Returns its metrics, the same in every process.
+
+        A gradient that is not finite, the same in every process, changes nothing but the loss scale.
+        Reading the loss waits for the device; without it a divergence could not be told from its first step on.
+        """
+        if self._batches is None:
+            self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
+        started = time.perf_counter()
+        batches = [self._prepared(next(self._batches)) for _ in range(self.recipe.accumulate)]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(self.step)
+        losses = self.rule(batches, self.passes)
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
+        stepped = math.isfinite(norm)
+        self.skipped = 0 if stepped else self.skipped + 1
+        if stepped:
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None and stepped:
+            self.ema.update(self.network, self.step + 1)
+        self.step += 1
+        return self._row(losses, norm, started)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, numbered from 0."""
+        return self.recipe.optimizer.lr * self.schedule(step)
+
+    def close(self) -> None:
+        """Let the reading processes go; a later `advance` starts new ones."""
+        self._batches = None
+
+    def diverged(self, row: Row) -> str | None:
+        """Why a row of metrics shows a divergence, or None."""
+        if not math.isfinite(row["loss"]):
+            return f"the {row['kind']} loss became {row['loss']} at step {row['step']}"
+        if row["kind"] != "train":
+            return None
+        if self.first_loss is None:
+            self.first_loss = row["loss"]
+        if row["loss"] > EXPLODED * max(abs(self.first_loss), 1.0):
+            return f"the loss rose to {row['loss']:.3g} at step {row['step']}, from {self.first_loss:.3g} at first"
+        if self.skipped >= STUCK:
+            return f"no gradient was finite in the {self.skipped} steps up to step {row['step']}"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs beside the exported network."""
+        return {
+            "step": self.step,
+            "first_loss": self.first_loss,
+            "skipped": self.skipped,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "rule": self.rule.state_dict(),
+            "objectives": self.task.objectives.state_dict(),
+            "raw_network": None if self.ema is None else self.network.state_dict(),
+        }
+
+    def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.evaluated.load_state_dict(model)
+        if self.ema is not None:
+            self.network.load_state_dict(state["raw_network"])
+        self.task.objectives.load_state_dict(state["objectives"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.rule.load_state_dict(state["rule"])
+        self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+
+    def _requests(self) -> Iterator[range]:
+        """The places of the stream that this process's micro-batches take, from the current step on."""
+        for step in range(self.step, self.total_steps):
+            for micro in range(self.recipe.accumulate):
+                part = micro * self.world.size + self.world.rank
+                start = step * self.recipe.batch_size + part * self.micro_batch
+                yield range(start, start + self.micro_batch)
+
+    def _prepared(self, batch: Batch) -> Batch:
+        batch = batch.to(self.device, self.dtype)
+        for transform in self.transforms:
+            batch = transform(batch)
+        return batch
+
+    def _distributed(self, task: Task) -> DistributedDataParallel | None:
+        if self.world.size == 1:
+            return None
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(task, device_ids=ids)
+
+    def _row(self, losses: Losses, norm: Tensor, started: float) -> Row:
+        means = self.world.sum(torch.stack([v.double() for v in losses.values()])) / self.world.size
+        named = dict(zip(losses, means.tolist(), strict=True))
+        duration = time.perf_counter() - started
+        return {
+            "kind": "train",
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": sum(named.values()),
+            "losses": named,
+            "lr": self.rate(self.step - 1),
+            "grad_norm": float(norm),
+            "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
+        }
+
+
+def _micro_batch(recipe: Recipe, world: World) -> int:
+    parts = world.size * recipe.accumulate
+    if recipe.batch_size % parts:
+        raise RecipeError(
+            f"batch_size {recipe.batch_size} does not divide into {world.size} processes x {recipe.accumulate}"
+            " micro-batches."
+        )
+    return recipe.batch_size // parts
+
+
+def _one_rule(treatments: Sequence[Treatment]) -> StepRule:
+    """The step rule of a run; an input ascent takes part in its first pass, and has a rule of its own without one."""
+    rules = [rule for t in treatments if (rule := t.step_rule()) is not None]
+    ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
+    if len(rules) > 1 or len(ascents) > 1:
+        raise RecipeError("At most one treatment of a run may set the step rule, and one the ascent of its images.")
+    if not ascents:
+        return rules[0] if rules else PlainStep()
+    if not rules:
+        return InputAscentStep(ascents[0])
+    if not isinstance(rules[0], TakesInputAscent):
+        raise RecipeError("The treatment that sets the step rule has no pass by which the images can climb, too.")
+    rules[0].take_input_ascent(ascents[0])
+    return rules[0]

@@ -1,0 +1,132 @@
+"""What fits into a budget: the choice among forms, and what a user may say about it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from tests.probes.subjects import subject
+from vitclinic._core.errors import RecipeError
+from vitclinic.exam.planner import ASKED_FOR, ORDER, Offer, candidates, capped, choose, forms, limits
+from vitclinic.probes import known_probes, obstacle_to, parse_probes
+
+
+def spent(offers: list[Offer], taken: dict[str, int]) -> float:
+    return sum(offer.cost(taken[offer.name]) for offer in offers if offer.name in taken)
+
+
+def test_all_are_planned_in_their_cheapest_form_before_any_is_more_thorough() -> None:
+    offers = [Offer("first", [1, 2, 50]), Offer("second", [1, 3]), Offer("third", [1])]
+    assert choose(offers, 3) == {"first": 0, "second": 0, "third": 0}
+    assert choose(offers, 4) == {"first": 1, "second": 0, "third": 0}
+    assert choose(offers, 6) == {"first": 1, "second": 1, "third": 0}
+    assert choose(offers, 60) == {"first": 2, "second": 1, "third": 0}
+
+
+def test_what_is_too_long_is_left_out_and_makes_room_for_what_is_not() -> None:
+    assert choose([Offer("long", [9, 20]), Offer("short", [1])], 5) == {"short": 0}
+    assert choose([Offer("long", [9])], 5) == {}
+
+
+def test_a_plan_is_never_longer_than_its_budget() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        offers = [
+            Offer(str(n), sorted(draw.uniform(0, 20) for _ in range(draw.randint(1, 4))))
+            for n in range(draw.randint(1, 8))
+        ]
+        budget = draw.uniform(0, 60)
+        taken = choose(offers, budget)
+        assert spent(offers, taken) <= budget + 1e-9
+        left = budget - spent(offers, taken)
+        assert all(offer.cost(0) > left for offer in offers if offer.name not in taken)
+
+
+def test_a_form_that_is_stored_is_kept_and_not_made_again_more_thoroughly() -> None:
+    stored = Offer("a", [1, 0, 30], stored=1)
+    assert choose([stored], 100) == {"a": 1}
+    for_another_network_too_long = Offer("a", [1, 0, 30], stored=2)
+    assert choose([for_another_network_too_long], 5) == {"a": 1}
+
+
+def test_what_cannot_be_timed_costs_nothing() -> None:
+    assert choose([Offer("a", [math.nan, math.nan]), Offer("b", [1])], 1) == {"a": 1, "b": 0}
+
+
+def test_every_probe_has_a_place() -> None:
+    assert set(ORDER) | ASKED_FOR == set(known_probes())
+    assert len(ORDER) == len(set(ORDER))
+
+
+@pytest.mark.parametrize("name", known_probes())
+def test_cheaper_forms_are_probes_that_cost_less(name: str) -> None:
+    patient = subject("vit", count=3000)
+    (probe,) = parse_probes([name])
+    found = forms(probe)
+    assert found[-1] == probe
+    if obstacle_to(probe, patient) is None:
+        costs = [form.forwards(form.view(patient)) for form in found]
+        assert costs == sorted(set(costs))
+
+
+def test_an_option_of_the_users_is_in_every_form() -> None:
+    (probe,) = parse_probes([{"landscape": {"points": 5}}])
+    assert [(form.points, form.images) for form in forms(probe)] == [(5, 64), (5, 128), (5, 256)]  # type: ignore[attr-defined]
+    (probe,) = parse_probes([{"corruptions": {"images": 7}}])
+    assert forms(probe) == [probe]
+
+
+def test_a_probe_that_can_be_cut_off_is_after_thrice_its_estimate() -> None:
+    flatness, lesion = parse_probes(["flatness", "lesion"])
+    assert capped(flatness, 20.0).budget == 60  # type: ignore[attr-defined]
+    assert capped(flatness, 0.1).budget == 10  # type: ignore[attr-defined]
+    assert capped(lesion, 20.0) is lesion
+    (own,) = parse_probes([{"flatness": {"budget": "2m"}}])
+    assert capped(own, 100.0) is own
+
+
+def test_the_shared_pass_has_all_images_or_fewer() -> None:
+    assert limits(50) == [None]
+    assert limits(1000) == [64, 256, None]
+
+
+def test_what_is_measured_by_default_quickly_and_in_full() -> None:
+    probes, budget = candidates(None, None, False, False, {})
+    assert budget == 300
+    assert [probe.name for probe in probes] == list(ORDER)
+    quick, budget = candidates(None, None, True, False, {})
+    assert budget is None
+    assert {probe.name for probe in quick} == {name for name, probe in known_probes().items() if probe.by_default}
+    full, budget = candidates(None, None, False, True, {})
+    assert (len(full), budget) == (len(ORDER), None)
+    named, budget = candidates(["norms"], None, False, False, {})
+    assert ([probe.name for probe in named], budget) == (["norms"], None)
+    assert candidates(["norms"], "90s", False, False, {})[1] == 90
+
+
+def test_an_option_that_is_set_puts_its_probe_first() -> None:
+    probes, _ = candidates(None, None, False, False, {"landscape": {"points": 5}})
+    assert probes[0].name == "landscape"
+    assert probes[0].points == 5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"quick": True, "full": True}, "Give one of probes, quick and full"),
+        ({"probes": ["norms"], "quick": True}, "Give one of probes, quick and full"),
+        ({"budget": "3m", "full": True}, "A budget has no meaning with full"),
+        ({"budget": "soon"}, "'budget': write a time such as 90s, 3m or 1h30m (got 'soon')."),
+        ({"budget": 0}, "'budget' must be longer than nothing"),
+        ({"budget": -1}, "'budget': write a time"),
+        ({"settings": {"landscpe": {"points": 5}}}, "Did you mean 'landscape'?"),
+        ({"settings": {"landscape": {"pionts": 5}}}, "Did you mean 'points'?"),
+        ({"probes": []}, "'probes' is empty"),
+    ],
+)
+def test_mistakes_are_sentences(said: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        candidates(**{"probes": None, "budget": None, "quick": False, "full": False, "settings": {}, **said})  # type: ignore[arg-type]
+    assert message in str(caught.value)

@@ -1,0 +1,277 @@
+"""Prescriptions whose outcome is known."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from vitclinic._core.errors import DataError, RecipeError, RunError
+from vitclinic.data import open_data
+from vitclinic.data.dataset import Split
+from vitclinic.experiments.prescribe import Watcher, costs, prescribe
+from vitclinic.training import build_recipe, train
+
+from .made import RECIPE, STEP_COSTS, made_world
+
+ARMS = ["neutral", "diverging", "helping", "mistaken", "spatial_smoothing"]
+
+
+class Listening(Watcher):
+    def __init__(self):
+        self.events, self.stages, self.kept, self.left_out = [], [], [], {}
+
+    def on_plan(self, plan, arms, left_out, used, budget):
+        self.events.append("plan")
+        self.plan, self.arms, self.left_out = plan, [arm.name for arm in arms], dict(left_out)
+
+    def on_stage(self, decided):
+        self.events.append(decided.stage.name)
+        self.stages.append(decided)
+
+    def on_tried(self, tried, kept):
+        self.kept.append((tried, kept))
+
+
+@pytest.fixture(scope="module")
+def clock():
+    with made_world() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def first(clock, tmp_path_factory):
+    """The prescription that most tests look at, and who listened."""
+    watcher = Listening()
+    out = tmp_path_factory.mktemp("prescription") / "out"
+    return prescribe(RECIPE, budget=350, treatments=ARMS, out=out, watcher=watcher, seed=3), watcher
+
+
+@pytest.fixture
+def asked(tmp_path, clock):
+    """Asks for a prescription in the test's own folder."""
+
+    def ask(out="out", watcher=None, treatments=ARMS, budget=350, recipe=RECIPE, **more):
+        return prescribe(recipe, budget=budget, treatments=treatments, out=tmp_path / out, watcher=watcher, **more)
+
+    return ask
+
+
+def without_timing(found):
+    return {key: value for key, value in found.record().items() if key != "timing"}
+
+
+def test_a_treatment_that_truly_helps_is_found_and_prescribed(first, tmp_path):
+    found, watcher = first
+    assert watcher.events == ["plan", "rung 1", "final"]
+    assert found.verdict == "helps"
+    assert found.winner.name == "helping"
+    assert found.effect.low > 0.2
+    assert found.effect.mean == pytest.approx(found.final.mean("helping") - found.final.mean("plain"))
+
+    # What did not apply is left out with the reason, and stops nothing.
+    assert watcher.arms == ["neutral", "diverging", "helping"]
+    assert "mistake" in watcher.left_out["mistaken"]
+    assert "spatial_smoothing does not fit" in watcher.left_out["spatial_smoothing"]
+    # Two step rules do not go together in any order, and the last rung says so.
+    assert "At most one" in found.left_out["neutral + helping"]
+
+    # An arm that always diverges is data: it has the accuracy of guessing, and loses.
+    rung = found.rungs[0]
+    assert rung.diverged("diverging") == len(rung.seeds)
+    assert rung.mean("diverging") == pytest.approx(0.1)
+
+    # The recipe file is the given recipe with the treatment, and `train` takes it.
+    text = (found.folder / "prescription.yaml").read_text()
+    assert found.statement in text
+    prescribed = build_recipe(found.folder / "prescription.yaml")
+    assert prescribed == build_recipe({**RECIPE, "treatments": ["helping"]}) == found.recipe
+    run = train(found.folder / "prescription.yaml", "steps=2", f"out={tmp_path / 'run'}")
+    assert run.status["status"] == "finished"
+
+    stored = json.loads((found.folder / "prescription.json").read_text())
+    assert stored["effect"]["low"] == found.effect.low
+    assert stored["rungs"][0]["measure"] == "val accuracy; selection, optimistic"
+    assert [arm["arm"] for arm in stored["final"]["arms"]] == ["helping", "plain"]
+
+
+def test_seeds_are_paired_and_the_final_ones_fresh(first):
+    found, _ = first
+    for tried in (*found.rungs, found.final):
+        for arm in tried.arms:
+            assert [trial.seed for trial in tried.trials if trial.arm == arm] == list(tried.seeds)
+    selection = {seed for rung in found.rungs for seed in rung.seeds}
+    assert selection == {3000}
+    assert list(found.final.seeds) == [3100, 3101, 3102]
+
+
+def test_every_arm_has_the_same_time(asked):
+    watcher = Listening()
+    asked(watcher=watcher, treatments=["neutral", "harmless", "helping", "diverging"], budget=300)
+    assert len(watcher.stages) == 3
+    for decided in watcher.stages:
+        assert decided.stage.seconds < 30  # the budget binds, not the recipe's own length
+        for arm in decided.arms:
+            cost = STEP_COSTS.get(arm.name, 1.0)
+            assert 0 <= decided.stage.seconds - cost * decided.steps[arm.name] < cost
+    assert sum(stage.planned for stage in watcher.plan) <= 300
+
+
+def test_test_images_are_not_read_while_it_selects(asked, monkeypatch):
+    hidden = open_data(build_recipe(RECIPE).data).test
+    real, seen = Split.read, {"selecting": True, "reads": 0}
+
+    def guarded(split, indices):
+        if split.images.digest == hidden.images.digest and np.isin(split.rows[indices], hidden.rows).any():
+            assert not seen["selecting"], "a test image was read during selection"
+            seen["reads"] += 1
+        return real(split, indices)
+
+    class Opening(Watcher):
+        def on_stage(self, decided):
+            seen["selecting"] = decided.stage.name != "final"
+
+    monkeypatch.setattr(Split, "read", guarded)
+    found = asked(watcher=Opening(), treatments=["neutral", "helping"])
+    assert found.rungs
+    assert seen["reads"] > 0  # the guard is where images pass
+
+
+def test_where_nothing_helps_it_says_so_and_writes_no_recipe(asked, tmp_path):
+    found = asked(treatments=["neutral", "harmless"])
+    assert found.verdict == "nothing helped"
+    assert found.file is None
+    assert found.statement.startswith("Nothing helped: the best of the selection, ")
+    assert found.recipe == build_recipe(RECIPE)
+    assert not (tmp_path / "out" / "prescription.yaml").exists()
+    assert json.loads((tmp_path / "out" / "prescription.json").read_text())["verdict"] == "nothing helped"
+
+
+def test_asked_again_it_is_read_and_not_trained(first, monkeypatch):
+    found, _ = first
+    monkeypatch.setattr("vitclinic.experiments.pool.train", None)
+    monkeypatch.setattr("vitclinic.experiments.prescribe.costs.measure_costs", None)
+    again = prescribe(RECIPE, budget=350, treatments=ARMS, out=found.folder, seed=3)
+    assert without_timing(again) == without_timing(found)
+
+
+class PowerCutError(Exception):
+    """The power goes."""
+
+
+def test_cut_off_anywhere_it_goes_on_to_the_same_answer_with_the_costs_it_had(asked, monkeypatch, clock):
+    whole = asked(out="whole", treatments=["neutral", "helping"])
+    module = sys.modules["vitclinic.experiments.prescribe.prescribe"]  # the package's attribute is the function
+    real = module.run_all
+    cuts = {"left": 2}
+
+    def cutting(recipes, pool, **more):
+        if cuts["left"]:
+            cuts["left"] -= 1
+            real(recipes[:2], pool, **more)
+            raise PowerCutError
+        return real(recipes, pool, **more)
+
+    monkeypatch.setattr(module, "run_all", cutting)
+    for _ in range(2):
+        with pytest.raises(PowerCutError):
+            asked(out="cut", treatments=["neutral", "helping"])
+        # A machine that has become slower changes no number of a prescription that goes on.
+        monkeypatch.setattr("vitclinic.experiments.prescribe.costs.measure_costs", None)
+    assert without_timing(asked(out="cut", treatments=["neutral", "helping"])) == without_timing(whole)
+
+
+@pytest.mark.parametrize("event", ["on_stage", "on_tried"])
+def test_a_machine_slower_than_planned_shortens_what_is_left(asked, clock, event):
+    class Slow(Listening):
+        def on_stage(self, decided):
+            super().on_stage(decided)
+            clock.now += 150 * (event == "on_stage" and decided.stage.name != "final")
+
+        def on_tried(self, tried, kept):
+            clock.now += 150 * (event == "on_tried")  # of 300, where 85 are planned for a rung
+
+    watcher = Slow()
+    found = asked(watcher=watcher, treatments=["neutral", "harmless", "helping", "diverging"], budget=300)
+    planned, decided = watcher.plan, [stage.stage for stage in watcher.stages]
+    assert decided[0] == planned[0]
+    assert decided[1].seconds < planned[1].seconds
+    assert decided[2].seconds < planned[2].seconds
+    expected = 150 / planned[0].planned if event == "on_stage" else 1.0  # how much slower the first rung was
+    rest = sum(stage.planned for stage in planned[1:])
+    assert decided[1].seconds == pytest.approx(planned[1].seconds * 150 / (expected * rest), rel=1e-3)
+    assert [stage.seeds for stage in decided] == [stage.seeds for stage in planned]
+    assert found.used == pytest.approx(300)
+
+
+def test_selection_keeps_no_weights_and_the_final_does(first):
+    found, _ = first
+    with_weights = {path.parent.parent.parent.name for path in found.folder.rglob("model.safetensors")}
+    assert with_weights == {trial.run for trial in found.final.trials}
+
+
+def test_too_small_a_budget_says_what_would_be_needed(asked, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        asked(budget=20, treatments=["neutral", "helping", "harmless"])
+    assert "at least" in str(caught.value)
+    assert "Comparing one treatment needs about" in str(caught.value)
+    assert asked(out="enough", budget=75, treatments=["neutral"]).final.seeds  # 2 x 3 trials of 10 s, and a reserve
+
+
+def test_a_place_where_nothing_was_tried_is_free_for_another_question(asked):
+    with pytest.raises(RecipeError, match="is too small"):
+        asked(treatments=["neutral"], budget=2)
+    assert asked(treatments=["neutral"]).winner.name == "neutral"
+
+
+def test_what_could_not_be_tried_is_tried_again_until_there_is_a_plan(asked, monkeypatch):
+    """A package that was missing is installed, memory is free again: the same command goes on."""
+    measured = costs.measure_cost
+
+    def broken(*parts):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(costs, "measure_cost", broken)
+    with pytest.raises(RecipeError, match="cannot be trained: RuntimeError: out of memory"):
+        asked(treatments=["neutral"])
+    monkeypatch.setattr(costs, "measure_cost", measured)
+    assert asked(treatments=["neutral"]).winner.name == "neutral"
+
+
+def test_the_last_of_the_list_are_left_out_where_the_time_is_not_enough(asked):
+    watcher = Listening()
+    asked(watcher=watcher, budget=90, treatments=["neutral", "helping", "harmless", "diverging"])
+    assert watcher.arms == ["neutral"]
+    assert watcher.left_out["helping"] == watcher.left_out["diverging"] == "the budget has no time for it"
+
+
+def test_mistakes_are_sentences(asked, tmp_path, photo_folder):
+    with pytest.raises(DataError, match="has 4 val images, and prescribe selects on them: 50 are needed"):
+        asked(recipe={**RECIPE, "data": str(photo_folder)})
+    with pytest.raises(RecipeError, match="--budget: write a time"):
+        asked(budget="soon")
+    with pytest.raises(RecipeError, match=r"There is no treatment 'helpin'\. Did you mean 'helping'"):
+        asked(treatments=["helpin"])
+    with pytest.raises(RecipeError, match="has the treatment 'helping' already"):
+        asked(recipe={**RECIPE, "treatments": ["helping"]})
+    with pytest.raises(RecipeError, match=r"No treatment applies .* mistaken"):
+        asked(treatments=["mistaken"])
+    with pytest.raises(RecipeError, match="--out"):
+        asked(recipe={**RECIPE, "out": "here"})
+    with pytest.raises(RecipeError, match=r"cannot be trained: .*heads"):
+        asked(out="impossible", recipe={**RECIPE, "model": {**RECIPE["model"], "num_heads": 3}})
+    asked(out="mine", treatments=["neutral"])
+    with pytest.raises(RunError, match="holds another prescription"):
+        asked(out="mine", treatments=["helping"])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letters.txt").write_text("dear")
+    with pytest.raises(RunError, match="not empty"):
+        asked(out="full")
+
+
+def test_the_recipe_may_have_treatments_of_its_own(asked):
+    found = asked(recipe={**RECIPE, "treatments": ["context_broadcasting"]}, treatments=["helping"])
+    assert found.rungs == []  # one candidate needs no selection
+    assert found.verdict == "helps"
+    assert found.recipe.treatments == ["context_broadcasting", "helping"]
+    assert {len(found.final.accuracies(arm)) for arm in found.final.arms} == {len(found.final.seeds)}

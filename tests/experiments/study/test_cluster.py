@@ -1,0 +1,106 @@
+"""A real Ray cluster on this machine: two nodes, each a process group of its own, and what becomes of a lost worker."""
+
+import importlib.util
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from vitclinic._core.errors import RunError
+from vitclinic.experiments.study import Watcher
+from vitclinic.experiments.study.conduct import study
+from vitclinic.training import Run
+
+from .networks import STUDY, TINY, tiny_study
+from .test_conduct import DIVERGING, IMPOSSIBLE, table
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra [ray] is not installed"),
+]
+
+LONG = {**TINY, "steps": 300, "checkpoint": "20 steps", "validation": "1000 steps"}
+
+
+class Listening(Watcher):
+    def __init__(self):
+        self.told = []
+
+    def on_progress(self, done, total):
+        self.told.append((done, total))
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Of a cluster of two nodes with one core each, on this machine's inner address alone."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray looks for it at the outer address
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(
+            num_cpus=1, node_ip_address="127.0.0.1", include_dashboard=False, object_store_memory=100 * 2**20
+        )
+    cluster.wait_for_nodes()
+    yield cluster.address
+    cluster.shutdown()
+
+
+class Victim:
+    """The first run with so many rows, whose worker is killed by -9."""
+
+    def __init__(self, pool, rows):
+        self.pool, self.count = pool, rows
+        self.path, self.rows = None, []
+        self.thread = threading.Thread(target=self._kill, daemon=True)
+        self.thread.start()
+
+    def _kill(self):
+        while self.path is None:
+            time.sleep(0.01)
+            for file in self.pool.glob("*/metrics.jsonl"):
+                run = Run(file.parent)
+                self.rows = run.metrics
+                if len(self.rows) >= self.count:
+                    self.path = run.path
+                    os.kill(run.status["process"], signal.SIGKILL)
+                    return
+
+
+def test_a_lost_worker_s_run_is_tried_again_goes_on_and_gives_the_same_table(address, tmp_path):
+    arms = {**STUDY["arms"], "absurd": DIVERGING, "impossible": IMPOSSIBLE}
+    asked = tiny_study(base=LONG, arms=arms)
+    watcher = Listening()
+    victim = Victim(tmp_path / "ray" / "pool", rows=90)
+    found = study(asked, out=tmp_path / "ray", ray=address, seeds=1, watcher=watcher)
+    victim.thread.join(timeout=1)
+    assert found.statuses["fast"] == {0: "finished"}
+    assert watcher.told[-1] == (4, 4)
+    assert any(done % 1 for done, _ in watcher.told)
+    assert table(found) == table(study(asked, out=tmp_path / "here", seeds=1))
+    # It went on from the checkpoint at step 80: what was recorded before, timing and all, is there still.
+    kept = [row for row in victim.rows if row["step"] <= 80]
+    assert len(kept) == 80
+    assert Run.open(victim.path).metrics[:80] == kept
+
+
+def test_stopped_the_runs_are_saved(address, tmp_path):
+    class Stopping(Watcher):
+        def on_progress(self, done, total):
+            if done > 0.2:
+                raise KeyboardInterrupt
+
+    asked = tiny_study(base={**LONG, "checkpoint": "1000 steps"})
+    with pytest.raises(KeyboardInterrupt):
+        study(asked, out=tmp_path, ray=address, seeds=1, watcher=Stopping())
+    statuses = [json.loads(file.read_text()) for file in tmp_path.glob("pool/*/status.json")]
+    assert {status["status"] for status in statuses} == {"interrupted"}
+    assert all(status["step"] > 0 for status in statuses)
+
+
+def test_no_cluster_is_one_sentence(tmp_path):
+    with pytest.raises(RunError, match=r"^There is no Ray cluster at '127\.0\.0\.1:1': "):
+        study(tiny_study(), out=tmp_path, ray="127.0.0.1:1")

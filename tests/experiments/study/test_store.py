@@ -1,0 +1,74 @@
+"""A recipe is trained once, whoever asks for it."""
+
+import pytest
+
+from vitclinic.experiments.study import Pool, drop_weights
+from vitclinic.training import Observer, build_recipe
+from vitclinic.training.run import without_timing
+
+from .networks import tiny
+
+
+class Counter(Observer):
+    def __init__(self, stop_at=None):
+        self.steps, self.stop_at = 0, stop_at
+
+    def on_step(self, trainer):
+        self.steps += 1
+        if trainer.step == self.stop_at:
+            raise RuntimeError("power cut")
+
+
+def test_an_ended_run_is_found_and_not_trained_again(tmp_path):
+    pool, counter = Pool(tmp_path), Counter()
+    first = pool.trained(tiny(), [counter])
+    again = Pool(tmp_path).trained(tiny(), [counter])
+    assert counter.steps == 6
+    assert again.path == first.path
+    assert pool.find(tiny()).path == first.path
+
+
+def test_what_changes_the_numbers_is_another_run_and_what_does_not_is_the_same(tmp_path):
+    pool = Pool(tmp_path)
+    assert pool.path(tiny()) == pool.path(tiny(workers=1, logging={"every": 3}, out="elsewhere"))
+    assert len({pool.path(tiny(**c)) for c in ({}, {"seed": 1}, {"steps": 7}, {"treatments": ["sam"]})}) == 4
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_numbers(tmp_path):
+    whole = Pool(tmp_path / "whole").trained(tiny())
+    pool, counter = Pool(tmp_path / "cut"), Counter()
+    with pytest.raises(RuntimeError):
+        pool.trained(tiny(), [Counter(stop_at=5)])
+    assert pool.find(tiny()) is None
+    resumed = pool.trained(tiny(), [counter])
+    assert counter.steps == 2  # from the checkpoint at step 4
+    assert without_timing(resumed.metrics) == without_timing(whole.metrics)
+    assert resumed.results == whole.results
+
+
+def test_a_divergence_is_a_result_and_not_tried_again(tmp_path):
+    recipe = tiny(optimizer={"name": "sgd", "lr": 1e9}, schedule={"warmup": 0}, clip=None)
+    pool, counter = Pool(tmp_path), Counter()
+    assert pool.trained(recipe).status["status"] == "diverged"
+    assert pool.trained(recipe, [counter]).status["status"] == "diverged"
+    assert counter.steps == 0
+
+
+def test_a_run_is_the_same_one_wherever_its_data_lies(tmp_path, photo_folder):
+    def recipe(source):
+        return build_recipe({**tiny().plain(), "data": {"source": str(source), "augment": "none"}, "batch_size": 8})
+
+    pool = Pool(tmp_path / "pool")
+    with pytest.raises(RuntimeError):
+        pool.trained(recipe(photo_folder), [Counter(stop_at=3)])
+    moved = photo_folder.rename(tmp_path / "1e5")  # a name that YAML would take for a number
+    assert pool.trained(recipe(moved)).status["status"] == "finished"
+
+
+def test_a_run_without_its_weights_is_still_found(tmp_path):
+    pool = Pool(tmp_path)
+    run = pool.trained(tiny())
+    results = run.results
+    drop_weights(run)
+    assert not list(run.path.rglob("*.safetensors"))
+    assert pool.find(tiny()).results == results
