@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,3 +75,27 @@ class Callback:
 
     def on_tried(self, tried: Tried, kept: Sequence[str]) -> None:
         """A rung of trials has ended; the arms in `kept` go on."""
+
+
+class CallbackList(Callback):
+    """Several callbacks as one: each hook is called on all of them, in their order.
+
+    Example:
+        >>> class Count(Callback):
+        ...     steps = 0
+        ...     def on_step(self, trainer):
+        ...         self.steps += 1
+        >>> one, other = Count(), Count()
+        >>> CallbackList([one, other]).on_step(None)
+        >>> one.steps, other.steps
+        (1, 1)
+    """
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.callbacks = tuple(callbacks)
+        for hook in (name for name in vars(Callback) if name.startswith("on_")):
+            setattr(self, hook, partial(self._tell, hook))
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(*arguments)
