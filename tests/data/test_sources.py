@@ -1,8 +1,10 @@
 """Every kind of `data=`, on small sets made here."""
 
+import hashlib
 import io
 import json
 import struct
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from vitclinic._core.errors import DataError
+from vitclinic._core.errors import DataError, MissingExtraError
 from vitclinic.data import DataConfig, open_data
+from vitclinic.data.corruptions.copies import corrupt_data
+from vitclinic.data.embedded import open_digits
 
 
 def png(image):
@@ -168,6 +172,18 @@ def test_digits_are_the_real_ones():
     data = open_data("digits")
     assert (data.size, data.channels, len(data.classes)) == ((8, 8), 1, 10)
     assert sum(len(split) for split in data.splits.values()) == 1797
+    records = open_digits().splits["train"]
+    found = hashlib.sha256(records.images.tobytes() + records.labels.tobytes()).hexdigest()
+    assert found.startswith("0b7e9c3202d7bcd255d6a19a238d3743bf5e320b")  # of what scikit-learn's load_digits() gives
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "train.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'vitclinic\[parquet\]'"):
+        open_data(str(tmp_path))
+    with pytest.raises(MissingExtraError, match=r"png does not"):
+        corrupt_data("shapes:20", tmp_path / "copies")
 
 
 def test_shapes_of_any_size_are_prefixes_of_each_other():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Protocol
 
@@ -13,14 +14,13 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from vitclinic._core.config import Config
-from vitclinic._core.errors import DataError, did_you_mean
+from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.hashing import fingerprint
 from vitclinic.data.augment import Augment
 from vitclinic.data.cache import Progress, cache_key, cached_images
 from vitclinic.data.decoding import Images, Size, centre_view, framed_size
 from vitclinic.data.embedded import open_digits, open_shapes
 from vitclinic.data.folder import open_folder
-from vitclinic.data.parquet import is_parquet, open_parquet
 from vitclinic.data.published import open_hub, open_torchvision
 from vitclinic.data.source import SPLITS, Source
 from vitclinic.data.splits import assign, subset
@@ -173,11 +173,19 @@ def open_source(config: DataConfig) -> Source:
     path = Path(spec).expanduser()
     if not path.exists():
         raise DataError(f"There is no data at '{spec}'.{_nearby(path)}")
-    if is_parquet(path):
-        return open_parquet(path)
+    if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
+        return _open_parquet(path)
     if path.is_file():
         raise DataError(f"'{spec}' is a file; expected a folder of class folders, or parquet.")
     return open_folder(path, config.on_error)
+
+
+def _open_parquet(path: Path) -> Source:
+    if find_spec("pyarrow") is None:
+        raise MissingExtraError(f"data={path}", "parquet")
+    from vitclinic.data.parquet import open_parquet
+
+    return open_parquet(path)
 
 
 def _nearby(path: Path) -> str:

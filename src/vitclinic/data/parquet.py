@@ -76,10 +76,6 @@ def open_parquet(path: Path) -> Source:
     return Source(str(path), classes, splits, fingerprint("parquet", stamps))
 
 
-def is_parquet(path: Path) -> bool:
-    return path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
-
-
 def _files_by_split(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {"train": [path]}

@@ -17,16 +17,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
-from vitclinic._core.errors import DataError, RecipeError
+from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.io import held, sync, write_bytes, write_errors, write_json, write_text
 from vitclinic.data.augment import to_unit_interval
@@ -67,6 +66,8 @@ def corrupt_data(
     cells = [Corruption(name, s, seed) for name in _names(corruptions) for s in _severities(severities)]
     if form not in FORMS:
         raise RecipeError(f"There is no format '{form}': write {' or '.join(FORMS)}.")
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise MissingExtraError("The format parquet (png does not)", "parquet")
     if split not in (*SPLITS, "all"):
         raise RecipeError(f"There is no split '{split}': write train, val, test or all.")
     if limit is not None and limit < 1:
@@ -313,7 +314,10 @@ def class_folders(classes: Sequence[str]) -> list[str]:
 def parquet_bytes(
     files: Sequence[bytes], names: Sequence[str], labels: NDArray[np.int64], classes: Sequence[str]
 ) -> bytes:
-    """Image files with labels as Hugging Face has them in parquet, the class names in the schema."""
+    """Write image files and labels as parquet in the layout of Hugging Face, with the class names in the schema."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     features = {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     images = pa.StructArray.from_arrays([pa.array(files, pa.binary()), pa.array(names, pa.string())], ["bytes", "path"])
