@@ -75,6 +75,21 @@ def cut_boxes(keep: NDArray[np.float64], keys: Keys, height: int, width: int) ->
     return np.concatenate([rows, columns], axis=1).astype(np.int64)
 
 
+def mix_cells(x_bchw: Tensor, y_bk: Tensor, partner_b: Tensor, cut_bgg: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images, targets [B, K] and patch targets [B, N, K] where the cells in `cut_bgg` show the partner.
+
+    The first B = len(partner_b) images are mixed; `partner_b` says which row of all of them each is mixed with.
+    """
+    count, (rows, columns) = len(partner_b), cut_bgg.shape[1:]
+    x_bcghgw = x_bchw.reshape(*x_bchw.shape[:2], rows, x_bchw.shape[2] // rows, columns, -1)
+    mixed = torch.where(cut_bgg[:, None, :, None, :, None], x_bcghgw[partner_b], x_bcghgw[:count])
+    cut_bn1 = cut_bgg.flatten(1)[:, :, None]
+    patch_targets = torch.where(cut_bn1, y_bk[partner_b, None], y_bk[:count, None])
+    share = 1 - cut_bn1.to(y_bk.dtype).mean(dim=1)
+    targets = share * y_bk[:count] + (1 - share) * y_bk[partner_b]
+    return mixed.reshape(count, *x_bchw.shape[1:]), targets, patch_targets
+
+
 class PatchMixing:
     """CutMix with Beta(cutmix, cutmix) whose boxes lie on the borders of cells of `cell` pixels."""
 
@@ -95,16 +110,8 @@ class PatchMixing:
 
         `partner` says which row each is mixed with.
         """
-        count, (rows, columns) = len(partner), self.grid
-        theirs = torch.from_numpy(partner).to(x_bchw.device)
-        cut_bgg = torch.from_numpy(self._masks(keys[:count])).to(x_bchw.device)
-        x_bcghgw = x_bchw.reshape(*x_bchw.shape[:2], rows, x_bchw.shape[2] // rows, columns, -1)
-        mixed = torch.where(cut_bgg[:, None, :, None, :, None], x_bcghgw[theirs], x_bcghgw[:count])
-        cut_bn1 = cut_bgg.flatten(1)[:, :, None]
-        patch_targets = torch.where(cut_bn1, y_bk[theirs, None], y_bk[:count, None])
-        share = 1 - cut_bn1.to(y_bk.dtype).mean(dim=1)
-        targets = share * y_bk[:count] + (1 - share) * y_bk[theirs]
-        return mixed.reshape(count, *x_bchw.shape[1:]), targets, patch_targets
+        cut_bgg = torch.from_numpy(self._masks(keys[: len(partner)])).to(x_bchw.device)
+        return mix_cells(x_bchw, y_bk, torch.from_numpy(partner).to(x_bchw.device), cut_bgg)
 
     def _masks(self, keys: Keys) -> NDArray[np.bool_]:
         """[B, g, g']: which cells show the partner. A box is rounded to cells as CutMix's is to pixels."""

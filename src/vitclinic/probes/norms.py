@@ -43,7 +43,7 @@ class _Tally(Tally):
         return {unit.name: unit.output for unit in self.units}
 
     def update(self, key: str, activation: Tensor) -> None:
-        norms = torch.linalg.vector_norm(activation.flatten(1), dim=1, dtype=torch.float64).cpu().numpy()
+        norms = activation_norm(activation).cpu().numpy()
         check_finite(norms, self.by_name[key])
         self.norms[key].add(norms)
 
@@ -71,7 +71,17 @@ class _Tally(Tally):
         return {f"activation_norm_{place}": mean_scalar(self.norms[last_units[at]]) for place, at in picked.items()}
 
 
+def activation_norm(activation: Tensor) -> Tensor:
+    """Return the l2 norm of each image's activation [B, ...] over all that is not the batch, [B] in float64."""
+    norms: Tensor = torch.linalg.vector_norm(activation.flatten(1), dim=1, dtype=torch.float64)
+    return norms
+
+
+@torch.no_grad()
+def weight_norm(parameters: Iterable[Tensor]) -> float:
+    """Return the l2 norm over all the parameters together, summed in float64."""
+    return math.sqrt(math.fsum(float(parameter.double().square().sum()) for parameter in parameters))
+
+
 def _exact(parameters: Iterable[Tensor]) -> Scalar:
-    with torch.no_grad():
-        squares = (float(parameter.double().square().sum()) for parameter in parameters)
-        return Scalar(value=math.sqrt(math.fsum(squares)))
+    return Scalar(value=weight_norm(parameters))

@@ -15,6 +15,14 @@ from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Pos
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 
+def broadcast_context(x_bnd: Tensor, scale_d: Tensor | None = None) -> Tensor:
+    """Return CB of the tokens, (x_i + mean_j x_j) / 2; with a scale CB_S, x_i + Lambda * mean_j x_j."""
+    if scale_d is None:
+        return (x_bnd + over_tokens(x_bnd)).mul_(0.5)  # in place on the sum, which nobody else has
+    # Under autocast the scale is wider than the tokens, which must keep their type.
+    return x_bnd + (scale_d * over_tokens(x_bnd)).to(x_bnd.dtype)
+
+
 class ContextBroadcasting(nn.Module):
     """CB(x_i) = (x_i + mean_j x_j) / 2 over all tokens, no parameters [hyeonwoo2023 Eq. 1].
 
@@ -23,7 +31,7 @@ class ContextBroadcasting(nn.Module):
     """
 
     def forward(self, x_bnd: Tensor) -> Tensor:
-        return (x_bnd + over_tokens(x_bnd)).mul_(0.5)  # in place on the sum, which nobody else has
+        return broadcast_context(x_bnd)
 
 
 class ScaledContextBroadcasting(nn.Module):
@@ -43,8 +51,7 @@ class ScaledContextBroadcasting(nn.Module):
         return self.scale
 
     def forward(self, x_bnd: Tensor) -> Tensor:
-        # Under autocast the scale is wider than the tokens, which must keep their type.
-        return x_bnd + (self.scale * over_tokens(x_bnd)).to(x_bnd.dtype)
+        return broadcast_context(x_bnd, self.scale)
 
 
 @register

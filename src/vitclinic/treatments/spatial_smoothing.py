@@ -11,6 +11,16 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.treatments.treatment import Case, Treatment, register
 
 
+def blur(x_bchw: Tensor) -> Tensor:
+    """Return the mean over 2 x 2 windows with stride 1, the last row and the last column repeated."""
+    for axis in (-2, -1):
+        last = x_bchw.narrow(axis, x_bchw.shape[axis] - 1, 1)
+        # Slices and not a padding by repetition, whose gradient is not deterministic on GPUs.
+        following = torch.cat((x_bchw.narrow(axis, 1, x_bchw.shape[axis] - 1), last), dim=axis)
+        x_bchw = (x_bchw + following) / 2
+    return x_bchw
+
+
 class Blur(nn.Module):
     """The mean over a 2 x 2 window with stride 1: y[i, j] = (x[i, j] + x[i+1, j] + x[i, j+1] + x[i+1, j+1]) / 4.
 
@@ -24,12 +34,7 @@ class Blur(nn.Module):
     """
 
     def forward(self, x_bchw: Tensor) -> Tensor:
-        for axis in (-2, -1):
-            last = x_bchw.narrow(axis, x_bchw.shape[axis] - 1, 1)
-            # Slices and not a padding by repetition, whose gradient is not deterministic on GPUs.
-            following = torch.cat((x_bchw.narrow(axis, 1, x_bchw.shape[axis] - 1), last), dim=axis)
-            x_bchw = (x_bchw + following) / 2
-        return x_bchw
+        return blur(x_bchw)
 
 
 @register

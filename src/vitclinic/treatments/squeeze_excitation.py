@@ -10,9 +10,16 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
 from vitclinic.treatments.treatment import Case, Treatment, register
+
+
+def squeeze_and_excite(x_bnd: Tensor, squeeze_rd: Tensor, excite_dr: Tensor) -> Tensor:
+    """Return the tokens gated by the mean over all tokens: x_i * sigmoid(W2 relu(W1 mean_j x_j))."""
+    squeezed = torch.relu(F.linear(over_tokens(x_bnd), squeeze_rd))
+    return x_bnd * torch.sigmoid(F.linear(squeezed, excite_dr))
 
 
 class SqueezeExcitation(nn.Module):
@@ -33,7 +40,7 @@ class SqueezeExcitation(nn.Module):
             nn.init.trunc_normal_(layer.weight, std=0.02)  # as the linear layers of a ViT
 
     def forward(self, x_bnd: Tensor) -> Tensor:
-        return x_bnd * torch.sigmoid(self.excite(torch.relu(self.squeeze(over_tokens(x_bnd)))))
+        return squeeze_and_excite(x_bnd, self.squeeze.weight, self.excite.weight)
 
 
 @register

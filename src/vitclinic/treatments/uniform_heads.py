@@ -7,7 +7,7 @@ it starts by (a norm's scale of 1 goes on as 1, a bias of 0 as 0, a weight of de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -126,6 +126,12 @@ Variant = Literal["replace", "adjust", "append"]
 """The paper's words for (A), (B) and (C)."""
 
 
+def attend_uniformly(x_bnd: Tensor, values: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return what uniform attention gives every token: the mean over all tokens, projected to `values` if given."""
+    mean_b1d = x_bnd.mean(dim=1, keepdim=True)
+    return (mean_b1d if values is None else values(mean_b1d)).expand(-1, x_bnd.shape[1], -1)
+
+
 class UniformHeadAttention(nn.Module):
     """Multi-head self-attention whose last head gives every token the mean of the values of all tokens.
 
@@ -167,7 +173,7 @@ class UniformHeadAttention(nn.Module):
         qkv = self.qkv(x_bnd).unflatten(-1, (3, self.learned_heads, self.head_dim))
         q_bhnd, k_bhnd, v_bhnd = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         learned = self._attend(self.q_norm(q_bhnd), self.k_norm(k_bhnd), v_bhnd).transpose(1, 2).flatten(2)
-        uniform = self.value(x_bnd.mean(dim=1, keepdim=True)).expand(-1, x_bnd.shape[1], -1)
+        uniform = attend_uniformly(x_bnd, self.value)
         out: Tensor = self.proj_drop(self.proj(torch.cat((learned, uniform), dim=-1)))
         return out
 

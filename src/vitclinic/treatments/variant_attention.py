@@ -198,14 +198,7 @@ class VariantAttention(nn.Module):
             return self._by_logits(q, k, v, mask)
         if self.fused_attn and self.logits_mix is None:
             return self._fused(q, k, v, mask)
-        logits = (q * self.scale) @ k.transpose(-2, -1)
-        if self.logits_mix is not None:
-            logits = _mixed_heads(logits, self.logits_mix)
-        if mask is not None:  # behind the mix: minus infinity would spread over the heads
-            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-        weights = logits.softmax(dim=-1)
-        if self.weights_mix is not None:
-            weights = _mixed_heads(weights, self.weights_mix)
+        weights = attention_weights(q, k, self.scale, mask, self.logits_mix, self.weights_mix)
         return self.attn_drop(weights) @ v  # type: ignore[no-any-return]
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -221,13 +214,35 @@ class VariantAttention(nn.Module):
 
     def _by_logits(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """(q k^T scale) v: without a softmax nothing stands between the products, so that q (k^T v) is the same."""
-        q = q * self.scale
         if mask is None and not (self.training and self.attn_drop.p > 0):
-            return q @ (k.transpose(-2, -1) @ v)
-        logits = q @ k.transpose(-2, -1)
+            return attend_without_softmax(q, k, v, self.scale)
+        logits = (q * self.scale) @ k.transpose(-2, -1)
         if mask is not None:  # a mask that is added before a softmax multiplies behind it
             logits = logits * (mask if mask.dtype == torch.bool else mask.exp())
         return self.attn_drop(logits) @ v  # type: ignore[no-any-return]
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    logits_mix: Tensor | None = None,
+    weights_mix: Tensor | None = None,
+) -> Tensor:
+    """Return W softmax(L q k^T scale), the mixes L and W over the heads being optional; `mask` as in `mixed`."""
+    logits = (q * scale) @ k.transpose(-2, -1)
+    if logits_mix is not None:
+        logits = _mixed_heads(logits, logits_mix)
+    if mask is not None:  # behind the mix: minus infinity would spread over the heads
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    weights = logits.softmax(dim=-1)
+    return weights if weights_mix is None else _mixed_heads(weights, weights_mix)
+
+
+def attend_without_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return (q k^T scale) v as q (k^T v), linear in the number of tokens."""
+    return (q * scale) @ (k.transpose(-2, -1) @ v)
 
 
 def _mixed_heads(maps: Tensor, mix: Tensor) -> Tensor:

@@ -32,13 +32,25 @@ def on_grid(seen: AttentionMap) -> Tensor:
     """
     weights_bwhqk = seen.by_image()
     if seen.has_class:
-        received_bwk = weights_bwhqk[:, :, :, 0].double().mean(2)
+        received_bwk = class_attention(weights_bwhqk)
     else:
         first = seen.prefix_queries
-        sees_wqk = seen.visible()[:, first:]
-        queries = int(sees_wqk.any(-1).sum())  # padding sees nothing
-        received_bwk = (weights_bwhqk.mean(2)[:, :, first:].double() * sees_wqk).sum(2) / queries
+        received_bwk = mean_attention(weights_bwhqk, seen.visible()[:, first:], first)
     return _put_back(received_bwk[..., seen.prefix :], seen)
+
+
+def class_attention(weights_bwhqk: Tensor) -> Tensor:
+    """Return the attention of the first query, the class token, averaged over heads, [B, W, K] in float64."""
+    return weights_bwhqk[:, :, :, 0].double().mean(2)
+
+
+def mean_attention(weights_bwhqk: Tensor, sees_wqk: Tensor, first: int = 0) -> Tensor:
+    """Return the attention averaged over heads and over queries from number `first` on, [B, W, K] in float64.
+
+    `sees_wqk` says of these queries which keys they may see; a query that sees none is padding and does not count.
+    """
+    queries = int(sees_wqk.any(-1).sum())
+    return (weights_bwhqk.mean(2)[:, :, first:].double() * sees_wqk).sum(2) / queries
 
 
 def _put_back(x_bwn: Tensor, seen: AttentionMap) -> Tensor:

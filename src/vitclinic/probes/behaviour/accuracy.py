@@ -73,14 +73,19 @@ class Reliability:
         self.squares += other.squares
         self.chance += other.chance
 
-    def error(self) -> Scalar:
-        """The ECE, which is the mean over images of s_b (correct - confidence), s_b the sign of its bin's gap.
+    @property
+    def gap(self) -> float:
+        """The ECE, sum_b n_b/n |accuracy_b - confidence_b|."""
+        return float(np.abs(self.correct - self.confidence).sum() / int(self.counts.sum()))
 
-        Its upper end is that of this mean's t interval, the signs held fixed. As gaps of either sign add up, the ECE of
-        a calibrated network is above 0, too: the lower end is below it by no less than what chance alone adds up to.
+    def error(self) -> Scalar:
+        """The ECE with its interval.
+
+        It is the mean over images of s_b (correct - confidence), s_b the sign of its bin's gap. Its upper end is that
+        of this mean's t interval, the signs held fixed. As gaps of either sign add up, the ECE of a calibrated network
+        is above 0, too: the lower end is below it by no less than what chance alone adds up to.
         """
-        n = int(self.counts.sum())
-        value = float(np.abs(self.correct - self.confidence).sum() / n)
+        n, value = int(self.counts.sum()), self.gap
         if n < 2:
             return Scalar(value=value, n=n)
         from scipy.special import stdtrit  # a tenth of a second that only this needs

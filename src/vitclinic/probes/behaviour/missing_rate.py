@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
@@ -47,8 +48,8 @@ class MissingRate(OwningProbe):
         def see(batches: tuple[Batch, Batch]) -> int:
             one, other = batches
             places = one.indices.numpy()
-            found = predicted(subject, (one.images + other.images) / 2)
-            missed[places] = ((found != one.targets) & (found != other.targets)).cpu().numpy()
+            found = predicted(subject, midpoint(one.images, other.images))
+            missed[places] = is_missed(found, one.targets, other.targets).cpu().numpy()
             different[places] = (one.targets != other.targets).cpu().numpy()
             return len(one)
 
@@ -58,6 +59,16 @@ class MissingRate(OwningProbe):
             if chosen.any():
                 scalars[f"missing_rate_{name}"] = share(int(missed[chosen].sum()), int(chosen.sum()))
         return Result(scalars)
+
+
+def midpoint(one: Tensor, other: Tensor) -> Tensor:
+    """Return the images halfway between two batches, (x_i + x_j) / 2."""
+    return (one + other) / 2
+
+
+def is_missed(predicted: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return whether each prediction [B] is neither of two labels [B]."""
+    return (predicted != one) & (predicted != other)
 
 
 def pairs(images: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

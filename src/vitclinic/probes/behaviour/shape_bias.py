@@ -56,7 +56,7 @@ class ShapeBias(OwningProbe):
         mine = np.array_split(np.arange(self.images), subject.processes.size)[subject.processes.rank]
         batches = (mine[start : start + subject.batch_size] for start in range(0, len(mine), subject.batch_size))
         see_together(subject, self.name, self.images, batches, see, (chosen, shape, texture))
-        return _result(chosen == shape, chosen == texture, shape)
+        return _result(chosen, shape, texture)
 
 
 def conflicts(subject: Subject, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
@@ -67,18 +67,24 @@ def conflicts(subject: Subject, rows: NDArray[np.int64]) -> tuple[torch.Tensor, 
     return to_unit_interval(pixels), np.array([s for _, s, _ in drawn]), np.array([t for _, _, t in drawn])
 
 
-def _result(by_shape: NDArray[np.bool_], by_texture: NDArray[np.bool_], shape: NDArray[np.int64]) -> Result:
+def count_decisions(
+    predicted: NDArray[np.int64], shape: NDArray[np.int64], texture: NDArray[np.int64], classes: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many predictions are for the shape, and how many for the texture, by the class of the shape."""
+    by_shape, by_texture = (np.bincount(shape[predicted == cue], minlength=classes) for cue in (shape, texture))
+    return by_shape, by_texture
+
+
+def _result(chosen: NDArray[np.int64], shape: NDArray[np.int64], texture: NDArray[np.int64]) -> Result:
     n, classes = len(shape), len(shapes.CLASSES)
-    shape_decisions, texture_decisions = (
-        np.bincount(shape[decided], minlength=classes) for decided in (by_shape, by_texture)
-    )
+    shape_decisions, texture_decisions = count_decisions(chosen, shape, texture, classes)
     scalars = {
-        "shape_decisions": share(int(by_shape.sum()), n),
-        "texture_decisions": share(int(by_texture.sum()), n),
+        "shape_decisions": share(int(shape_decisions.sum()), n),
+        "texture_decisions": share(int(texture_decisions.sum()), n),
     }
     decided = shape_decisions + texture_decisions
     if decided.any():
-        scalars["shape_bias"] = share(int(by_shape.sum()), int(decided.sum()))
+        scalars["shape_bias"] = share(int(shape_decisions.sum()), int(decided.sum()))
     for name, ours, both in zip(shapes.CLASSES, shape_decisions.tolist(), decided.tolist(), strict=True):
         if both:
             scalars[f"shape_bias_{name}"] = share(ours, both)

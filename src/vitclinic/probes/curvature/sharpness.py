@@ -82,6 +82,11 @@ class Sharpness(CurvatureProbe):
             return _Examination(self, subject, Hessian(surface), clock).result()
 
 
+def quadratic_form(product: Callable[[Tensor], Tensor], vector: Tensor) -> float:
+    """Return v^T H v, in float64; over vectors of random signs its mean is the trace [Hutchinson 1990]."""
+    return float(vector.double() @ product(vector).double())
+
+
 class _Examination:
     """The measurements in the order of their importance, as far as the budget goes.
 
@@ -168,7 +173,7 @@ class _Examination:
                 self.missing.append(f"trace ({draw} of {self.probe.trace_draws} draws)")
                 break
             signs = self._random(f"trace {draw}", self.hessian.surface.size).sign()
-            draws = np.append(draws, float(signs.double() @ self.hessian.product(signs).double()))
+            draws = np.append(draws, quadratic_form(self.hessian.product, signs))
             self._keep("trace", draws)
             self._tell()
         if len(draws):

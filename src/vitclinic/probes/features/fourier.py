@@ -50,8 +50,7 @@ class _Tally(ChangesTally):
     number = "delta_log_amplitude"
 
     def numbers(self, maps: Tensor) -> Tensor:
-        log = log_amplitude(maps)
-        return log - log[:, :1]
+        return relative_log_amplitude(maps)
 
     def finish(self) -> Result:
         """The curves, too: a row for each unit, NaN behind the end of one that is shorter than others."""
@@ -86,6 +85,12 @@ def log_amplitude(maps: Tensor) -> Tensor:
     constant = mean.transpose(1, 2) * x_bcn.shape[2]
     amplitude_bmc = torch.cat((constant.abs(), torch.hypot(real, imaginary)), dim=1)
     return amplitude_bmc.clamp_min(FLOOR).log().mean(2) @ weights
+
+
+def relative_log_amplitude(maps: Tensor) -> Tensor:
+    """Return the log amplitude of feature maps [B, C, H, W] less that at frequency 0, [B, F]."""
+    log = log_amplitude(maps)
+    return log - log[:, :1]
 
 
 class HalfDiagonal(NamedTuple):
