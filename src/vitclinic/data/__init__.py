@@ -3,6 +3,7 @@
 from vitclinic.data.augment import Augment
 from vitclinic.data.batch import Batch
 from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
+from vitclinic.data.loader import Normalization, load_batches
 from vitclinic.data.stream import TrainingStream, evaluation_batches
 
 __all__ = [
@@ -10,8 +11,10 @@ __all__ = [
     "Batch",
     "DataConfig",
     "Dataset",
+    "Normalization",
     "Split",
     "TrainingStream",
     "evaluation_batches",
+    "load_batches",
     "open_data",
 ]

@@ -122,8 +122,10 @@ class Augmenter:
         return flip(shift_crop(np.asarray(images), keys, padding=self.size[0] // 8), keys)
 
 
-def to_unit_interval(x_bhwc: NDArray[np.uint8]) -> Tensor:
-    """uint8 [B, h, w, C] to float [B, C, h, w] in [0, 1]."""
+def to_unit_interval(x_bhwc: NDArray[np.uint8] | NDArray[np.float32]) -> Tensor:
+    """Turn bytes, or floats in [0, 1] already, [B, h, w, C] into floats [B, C, h, w] in [0, 1]."""
+    if x_bhwc.dtype == np.float32:
+        return torch.from_numpy(x_bhwc).permute(0, 3, 1, 2).contiguous()
     return torch.from_numpy(x_bhwc).permute(0, 3, 1, 2).contiguous().float().div_(255)
 
 

@@ -92,6 +92,8 @@ class Dataset:
     splits: Mapping[str, Split]
     digest: str
     skipped: list[str] = field(default_factory=list)
+    undivided: bool = False
+    """Its splits are all the same images: nobody said which a network was trained on."""
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:

@@ -13,6 +13,7 @@ from vitclinic.probes.behaviour.occlusion import Occlusion
 from vitclinic.probes.behaviour.shape_bias import ShapeBias
 from vitclinic.probes.behaviour.shift import Shift
 from vitclinic.probes.behaviour.train_nll import TrainNLL
+from vitclinic.probes.collection import ProbeCollection
 from vitclinic.probes.cost import Cost
 from vitclinic.probes.curvature.flatness import Flatness
 from vitclinic.probes.curvature.hessian_spectrum import HessianSpectrum
@@ -27,6 +28,7 @@ from vitclinic.probes.features.lesion import Lesion
 from vitclinic.probes.features.sparsity import Sparsity
 from vitclinic.probes.features.token_similarity import TokenSimilarity
 from vitclinic.probes.features.variance import Variance
+from vitclinic.probes.loading import load_subject
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import (
@@ -74,6 +76,7 @@ __all__ = [
     "OwningProbe",
     "PastWeights",
     "Probe",
+    "ProbeCollection",
     "Result",
     "ShapeBias",
     "Sharpness",
@@ -92,6 +95,7 @@ __all__ = [
     "conditions_of",
     "known_probes",
     "left_as_it_was",
+    "load_subject",
     "mean_scalar",
     "measure",
     "mini_batch_cka",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitclinic._core.config import Config
 from vitclinic._core.errors import ModelError, RecipeError, VitclinicError
@@ -78,6 +78,30 @@ class Probe(Config):
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """What else than subject, data, options and seed the result depends on, as plain data."""
         return {}
+
+    def __call__(self, model: nn.Module, data: Any, **options: Any) -> Measurement:
+        """Measure a network, alone and at once.
+
+        Args:
+            model: Any network that takes pixels in [0, 1], or normalized ones (say by what: `mean` and `std`).
+            data: A torch DataLoader or any other iterable of `(images, labels)`, a `Dataset`, a folder or a name.
+            options: `split`, `limit`, `batch_size`, `seed`, `mean`, `std`, `normalized`: see `load_subject`.
+
+        Raises:
+            DoesNotApply: Where the probe has no meaning for the network or the data.
+            VitclinicError: Where it fails.
+
+        Example:
+            >>> import timm, torch
+            >>> from vitclinic.probes import Norms
+            >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+            >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+            >>> Norms()(model, loader).scalars["activation_norm_last"].n
+            8
+        """
+        from vitclinic.probes.running import measure_alone
+
+        return measure_alone(self, model, data, **options)
 
     def pictures(self, measurement: Measurement) -> Mapping[str, NDArray[np.uint8]]:
         """What there is to look at in a measurement of this probe: [H, W, 3] by names that a file can have."""

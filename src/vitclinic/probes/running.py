@@ -6,12 +6,16 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from vitclinic._core.config import validate
 from vitclinic._core.errors import EmptySplitError, NoAttentionMapError, UnknownStructureError, VitclinicError
 from vitclinic._core.records import Measurement, Status, plain_data
+from vitclinic.probes.loading import Data, load_subject
 from vitclinic.probes.memory import halving
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Probe, Result, StreamingProbe
 from vitclinic.probes.restoring import left_as_it_was
@@ -127,6 +131,8 @@ def _check_applies(probe: Probe, subject: Subject) -> None:
 
 def _check_classes(subject: Subject) -> None:
     classes, names = subject.classes, subject.output_names
+    if not classes:
+        raise DoesNotApply("the data has no labels.")
     if subject.outputs != len(classes):
         raise DoesNotApply(
             f"the network tells {subject.outputs} classes apart and the data has {len(classes)}, "
@@ -154,6 +160,20 @@ def measure(
         done(measurements[probe.name])
     subject.batch_size = batch_size
     return [measurements[probe.name] for probe in probes]
+
+
+def measure_alone(probe: Probe, model: nn.Module, data: Data, **options: Any) -> Measurement:
+    """Return the measurement of a network by one probe; raise what keeps it from being made.
+
+    A loader's images are what the probe measures, whichever split it would choose by itself.
+    """
+    subject = load_subject(model, data, **options)
+    if subject.dataset.undivided:
+        subject = subject.over(replace(subject.dataset, undivided=False))
+    ((_, outcome, seconds),) = _outcomes(subject, [probe])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return recorded(probe, subject, outcome, seconds)
 
 
 def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe, Outcome, float]]:

@@ -27,7 +27,7 @@ def shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[
     others; running out of memory and failures of the network itself do. Processes that measure together divide the
     images among them, if every tally has sums that can be put together.
     """
-    desk = _Desk()
+    desk = Desk()
     for name, probe in probes.items():
         desk.attempt(name, desk.admit, name, probe, subject)
     with ExitStack() as stack, torch.no_grad():
@@ -45,7 +45,7 @@ def shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[
     return {name: desk.outcome(name) for name in probes}
 
 
-def _put_together(processes: Processes, desk: _Desk, names: list[str]) -> dict[str, Outcome]:
+def _put_together(processes: Processes, desk: Desk, names: list[str]) -> dict[str, Outcome]:
     """The outcomes of the leading process after it has taken in the sums of the others; a failure is that of all."""
     shares = processes.gather(lambda: (desk.sums(), {name: portable(error) for name, error in desk.failures.items()}))
 
@@ -61,7 +61,7 @@ def _put_together(processes: Processes, desk: _Desk, names: list[str]) -> dict[s
     return processes.leading(put_together)
 
 
-class _Desk:
+class Desk:
     """Hands what the network shows to the tallies that asked for it."""
 
     def __init__(self) -> None:

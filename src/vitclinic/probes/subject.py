@@ -103,8 +103,14 @@ class Subject:
         self.progress = progress
         self.processes = processes
 
-    def on(self, split: str, limit: int | None = None) -> Subject:
-        """The same network with at most `limit` images of that split; the same object for the same question."""
+    def on(self, split: str, limit: int | None = None, *, strict: bool = False) -> Subject:
+        """Return the same network with at most `limit` images of that split; the same object for the same question.
+
+        With `strict` the split must be known to be what its name says: data that is not divided, such as a single
+        loader, stands for any split otherwise.
+        """
+        if strict and self._whole.undivided and split != self.split:
+            raise EmptySplitError(f"'{self._whole.name}' does not say which of its images are for {split}.", split)
         if (split, limit) not in self._views:
             self._views[split, limit] = self._with(self._whole, split, limit, self.output_names)
         return self._views[split, limit]
@@ -122,6 +128,10 @@ class Subject:
             names = self.classes if self.outputs == len(self.classes) else None
             self._elsewhere[source, limit] = self._with(dataset, "test", limit, self.output_names or names)
         return self._elsewhere[source, limit]
+
+    def over(self, dataset: Dataset) -> Subject:
+        """Return the same network with the same split of another data set."""
+        return self._with(dataset, self.split, None, self.output_names)
 
     def only(self, numbers: Sequence[int]) -> Subject:
         """The same network with those of its images, in that order."""

@@ -135,15 +135,14 @@ class Hits:
 
 class _Tally(Tally):
     def __init__(self, subject: Subject, bins: int) -> None:
-        self.name = subject.name
+        self.subject = subject
         self.outputs = subject.outputs
-        self.labels = subject.images.labels
         self.hits = Hits()
         self.nll, self.confidence = RunningMean(), RunningMean()
         self.reliability = Reliability(bins)
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        logits_bk, y_b = finite(logits, self.name).cpu().double(), batch.targets.cpu()
+        logits_bk, y_b = finite(logits, self.subject.name).cpu().double(), batch.targets.cpu()
         rank = ranks(logits_bk, y_b)
         self.hits.add(rank)
         log_p = logits_bk.log_softmax(1)
@@ -168,7 +167,8 @@ class _Tally(Tally):
         scalars["nll"] = mean(self.nll, 0.0)
         scalars["ece"] = self.reliability.error()
         scalars["confidence"] = mean(self.confidence, 0.0, 1.0)
-        scalars["commonest"] = Scalar(value=float(np.bincount(self.labels).max() / len(self.labels)))
+        labels = self.subject.images.labels
+        scalars["commonest"] = Scalar(value=float(np.bincount(labels).max() / len(labels)))
         return Result(scalars, arrays=self.reliability.diagram())
 
 

@@ -34,7 +34,7 @@ class MissingRate(OwningProbe):
     pairs: Annotated[int, Field(ge=1)] = Field(1024, description="at most so many pairs of training images")
 
     def view(self, subject: Subject) -> Subject:
-        return subject.on("train", 2 * self.pairs)
+        return subject.on("train", 2 * self.pairs, strict=True)
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) // 2)

@@ -33,7 +33,7 @@ class TrainNLL(OwningProbe):
     augment: bool = Field(True, description="the images as the run's training showed them, where that is known")
 
     def view(self, subject: Subject) -> Subject:
-        return subject.on("train")
+        return subject.on("train", strict=True)
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         if subject.training is None or not self.augment:

@@ -1,0 +1,236 @@
+"""Images from one's own loader: any iterable of batches, such as a torch DataLoader, as a `Dataset`.
+
+Shapes: B images of a batch, C channels, h x w pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic._core.errors import DataError
+from vitclinic._core.hashing import fingerprint
+from vitclinic.data.dataset import Dataset, Split
+from vitclinic.data.source import SPLITS
+
+LARGEST = 4 * 2**30
+"""Bytes of images that are kept in memory at most."""
+TOLERANCE = 1e-3
+"""How far rounding may take a pixel out of [0, 1]."""
+
+_IMAGES = ("pixel_values", "images", "image", "x")
+_LABELS = ("labels", "label", "targets", "target", "y")
+
+
+class Normalization(NamedTuple):
+    """What a network's input was normalized by: (pixel - mean) / std for each channel."""
+
+    mean: Sequence[float]
+    std: Sequence[float]
+
+
+class LoadedImages:
+    """Images in memory as floats in [0, 1], as `Split` reads them."""
+
+    def __init__(self, x_bchw: Tensor, digest: str) -> None:
+        self.x_bhwc: NDArray[np.float32] = x_bchw.permute(0, 2, 3, 1).contiguous().numpy()
+        self.digest = digest
+        self.skipped: list[str] = []
+        self.kept = np.arange(len(x_bchw))
+
+    def read(self, indices: NDArray[np.int64]) -> Any:
+        """Return images [B, h, w, C]."""
+        return self.x_bhwc[indices]
+
+
+def load_batches(
+    data: Iterable[Any] | Mapping[str, Iterable[Any]],
+    *,
+    limit: int | None = None,
+    normalization: Normalization | None = None,
+    normalized: bool | None = None,
+) -> Dataset:
+    """Read a loader once and keep its images in memory.
+
+    Args:
+        data: An iterable of batches, or of single samples: `(images, labels)`, a mapping such as
+            `{"pixel_values": ..., "labels": ...}`, or images alone. Or a mapping of splits to such loaders, as in
+            `{"train": ..., "test": ...}`; a single loader stands for any split.
+        limit: Read at most so many images of each split.
+        normalization: What the images are normalized by, if they are.
+        normalized: Say that they are, or are not; by default that is seen from their range, given a `normalization`.
+
+    Raises:
+        DataError: For images outside of [0, 1] that nobody said are normalized, images of different sizes, labels that
+            are not class numbers, or more images than memory should hold.
+
+    Example:
+        >>> batches = [(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1]))]
+        >>> dataset = load_batches(batches)
+        >>> len(dataset.test), dataset.size, dataset.classes
+        (4, (8, 8), ('0', '1', '2'))
+    """
+    loaders = data if is_split_mapping(data) else {"test": data}
+    read = {split: _read(loader, limit, normalization, normalized) for split, loader in loaders.items()}
+    shapes = {split: images.x_bhwc.shape[1:] for split, (images, _) in read.items()}
+    if len(set(shapes.values())) > 1:
+        raise DataError(f"The splits have images of different sizes: {_by_split(shapes)}.")
+    parts = {split: _split(images, labels) for split, (images, labels) in read.items()}
+    undivided = not is_split_mapping(data)
+    if undivided:
+        parts = dict.fromkeys(SPLITS, parts["test"])
+    empty = Split(next(iter(parts.values())).images, np.arange(0), np.arange(0))
+    height, width, channels = next(iter(shapes.values()))
+    digest = fingerprint([(split, images.digest) for split, (images, _) in sorted(read.items())])
+    return Dataset(
+        name="loader",
+        classes=_classes(loaders.values(), [labels for _, labels in read.values()]),
+        size=(height, width),
+        channels=channels,
+        splits={split: parts.get(split, empty) for split in SPLITS},
+        digest=digest,
+        undivided=undivided,
+    )
+
+
+def is_split_mapping(data: Any) -> bool:
+    """Tell `{"train": loader, "test": loader}` from a batch that is a mapping."""
+    return isinstance(data, Mapping) and bool(data) and set(data) <= set(SPLITS)
+
+
+def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the images and the labels, if there are some, of a batch or of a single sample."""
+    labels: Any = None
+    if isinstance(batch, Mapping):
+        images = next((batch[key] for key in _IMAGES if key in batch), None)
+        labels = next((batch[key] for key in _LABELS if key in batch), None)
+        if images is None:
+            raise DataError(
+                f"A batch has the keys {', '.join(map(str, batch))}; images are looked for under {_IMAGES}."
+            )
+    elif isinstance(batch, Sequence) and len(batch):
+        images, labels = batch[0], batch[1] if len(batch) > 1 else None
+    else:
+        images = batch
+    if not isinstance(images, Tensor) or images.ndim not in (3, 4):
+        shape = f" of shape {tuple(images.shape)}" if isinstance(images, Tensor) else ""
+        raise DataError(
+            f"A batch has {type(images).__name__}{shape} where images [B, C, h, w] are expected:"
+            " let the loader yield (images, labels)."
+        )
+    single = images.ndim == 3
+    return images[None] if single else images, None if labels is None else _class_numbers(labels, single)
+
+
+def _class_numbers(labels: Any, single: bool) -> Tensor:
+    y_b = torch.as_tensor(labels).reshape(-1) if single else torch.as_tensor(labels)
+    if y_b.ndim == 2 and y_b.shape[1] == 1:
+        y_b = y_b[:, 0]
+    if y_b.ndim != 1 or y_b.is_floating_point():
+        raise DataError(f"Labels must be class numbers [B] (got {y_b.dtype} of shape {tuple(y_b.shape)}).")
+    return y_b.long()
+
+
+def _read(
+    loader: Iterable[Any], limit: int | None, normalization: Normalization | None, normalized: bool | None
+) -> tuple[LoadedImages, NDArray[np.int64] | None]:
+    """Return the images in [0, 1], and their labels if there are some."""
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
+    count = size = 0
+    try:
+        batches = iter(loader)
+    except TypeError:
+        raise DataError(
+            f"{type(loader).__name__} is no data: give a folder, a name of `vitclinic list datasets`, or a loader."
+        ) from None
+    for batch in batches:
+        x_bchw, y_b = split_batch(batch)
+        x_bchw = x_bchw.detach().cpu()[: None if limit is None else limit - count]
+        if images and x_bchw.shape[1:] != images[0].shape[1:]:
+            raise DataError(f"Images of one size are expected (got {_shape(images[0])} and then {_shape(x_bchw)}).")
+        images.append(x_bchw)
+        if y_b is not None:
+            labels.append(y_b.cpu()[: len(x_bchw)])
+        count += len(x_bchw)
+        size += x_bchw.numel() * 4
+        if count == limit:
+            break
+        if size > LARGEST:
+            raise DataError(f"The loader has more than {LARGEST / 2**30:.0f} GiB of images: give limit={count // 2}.")
+    if not count:
+        raise DataError("The loader has no images.")
+    if labels and sum(map(len, labels)) != count:
+        raise DataError(f"The loader has {count} images and {sum(map(len, labels))} labels.")
+    y_n = torch.cat(labels).numpy() if labels else None
+    if y_n is not None and y_n.min() < 0:
+        raise DataError(f"Labels must be class numbers from 0 on (got {y_n.min()}).")
+    x_nchw = _in_unit_interval(torch.cat(images), normalization, normalized)
+    digest = hashlib.sha256(x_nchw.numpy().tobytes() + (b"" if y_n is None else y_n.tobytes())).hexdigest()
+    return LoadedImages(x_nchw, digest), y_n
+
+
+def _in_unit_interval(x_nchw: Tensor, normalization: Normalization | None, normalized: bool | None) -> Tensor:
+    """Undo the normalization of images that have one; a DataError where the result is not in [0, 1]."""
+    if x_nchw.dtype == torch.uint8:
+        raise DataError("The images are uint8: divide them by 255, as ToTensor does, so that pixels are in [0, 1].")
+    x_nchw = x_nchw.float()
+    if not bool(x_nchw.isfinite().all()):
+        raise DataError("Some image has a pixel that is not finite.")
+    inside = _is_inside(x_nchw)
+    if normalization is None:
+        if not inside:
+            low, high = x_nchw.min().item(), x_nchw.max().item()
+            raise DataError(
+                f"The loader's pixels go from {low:.3g} to {high:.3g}, and pixels in [0, 1] are expected. If it"
+                " normalizes them for the network, say by what (mean=, std=), or normalized=True for the network's own"
+                " preprocessing; else scale them."
+            )
+        return x_nchw
+    if not (not inside if normalized is None else normalized):
+        return _inside(x_nchw, "The loader's pixels go")
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in normalization)
+    if mean.numel() not in (1, x_nchw.shape[1]):
+        raise DataError(f"mean and std have {mean.numel()} values and the images {x_nchw.shape[1]} channels.")
+    return _inside(x_nchw * std + mean, "Without this mean and std the loader's pixels go")
+
+
+def _is_inside(x_nchw: Tensor) -> bool:
+    return bool(x_nchw.min() >= -TOLERANCE) and bool(x_nchw.max() <= 1 + TOLERANCE)
+
+
+def _inside(x_nchw: Tensor, what: str) -> Tensor:
+    if not _is_inside(x_nchw):
+        raise DataError(f"{what} from {x_nchw.min():.3g} to {x_nchw.max():.3g}, and pixels in [0, 1] are expected.")
+    return x_nchw.clamp(0, 1)
+
+
+def _split(images: LoadedImages, labels: NDArray[np.int64] | None) -> Split:
+    count = len(images.kept)
+    return Split(images, np.arange(count), np.zeros(count, np.int64) if labels is None else labels)
+
+
+def _classes(loaders: Iterable[Any], labels: Sequence[NDArray[np.int64] | None]) -> tuple[str, ...]:
+    """Return the names that the loader's data set has, or numbers up to the largest label; none without labels."""
+    if any(y_n is None for y_n in labels):
+        return ()
+    count = max(int(y_n.max()) for y_n in labels if y_n is not None) + 1
+    for loader in loaders:
+        names = getattr(getattr(loader, "dataset", loader), "classes", None)
+        if isinstance(names, Sequence) and len(names) >= count and all(isinstance(name, str) for name in names):
+            return tuple(names)
+    return tuple(map(str, range(count)))
+
+
+def _shape(x_bchw: Tensor) -> str:
+    return " x ".join(map(str, x_bchw.shape[1:]))
+
+
+def _by_split(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{split} {' x '.join(map(str, shape))}" for split, shape in shapes.items())

@@ -1,0 +1,222 @@
+"""Probes in one's own evaluation loop: they watch the forward passes that the loop makes anyway."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.records import Measurement
+from vitclinic.anatomy import AttentionMap, Site, record_attention, stream
+from vitclinic.data import Batch, Dataset, Split
+from vitclinic.data.loader import LoadedImages
+from vitclinic.probes.probe import Probe, Result, StreamingProbe, parse_probes
+from vitclinic.probes.running import obstacle_to, recorded
+from vitclinic.probes.shared_pass import Desk
+from vitclinic.probes.subject import Subject, as_logits
+
+
+class ProbeCollection:
+    """Several probes that read one network while a loop of the user's own calls it.
+
+    Only streaming probes can be used like this: those that read activations, attention maps and outputs. Others
+    (`sharpness`, `lesion`, ...) make passes of their own: call them, as in `Sharpness()(model, loader)`. The network is
+    measured in the mode in which the loop calls it; call `model.eval()` first for the numbers that `examine` gives.
+
+    Args:
+        model: The network that the loop calls. It may take pixels or normalized images: what it is given is what it
+            sees.
+        probes: Names, `{name: {option: value}}`, or probes.
+        seed: Of what is random in measuring.
+
+    Example:
+        >>> import timm
+        >>> from vitclinic.probes import ProbeCollection
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10).eval()
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8)) for _ in range(2)]
+        >>> with ProbeCollection(model, ["fourier", "accuracy"]) as probes:
+        ...     for images, labels in loader:
+        ...         _ = model(images)
+        ...         probes.update(labels)
+        >>> results = probes.compute()
+        >>> results["accuracy"].scalars["accuracy"].n
+        16
+    """
+
+    def __init__(
+        self, model: nn.Module, probes: str | Sequence[str | Mapping[str, Any] | Probe], *, seed: int = 0
+    ) -> None:
+        self.model, self.seed = model, seed
+        parsed = parse_probes([probes] if isinstance(probes, str) else probes)
+        if owning := [probe.name for probe in parsed if not isinstance(probe, StreamingProbe)]:
+            raise RecipeError(
+                f"{', '.join(owning)} cannot watch a loop, having passes of its own: call it on (model, loader)."
+            )
+        self.probes = {probe.name: probe for probe in parsed if isinstance(probe, StreamingProbe)}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._desk: Desk | None = None
+        self._subject: Subject | None = None
+        self._obstacles: dict[str, Exception] = {}
+        self._pass: ExitStack | None = None
+        self._seen: tuple[Batch, Tensor] | None = None
+        self._labels: list[Tensor] = []
+        self._digest = hashlib.sha256()
+        self._started = self._seconds = 0.0
+        self._training = self._busy = False
+
+    def __enter__(self) -> Self:
+        self._handle = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle.remove()
+
+    def update(self, labels: Tensor | None = None) -> None:
+        """Take in the batch that the network has just seen.
+
+        Args:
+            labels: Class numbers [B], for the probes that need them.
+
+        Raises:
+            RecipeError: If there was no forward pass since the last call, or labels are missing or of another number.
+        """
+        if self._seen is None or self._desk is None:
+            raise RecipeError("Call the network, inside of `with ProbeCollection(...)`, before each update.")
+        batch, logits = self._seen
+        wanting = [name for name, probe in self.probes.items() if "labels" in probe.needs]
+        if labels is None and wanting:
+            raise RecipeError(f"{', '.join(wanting)} needs labels: update(labels).")
+        targets = torch.zeros(len(batch), dtype=torch.long) if labels is None else torch.as_tensor(labels).detach()
+        if targets.shape != (len(batch),):
+            raise RecipeError(f"{len(batch)} labels are expected, as many as images (got {tuple(targets.shape)}).")
+        self._labels.append(targets.cpu().long())
+        with torch.no_grad():
+            self._desk.end_batch(replace(batch, targets=targets.long()), logits)
+        self._seen = None
+
+    def compute(self) -> dict[str, Measurement]:
+        """Return the measurement of each probe over all batches so far, whatever became of it (see its `status`)."""
+        if self._subject is None or self._desk is None:
+            raise RecipeError("There is nothing to compute yet: the network was not called.")
+        self._subject.dataset = self._all_images(self._subject.dataset)
+        vars(self._subject).pop("data_digest", None)
+        outcomes = {name: self._obstacles.get(name) or self._desk.outcome(name) for name in self.probes}
+        mode = "train" if self._training else "eval"
+        return {
+            name: recorded(
+                self.probes[name],
+                self._subject,
+                replace(outcome, mode=mode) if isinstance(outcome, Result) else outcome,
+                self._seconds,
+            )
+            for name, outcome in outcomes.items()
+        }
+
+    def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Get ready to read the forward pass that is about to begin."""
+        if self._busy:
+            return
+        if self._seen is not None:
+            raise RecipeError("Call update() after each forward pass: the last one was not taken in.")
+        images = next((value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)), None)
+        if images is None or images.ndim != 4:
+            raise ModelError("The network is expected to be called with images [B, C, h, w].")
+        images = images.detach()
+        if self._desk is None:
+            self._begin(images)
+        assert self._desk is not None
+        count = sum(map(len, self._labels))
+        indices = torch.arange(count, count + len(images))
+        batch = Batch(images, torch.full((len(images),), -1), indices, indices)
+        self._digest.update(images.cpu().contiguous().numpy().tobytes())
+        self._training |= module.training
+        self._desk.begin_batch(batch)
+        self._watch(self._desk)
+        self._seen = batch, torch.empty(0)
+        self._started = time.perf_counter()
+
+    def _watch(self, desk: Desk) -> None:
+        """Read activations and attention until `_after`."""
+
+        def read(site: Site, activation: Tensor) -> None:
+            with torch.no_grad():
+                desk.read(site, activation)
+
+        def view(seen: AttentionMap) -> None:
+            with torch.no_grad():
+                desk.view(replace(seen, weights=seen.weights.detach()))
+
+        self._pass = ExitStack()
+        self._pass.callback(lambda: last.remove())
+        if desk.readers:
+            self._pass.enter_context(stream({site: site for site in desk.readers}, read))
+        if desk.viewers:
+            self._pass.enter_context(record_attention(desk.viewers, view))
+        last = self.model.register_forward_hook(self._after, always_call=True)  # after all that read the output
+
+    def _after(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        assert self._pass is not None
+        assert self._seen is not None
+        self._seconds += time.perf_counter() - self._started
+        watching, self._pass = self._pass, None
+        if output is None:  # the forward pass failed, and its own error is on the way
+            self._seen = None
+            failure = ModelError("the forward pass failed")
+            watching.__exit__(ModelError, failure, None)
+            return
+        watching.close()
+        self._seen = self._seen[0], as_logits(output).detach()
+
+    def _begin(self, images: Tensor) -> None:
+        """Make a subject of the network with its first images, and let every probe begin."""
+        self._busy = True
+        try:
+            like = images[:1]
+            with torch.no_grad():
+                training = [(part, part.training) for part in self.model.modules()]
+                self.model.eval()
+                outputs = as_logits(self.model(like)).shape[-1]
+                for part, mode in training:
+                    part.training = mode
+            self._subject = Subject(
+                self.model,
+                _first_images(images, outputs),
+                name=type(self.model).__name__,
+                batch_size=len(images),
+                seed=self.seed,
+            )
+            self._desk = Desk()
+            for name, probe in self.probes.items():
+                obstacle = obstacle_to(probe, self._subject)
+                if obstacle is None:
+                    self._desk.attempt(name, self._desk.admit, name, probe, self._subject)
+                else:
+                    self._obstacles[name] = obstacle
+        finally:
+            self._busy = False
+
+    def _all_images(self, first: Dataset) -> Dataset:
+        """Return the data set that stands for all batches: its labels and digest; the pixels are gone."""
+        labels = torch.cat(self._labels).numpy()
+        digest = hashlib.sha256(self._digest.digest() + labels.tobytes()).hexdigest()
+        split = Split(first.test.images, np.arange(len(labels)), labels)
+        return replace(first, splits=dict.fromkeys(first.splits, split), digest=digest)
+
+
+def _first_images(images: Tensor, outputs: int) -> Dataset:
+    stored = LoadedImages(images.float().cpu(), "")
+    split = Split(stored, np.arange(len(images)), np.zeros(len(images), np.int64))
+    size = (images.shape[2], images.shape[3])
+    splits = dict.fromkeys(("train", "val", "test"), split)
+    return Dataset("loop", tuple(map(str, range(outputs))), size, images.shape[1], splits, "", undivided=True)
