@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitclinic._core.callback import Callback
     from vitclinic._core.records import Measurement
     from vitclinic.data import Dataset, open_data
     from vitclinic.exam import Exam, Exams
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from vitclinic.experiments.prescribe.prescribe import prescribe
     from vitclinic.experiments.study.conduct import study
     from vitclinic.models import create_model
-    from vitclinic.training import Observer, Recipe, Run, build_recipe, load, resume, train
+    from vitclinic.training import Recipe, Run, build_recipe, load, resume, train
     from vitclinic.treatments import treat
 
 __version__ = version("vitclinic")
@@ -37,7 +38,7 @@ _HOMES = {
     "Prescription": "vitclinic.experiments.prescribe",
     "prescribe": "vitclinic.experiments.prescribe",
     "study": "vitclinic.experiments.study.conduct",
-    "Observer": "vitclinic.training",
+    "Callback": "vitclinic._core.callback",
     "Recipe": "vitclinic.training",
     "Run": "vitclinic.training",
     "build_recipe": "vitclinic.training",
@@ -48,11 +49,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callback",
     "Dataset",
     "Exam",
     "Exams",
     "Measurement",
-    "Observer",
     "Prescription",
     "Recipe",
     "Run",

@@ -3,11 +3,12 @@ import json
 import pytest
 import torch
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RunError
-from vitclinic.training import Observer, resume, train
+from vitclinic.training import resume, train
 
 
-class Poison(Observer):
+class Poison(Callback):
     """Makes the weights NaN after a step, as a real divergence would."""
 
     def __init__(self, step):
@@ -20,7 +21,7 @@ class Poison(Observer):
 
 
 def test_a_divergence_is_a_result_and_keeps_the_last_good_checkpoint(tiny):
-    run = train(tiny(steps=20, validation={"every": 100}), observers=[Poison(12)])
+    run = train(tiny(steps=20, validation={"every": 100}), callbacks=[Poison(12)])
     assert run.status["status"] == "diverged"
     assert run.status["step"] == 13
     assert "step 13" in run.status["reason"]
@@ -40,7 +41,7 @@ def test_weights_that_exploded_just_before_a_checkpoint_do_not_replace_good_ones
         tiny(steps=20, checkpoint={"every": "1 steps"}, validation={"every": 100}, **words)
         if "validation" not in words
         else tiny(steps=20, checkpoint={"every": "1 steps"}, **words),
-        observers=[Poison(12)],
+        callbacks=[Poison(12)],
     )
     assert run.status["status"] == "diverged"
     for name in run.checkpoints.names():
@@ -56,6 +57,6 @@ def test_a_learning_rate_that_is_far_too_high_diverges(tiny):
 
 
 def test_metrics_of_a_divergence_are_strict_json(tiny):
-    run = train(tiny(steps=20), observers=[Poison(2)])
+    run = train(tiny(steps=20), callbacks=[Poison(2)])
     for line in (run.path / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

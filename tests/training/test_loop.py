@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from vitclinic._core.callback import Callback
 from vitclinic.data import TrainingStream, open_data
 from vitclinic.data.dataset import DataConfig
-from vitclinic.training import Observer, build_recipe, load, train
+from vitclinic.training import build_recipe, load, train
 from vitclinic.training.network import build_network
 
 
@@ -56,13 +57,13 @@ def test_accumulation_is_the_same_step_in_less_memory(tiny, tmp_path):
 def test_ema_is_the_average_it_says(tiny):
     seen = []
 
-    class Watch(Observer):
+    class Watch(Callback):
         def on_step(self, trainer):
             seen.append(trainer.network.state_dict()["backbone.head.weight"].clone())
 
     recipe = build_recipe(tiny(ema=0.8))
     initial = build_network(recipe, open_data(recipe.data)).state_dict()["backbone.head.weight"]
-    run = train(recipe, observers=[Watch()])
+    run = train(recipe, callbacks=[Watch()])
     average = initial
     for number, value in enumerate(seen):  # timm's warm-up: young averages forget faster
         decay = min(0.8, 1 - (1 + number) ** (-2 / 3)) if number else 0.0
@@ -152,21 +153,35 @@ def test_max_time_measures_once_and_stores_the_number_of_steps(tiny):
     assert run.status["total_steps"] == run.status["step"] > 5
 
 
-def test_observers_see_epochs_and_rows(tiny):
+def test_callbacks_see_epochs_and_the_end(tiny):
     calls = []
 
-    class Watch(Observer):
-        def on_start(self, trainer):
+    class Watch(Callback):
+        def on_train_start(self, trainer):
             calls.append("start")
 
         def on_epoch(self, trainer, epoch):
             calls.append(epoch)
 
-        def on_end(self, status):
+        def on_train_end(self, status):
             calls.append(status)
 
-    train(tiny(steps=10), observers=[Watch()])
+    train(tiny(steps=10), callbacks=[Watch()])
     assert calls == ["start", 0, 1, 2, "finished"]
+
+
+def test_callbacks_hear_of_reading_before_training_starts(tiny, photo_folder):
+    calls = []
+
+    class Watch(Callback):
+        def on_progress(self, what, done, total):
+            calls.append((what, done, total))
+
+        def on_train_start(self, trainer):
+            calls.append("start")
+
+    train(tiny(steps=1, model={**tiny()["model"], "img_size": 16}, data=str(photo_folder)), callbacks=[Watch()])
+    assert calls[-2:] == [("reading", 40, 40), "start"]
 
 
 def test_tensorboard_is_written(tiny):

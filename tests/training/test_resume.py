@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitclinic.training import Observer, Run, resume, train
+from vitclinic._core.callback import Callback
+from vitclinic.training import Run, resume, train
 from vitclinic.training.run import without_timing
 
 HARD = {
@@ -128,13 +129,13 @@ def test_a_damaged_last_checkpoint_resumes_from_the_previous_one_to_the_same_bit
 
 
 def test_cut_off_between_the_last_checkpoint_and_the_test(tiny, tmp_path, whole):
-    class Stop(Observer):
+    class Stop(Callback):
         def on_row(self, row):
             if row["kind"] == "test":
                 raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError):
-        train(tiny(**HARD, out=str(tmp_path / "late")), observers=[Stop()])
+        train(tiny(**HARD, out=str(tmp_path / "late")), callbacks=[Stop()])
     same(whole, resume(tmp_path / "late"))
 
 

@@ -95,13 +95,14 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tiny, tmp_path):
     plain = tiny(steps=10, checkpoint={"every": "5 steps"})
     code = (
         "import json, resource, signal, sys\n"
-        "from vitclinic._core.errors import RunError\nfrom vitclinic.training import Observer, train\n"
+        "from vitclinic._core.callback import Callback\nfrom vitclinic._core.errors import RunError\n"
+        "from vitclinic.training import train\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "class Fill(Observer):\n"
+        "class Fill(Callback):\n"
         "    def on_step(self, trainer):\n"
         "        if trainer.step == 7:\n"
         "            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
-        "try:\n    train(json.loads(sys.argv[1]), observers=[Fill()])\n"
+        "try:\n    train(json.loads(sys.argv[1]), callbacks=[Fill()])\n"
         "except RunError as error:\n    print('sentence:', error)\n"
     )
     import json
@@ -119,15 +120,15 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tiny, tmp_path):
 
 
 def test_a_resumed_run_keeps_its_recipe(tiny):
-    from vitclinic.training import Observer
+    from vitclinic._core.callback import Callback
 
-    class Stop(Observer):
+    class Stop(Callback):
         def on_step(self, trainer):
             if trainer.step == 3:
                 raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        train(tiny(), observers=[Stop()])
+        train(tiny(), callbacks=[Stop()])
     run = Run.open(tiny()["out"])
     assert run.status["status"] == "failed"
     with pytest.raises(RecipeError, match="seed cannot change"):
@@ -136,9 +137,9 @@ def test_a_resumed_run_keeps_its_recipe(tiny):
 
 
 def test_moved_data_can_be_named_anew(tiny, tmp_path, picture):
-    from vitclinic.training import Observer
+    from vitclinic._core.callback import Callback
 
-    class Stop(Observer):
+    class Stop(Callback):
         def on_step(self, trainer):
             raise RuntimeError("power cut")
 
@@ -146,7 +147,7 @@ def test_moved_data_can_be_named_anew(tiny, tmp_path, picture):
         (tmp_path / "set" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
         picture(number, (8, 8)).save(tmp_path / "set" / "ab"[number % 2] / f"{number}.png")
     with pytest.raises(RuntimeError):
-        train(tiny(data=str(tmp_path / "set")), observers=[Stop()])
+        train(tiny(data=str(tmp_path / "set")), callbacks=[Stop()])
     (tmp_path / "set").rename(tmp_path / "moved")
     with pytest.raises(RecipeError, match="out cannot change"):
         resume(tmp_path / "run", f"data={tmp_path / 'moved'}", "out=elsewhere")
@@ -160,9 +161,9 @@ def test_a_directory_whose_making_was_cut_off_can_be_used(tiny, tmp_path):
 
 
 def test_changed_data_cannot_be_resumed(tiny, tmp_path, picture):
-    from vitclinic.training import Observer
+    from vitclinic._core.callback import Callback
 
-    class Stop(Observer):
+    class Stop(Callback):
         def on_step(self, trainer):
             raise RuntimeError("power cut")
 
@@ -171,7 +172,7 @@ def test_changed_data_cannot_be_resumed(tiny, tmp_path, picture):
         for number in range(20):
             picture(number, (8, 8)).save(tmp_path / "set" / name / f"{number}.png")
     with pytest.raises(RuntimeError):
-        train(tiny(data=str(tmp_path / "set")), observers=[Stop()])
+        train(tiny(data=str(tmp_path / "set")), callbacks=[Stop()])
     picture(77, (8, 8)).save(tmp_path / "set" / "a" / "0.png")
     with pytest.raises(RunError, match="has changed"):
         resume(tmp_path / "run")

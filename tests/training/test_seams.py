@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
-from vitclinic.training import Observer, load, resume, train
+from vitclinic.training import load, resume, train
 from vitclinic.treatments import Objective, Treatment, register
 from vitclinic.treatments.treatment import TREATMENTS
 
@@ -117,7 +118,7 @@ def test_a_treated_network_loads_back(tiny):
 
 
 def test_a_treated_run_resumes_exactly(tiny, tmp_path):
-    class Stop(Observer):
+    class Stop(Callback):
         def on_step(self, trainer):
             if trainer.step == 8:
                 raise RuntimeError("power cut")
@@ -126,7 +127,7 @@ def test_a_treated_run_resumes_exactly(tiny, tmp_path):
     plain = tiny(treatments=ALL, steps=12, model=model, checkpoint="3 steps")
     whole = train({**plain, "out": str(tmp_path / "whole")})
     with pytest.raises(RuntimeError):
-        train(plain, observers=[Stop()])
+        train(plain, callbacks=[Stop()])
     resumed = resume(plain["out"])
     for name, value in whole.checkpoints.read_model("last").items():
         assert torch.equal(value, resumed.checkpoints.read_model("last")[name]), name

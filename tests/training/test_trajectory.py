@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic.training import Observer, Run, resume, train
+from vitclinic.training import Run, resume, train
 from vitclinic.training.callbacks import FILE, projection, read_projections
 
 DRAWS = 400
@@ -60,7 +61,7 @@ def rows(run):
     return {step: (epoch, row.tolist()) for step, (epoch, row) in read_projections(run.path).items()}
 
 
-class StopsAt(Observer):
+class StopsAt(Callback):
     """Raises after a step, as a crash would."""
 
     def __init__(self, step):
@@ -77,7 +78,7 @@ def test_a_resumed_run_has_the_same_rows(tiny, tmp_path, crash):
     whole = train(tiny(**options, out=str(tmp_path / "whole")))
     assert [(step, epoch) for step, (epoch, _) in rows(whole).items()] == [(0, 0.0), (5, 1.0), (10, 2.0), (12, 2.4)]
     with pytest.raises(RuntimeError, match="crash"):
-        train(tiny(**options), observers=[StopsAt(crash)])
+        train(tiny(**options), callbacks=[StopsAt(crash)])
     run = Run(tmp_path / "run")
     assert rows(run) != rows(whole)
     assert rows(resume(run.path)) == rows(whole)
@@ -92,7 +93,7 @@ def test_the_rows_are_the_projections_of_the_checkpoints_parameters(tiny):
 
 def test_rows_of_another_size_and_damaged_ones_are_sentences(tiny, tmp_path):
     with pytest.raises(RuntimeError, match="crash"):
-        train(tiny(logging={"trajectory": 20}), observers=[StopsAt(4)])
+        train(tiny(logging={"trajectory": 20}), callbacks=[StopsAt(4)])
     run = Run(tmp_path / "run")
     with pytest.raises(RecipeError, match="projections of size 20"):
         resume(run.path, "logging.trajectory=30")

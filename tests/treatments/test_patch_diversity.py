@@ -12,12 +12,13 @@ from torch import nn
 
 from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
 from tests.treatments.test_contract import ONE_EACH
+from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import World
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Augment, Batch, DataConfig, open_data
 from vitclinic.tasks.classification import LossConfig, Task
-from vitclinic.training import Observer, load, resume, train
+from vitclinic.training import load, resume, train
 from vitclinic.training.recipe import build_recipe
 from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import (
@@ -297,7 +298,7 @@ def test_a_run_saves_and_loads_back_without_the_mixing_head(tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, {"ema": 0.9, "accumulate": 2, "precision": "bf16"}])
 def test_an_interrupted_run_resumes_exactly(tmp_path, changes):
-    class Stop(Observer):
+    class Stop(Callback):
         def on_step(self, trainer):
             if trainer.step == 5:
                 raise RuntimeError("power cut")
@@ -307,7 +308,7 @@ def test_an_interrupted_run_resumes_exactly(tmp_path, changes):
     whole = train({**plain, "out": str(tmp_path / "whole")})
     torch.rand(17)  # the mixing head is drawn from the seed, not from wherever the generator stands
     with pytest.raises(RuntimeError):
-        train(plain, observers=[Stop()])
+        train(plain, callbacks=[Stop()])
     resumed = resume(plain["out"])
     expected, found = whole.checkpoints.read("last"), resumed.checkpoints.read("last")
     for name, value in expected[0].items():

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import TreatmentError
-from vitclinic.training import Observer, Recipe, build_recipe, load, resume, train
+from vitclinic.training import Recipe, build_recipe, load, resume, train
 from vitclinic.treatments import known_treatments, treatments_of
 
 VIT = {"name": "vit_tiny_fitted", "patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2}
@@ -51,7 +52,7 @@ def recipe(out: Path, treatments: list[Any], **changes: Any) -> Recipe:
     return build_recipe(settings | changes)
 
 
-class Keeper(Observer):
+class Keeper(Callback):
     """The network's weights and outputs at the end of the run."""
 
     def on_step(self, trainer: Any) -> None:
@@ -60,7 +61,7 @@ class Keeper(Observer):
             self.treated = treatments_of(trainer.network)
 
 
-class Stopper(Observer):
+class Stopper(Callback):
     def on_step(self, trainer: Any) -> None:
         if trainer.step == 3:
             raise KeyboardInterrupt
@@ -73,11 +74,11 @@ def names(treatments: list[Any]) -> list[str]:
 @pytest.mark.parametrize("treatments", [*([name] for name in known_treatments()), *COMPANY], ids=str)
 def test_a_treated_run_resumes_and_loads_back_exactly(tmp_path: Path, treatments: list[Any]) -> None:
     whole, cut = Keeper(), Keeper()
-    run = train(recipe(tmp_path / "whole", treatments), observers=[whole])
+    run = train(recipe(tmp_path / "whole", treatments), callbacks=[whole])
     assert run.status["status"] == "finished"
     with pytest.raises(KeyboardInterrupt):
-        train(recipe(tmp_path / "cut", treatments), observers=[Stopper()])
-    resume(tmp_path / "cut", observers=[cut])
+        train(recipe(tmp_path / "cut", treatments), callbacks=[Stopper()])
+    resume(tmp_path / "cut", callbacks=[cut])
     assert cut.state.keys() == whole.state.keys()
     assert all(torch.equal(value, whole.state[name]) for name, value in cut.state.items())
 

@@ -22,8 +22,9 @@ from tests.treatments.passes import (
     sam_gradient,
     weights,
 )
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
-from vitclinic.training import Observer, resume, train
+from vitclinic.training import resume, train
 from vitclinic.training.trainer import PlainStep
 from vitclinic.treatments import parse_treatments
 from vitclinic.treatments.sam_core import Ascent, gradients_apart, kept_buffers
@@ -283,13 +284,13 @@ def tensors(trainer):
     return [value.clone() for value in found]
 
 
-class Explode(Observer):
+class Explode(Callback):
     """Notes for each exploding step whether it changed anything."""
 
     def __init__(self, *steps):
         self.steps, self.before, self.kept = steps, [], []
 
-    def on_start(self, trainer):
+    def on_train_start(self, trainer):
         explode_at(trainer, self.steps)
         self.before = tensors(trainer)
 
@@ -306,7 +307,7 @@ class Explode(Observer):
 def test_a_first_gradient_that_is_not_finite_skips_the_step(tiny, treatments, precision):  # noqa: F811
     watch = Explode(0, 3, 4)
     plain = tiny(treatments=treatments, precision=precision, ema=0.9, schedule={"warmup": 0})
-    run = train(plain, observers=[watch])
+    run = train(plain, callbacks=[watch])
     assert run.status["status"] == "finished"
     assert watch.kept == [True, True, True]
     rows = [row for row in run.metrics if row["kind"] == "train"]
@@ -316,7 +317,7 @@ def test_a_first_gradient_that_is_not_finite_skips_the_step(tiny, treatments, pr
 
 def test_a_run_whose_gradients_are_never_finite_has_diverged(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr("vitclinic.training.trainer.STUCK", 3)
-    run = train(tiny(steps=9, treatments=["sam"]), observers=[Explode(1, 2, *range(4, 9))])
+    run = train(tiny(steps=9, treatments=["sam"]), callbacks=[Explode(1, 2, *range(4, 9))])
     assert run.status["status"] == "diverged"
     assert run.status["reason"] == "no gradient was finite in the 3 steps up to step 7"
 
@@ -390,7 +391,7 @@ def test_parallel_gradients_leave_nothing_to_reuse():
     assert look.steps == 2
 
 
-class Stop(Observer):
+class Stop(Callback):
     def on_step(self, trainer):
         if trainer.step == 8:
             raise RuntimeError("power cut")
@@ -402,7 +403,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tiny, tmp_path, opti
     plain = tiny(treatments=[{"sam": options}], steps=12, accumulate=2, model=model, checkpoint="5 steps")
     whole = train({**plain, "out": str(tmp_path / "whole")})
     with pytest.raises(RuntimeError):
-        train(plain, observers=[Stop()])
+        train(plain, callbacks=[Stop()])
     resumed = resume(plain["out"])
     for name, value in whole.checkpoints.read_model("last").items():
         assert torch.equal(value, resumed.checkpoints.read_model("last")[name]), name

@@ -47,9 +47,9 @@ def train(
         raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
     with Display(console) as display:
         if resume is not None:
-            run = resume_run(resume, *changes, observers=[display], progress=display.on_reading)
+            run = resume_run(resume, *changes, callbacks=[display])
         else:
-            run = train_run(recipe, *changes, observers=[display], progress=display.on_reading)
+            run = train_run(recipe, *changes, callbacks=[display])
     finish(run, console)
 
 
@@ -73,7 +73,7 @@ def demo(
 
         console = console_for(verbose=False, quiet=quiet)
         with Display(console) as training:
-            runs = train_both(path, observers=[training], progress=training.on_reading)
+            runs = train_both(path, callbacks=[training])
         with ExamDisplay(console) as examining:
             done = compare(*runs, path / "report.html", watcher=examining)
         show_exams(done.exams, console, whole=False)

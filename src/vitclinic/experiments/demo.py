@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.records import Finding, Measurement, Scalar
-from vitclinic.data.cache import Progress
 from vitclinic.exam import Exams, examine
 from vitclinic.exam.findings.rule import Evidence, high, low, shown
 from vitclinic.exam.schedule import Watcher
 from vitclinic.reports.page import write_report
-from vitclinic.training import Observer, Run, resume, train
+from vitclinic.training import Run, resume, train
 
 RECIPE = "shapes"
 SHORTER = ("data.source=shapes:2500", "epochs=4")
@@ -60,15 +60,10 @@ class Compared:
     page: Path
 
 
-def train_both(
-    out: str | Path,
-    *,
-    observers: Sequence[Observer] = (),
-    progress: Progress = lambda what, done, total: None,
-) -> tuple[Run, Run]:
+def train_both(out: str | Path, *, callbacks: Sequence[Callback] = ()) -> tuple[Run, Run]:
     """The plain network and the treated one in `out`; goes on where it was stopped."""
-    plain = _trained(Path(out) / "plain", [], observers, progress)
-    treated = _trained(Path(out) / "treated", [f"treatments=[{', '.join(TREATMENTS)}]"], observers, progress)
+    plain = _trained(Path(out) / "plain", [], callbacks)
+    treated = _trained(Path(out) / "treated", [f"treatments=[{', '.join(TREATMENTS)}]"], callbacks)
     return plain, treated
 
 
@@ -80,13 +75,13 @@ def compare(plain: Run, treated: Run, page: str | Path, watcher: Watcher | None 
     return Compared(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))
 
 
-def _trained(path: Path, words: list[str], observers: Sequence[Observer], progress: Progress) -> Run:
+def _trained(path: Path, words: list[str], callbacks: Sequence[Callback]) -> Run:
     """The run at `path`: as it ended, gone on with, or new. A signal that stopped it is raised."""
     if not (path / "recipe.yaml").is_file():
         out = json.dumps(str(path), ensure_ascii=False)  # words are YAML, to which a path may mean something else
-        run = train(RECIPE, *SHORTER, f"out={out}", *words, observers=observers, progress=progress)
+        run = train(RECIPE, *SHORTER, f"out={out}", *words, callbacks=callbacks)
     elif (run := Run.open(path)).status["status"] not in ("finished", "diverged"):
-        run = resume(path, observers=observers, progress=progress)
+        run = resume(path, callbacks=callbacks)
     if run.status["status"] == "interrupted":
         raise KeyboardInterrupt
     return run

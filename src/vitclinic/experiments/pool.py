@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from vitclinic._core.callback import Callback
 from vitclinic.data import open_data
-from vitclinic.training import Observer, Recipe, Run, resume, train
+from vitclinic.training import Recipe, Run, resume, train
 
 ENDED = ("finished", "diverged")
 """Statuses that the same recipe would end in again: a divergence is a result like any other."""
@@ -43,7 +44,7 @@ class Pool:
         run = Run.open(path)
         return run if run.status["status"] in ENDED else None
 
-    def trained(self, recipe: Recipe, observers: Sequence[Observer] = ()) -> Run:
+    def trained(self, recipe: Recipe, callbacks: Sequence[Callback] = ()) -> Run:
         """The ended run of a recipe: found, resumed if it was interrupted or failed, or trained.
 
         A signal that stopped the training, once that is saved, is raised as KeyboardInterrupt; that another process is
@@ -54,15 +55,15 @@ class Pool:
             return found
         path = self.path(recipe)
         with Run(path).locked():  # before another look: until then, another process may have trained it
-            return self.find(recipe) or self._train(recipe, path, observers)
+            return self.find(recipe) or self._train(recipe, path, callbacks)
 
-    def _train(self, recipe: Recipe, path: Path, observers: Sequence[Observer]) -> Run:
+    def _train(self, recipe: Recipe, path: Path, callbacks: Sequence[Callback]) -> Run:
         if (path / "recipe.yaml").is_file():
             # Where the same data lies by now, and what changes no number, is the asking recipe's to say.
             words = [f"data.source={json.dumps(recipe.data.source)}", f"device={recipe.device}"]
-            run = resume(path, *words, observers=observers)
+            run = resume(path, *words, callbacks=callbacks)
         else:
-            run = train(recipe.model_copy(update={"out": str(path)}), observers=observers)
+            run = train(recipe.model_copy(update={"out": str(path)}), callbacks=callbacks)
         if run.status["status"] not in ENDED:
             raise KeyboardInterrupt(f"'{path}' was interrupted; it goes on when it is asked for again")
         return run

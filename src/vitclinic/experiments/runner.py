@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import LockedError
 from vitclinic.data import DataConfig
 from vitclinic.experiments.pool import Pool
-from vitclinic.training import Observer, Recipe, Run
+from vitclinic.training import Recipe, Run
 from vitclinic.training.interrupts import listening
 
 if TYPE_CHECKING:
@@ -155,14 +156,14 @@ class Queue:
         self.told = True
 
 
-def attempt(pool: Pool, recipe: Recipe, observers: Sequence[Observer], after: After | None = None) -> Outcome:
+def attempt(pool: Pool, recipe: Recipe, callbacks: Sequence[Callback], after: After | None = None) -> Outcome:
     """Train and measure, or say why that failed. A signal is raised as KeyboardInterrupt, also after the last step.
 
     That another process is training or measuring it is no failure, and raised as LockedError.
     """
     with listening() as interrupt:
         try:
-            outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, observers)))
+            outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, callbacks)))
         finally:
             if interrupt.signal is not None:
                 raise KeyboardInterrupt
@@ -215,7 +216,7 @@ class Tally:
         self.watcher.on_progress(self.done + sum(self.shares.values()), self.total)
 
 
-class StepShare(Observer):
+class StepShare(Callback):
     """Tells a tally which share of a run's steps is done."""
 
     def __init__(self, tally: Tally, path: Path) -> None:

@@ -18,10 +18,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import LockedError
 from vitclinic.experiments.pool import Pool
 from vitclinic.experiments.runner import After, Outcome, Queue, Tally, attempt
-from vitclinic.training import Observer, Recipe
+from vitclinic.training import Recipe
 
 if TYPE_CHECKING:
     from vitclinic.training.trainer import Trainer
@@ -164,7 +165,7 @@ def _stop_with_the_leader() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _Reporter(Observer):
+class _Reporter(Callback):
     """Tells the leader how far a run is."""
 
     def __init__(self, connection: Connection) -> None:

@@ -1,47 +1,28 @@
-"""Read-only observers of a training run."""
+"""The callbacks that `logging` of a recipe asks for: TensorBoard events, and the trajectory of the weights."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import MissingExtraError, RecipeError, RunError
 from vitclinic._core.io import write_bytes
 from vitclinic.data.randomness import generator
-from vitclinic.training.run import Row
 
 if TYPE_CHECKING:
     from vitclinic.training.trainer import Trainer
 
 
-class Observer:
-    """Override what you need. Observers may look at the trainer and must not change it."""
-
-    def on_start(self, trainer: Trainer) -> None:
-        """Before the first step (of this process: a resumed run starts again)."""
-
-    def on_row(self, row: Row) -> None:
-        """A row was added to the metrics: training, validation or test."""
-
-    def on_step(self, trainer: Trainer) -> None:
-        """A step is done."""
-
-    def on_epoch(self, trainer: Trainer, epoch: int) -> None:
-        """`epoch` epochs are done (0: before the first step)."""
-
-    def on_end(self, status: str) -> None:
-        """The run has ended, one way or the other."""
-
-
-class TensorBoard(Observer):
+class TensorBoard(Callback):
     """Writes every number of every row as TensorBoard events."""
 
     def __init__(self, folder: Path) -> None:
@@ -49,18 +30,18 @@ class TensorBoard(Observer):
             raise MissingExtraError("logging.tensorboard", "tensorboard")
         self.folder = folder
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(self.folder), purge_step=trainer.step + 1)
 
-    def on_row(self, row: Row) -> None:
+    def on_row(self, row: Mapping[str, Any]) -> None:
         named = {**row, **{f"loss/{name}": value for name, value in row["losses"].items()}}
         for name, value in named.items():
             if isinstance(value, int | float) and name != "step":
                 self.writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
 
-    def on_end(self, status: str) -> None:
+    def on_train_end(self, status: str) -> None:
         self.writer.close()
 
 
@@ -91,7 +72,7 @@ def projection(parameters: Iterable[tuple[str, Tensor]], size: int, seed: int) -
     return total
 
 
-class TrajectoryObserver(Observer):
+class TrajectoryRecorder(Callback):
     """Keeps the projections of a run in `trajectory.npz`: at the start, after every epoch and at the end.
 
     The weights are those that checkpoints hold, averaged ones with `ema`. A resumed run goes on with the same rows.
@@ -105,7 +86,7 @@ class TrajectoryObserver(Observer):
         if found != size:
             raise RecipeError(f"logging.trajectory is {size}, and '{self.file}' has projections of size {found}.")
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         """What was written after the checkpoint to resume from is about to be written again."""
         self.rows = {step: row for step, row in self.rows.items() if step <= trainer.step}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -10,12 +12,12 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.table import Table
 from rich.text import Text
 
-from vitclinic.training.callbacks import Observer
-from vitclinic.training.run import Row, Run
+from vitclinic._core.callback import Callback
+from vitclinic.training.run import Run
 from vitclinic.training.trainer import Trainer
 
 
-class Display(Observer):
+class Display(Callback):
     """Shows reading, training and results on `console`. Use as a context manager around `train`."""
 
     def __init__(self, console: Console) -> None:
@@ -42,13 +44,12 @@ class Display(Observer):
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
-    def on_reading(self, what: str, done: int, total: int) -> None:
-        """Progress of decoding the data."""
+    def on_progress(self, what: str, done: float, total: float) -> None:
         if self.reading is None or done == 1:
             self.reading = self.bar.add_task(f"{what} images", total=total, facts="")
         self.bar.update(self.reading, completed=done, visible=done < total)
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         self.batch_size = trainer.recipe.batch_size
         network, data = trainer.network, trainer.dataset
         count = sum(p.numel() for p in network.parameters())
@@ -74,7 +75,7 @@ class Display(Observer):
         self.training = self.bar.add_task("training", total=trainer.total_steps, completed=trainer.step, facts="")
         self.started = time.monotonic()
 
-    def on_row(self, row: Row) -> None:
+    def on_row(self, row: Mapping[str, Any]) -> None:
         if row["kind"] == "train" and self.training is not None:
             rate = row["timing"]["images_per_second"]
             self.bar.update(self.training, loss=row["loss"], rate=rate, epoch=row["epoch"])
@@ -92,7 +93,7 @@ class Display(Observer):
         if self.training is not None:
             self.bar.update(self.training, completed=trainer.step)
 
-    def on_end(self, status: str) -> None:
+    def on_train_end(self, status: str) -> None:
         self.bar.stop()
 
 

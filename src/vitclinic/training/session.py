@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
 from typing import Any
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import World
 from vitclinic.tasks.classification import evaluate
-from vitclinic.training.callbacks import Observer
 from vitclinic.training.interrupts import Interrupt
 from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.run import MetricsFile, Row, Run, cut_back
@@ -24,10 +23,10 @@ from vitclinic.training.trainer import Trainer
 class Session:
     """Drives a trainer and keeps the run directory."""
 
-    def __init__(self, run: Run, trainer: Trainer, observers: Sequence[Observer], interrupt: Interrupt) -> None:
+    def __init__(self, run: Run, trainer: Trainer, callback: Callback, interrupt: Interrupt) -> None:
         self.run, self.trainer, self.interrupt = run, trainer, interrupt
         self.world: World = trainer.world
-        self.observers = observers if self.world.leads else ()
+        self.callback = callback if self.world.leads else Callback()
         self.best: dict[str, Any] | None = None
         self._resume()
         self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.world.leads else None
@@ -35,7 +34,7 @@ class Session:
     def fit(self) -> str:
         """Train to the end, a divergence or an interruption; returns the run's status."""
         trainer = self.trainer
-        self._tell("on_start", trainer)
+        self.callback.on_train_start(trainer)
         if trainer.step == 0:
             self._save(self._epochs_done(-1))
         while trainer.step < trainer.total_steps:
@@ -48,7 +47,7 @@ class Session:
                 self._record(row)
             if reason:
                 return self._diverged(reason)
-            self._tell("on_step", trainer)
+            self.callback.on_step(trainer)
             if validates:
                 score = self._score("val")
                 if reason := trainer.diverged(score):
@@ -132,7 +131,7 @@ class Session:
     def _record(self, row: Row) -> None:
         if self.metrics is not None:
             self.metrics.append(row)
-        self._tell("on_row", row)
+        self.callback.on_row(row)
 
     def _save(self, names: list[str]) -> None:
         if not names or not self.world.leads or self.metrics is None:
@@ -145,21 +144,16 @@ class Session:
         self.run.write_status("running", step=self.trainer.step)
 
     def _epochs_done(self, before: int) -> list[str]:
-        """Tell observers of the epochs that the last step completed; the checkpoints to keep of them."""
+        """Tell the callback of the epochs that the last step completed; return the checkpoints to keep of them."""
         done = range(before + 1, self.trainer.epoch + 1)
-        for observer in self.observers:
-            for epoch in done:
-                observer.on_epoch(self.trainer, epoch)
+        for epoch in done:
+            self.callback.on_epoch(self.trainer, epoch)
         return [f"epoch-{epoch}" for epoch in done if epoch in self.trainer.recipe.checkpoint.keep_epochs]
-
-    def _tell(self, event: str, subject: Any) -> None:
-        for observer in self.observers:
-            getattr(observer, event)(subject)
 
     def _end(self, status: str, **fields: Any) -> str:
         if self.world.leads and self.metrics is not None:
             self.metrics.sync()
             self.metrics.close()
             self.run.write_status(status, **fields)
-        self._tell("on_end", status)
+        self.callback.on_train_end(status)
         return status

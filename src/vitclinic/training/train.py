@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import World, joined_world, pick_device
 from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic.data import Dataset, open_data
-from vitclinic.data.cache import Progress
 from vitclinic.training.budget import total_steps
-from vitclinic.training.callbacks import Observer, TensorBoard, TrajectoryObserver
+from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
 from vitclinic.training.interrupts import listening
 from vitclinic.training.recipe import Recipe, build_recipe
 from vitclinic.training.run import Run
@@ -25,15 +25,10 @@ from vitclinic.training.trainer import Trainer
 T = TypeVar("T")
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    pass
-
-
 def train(
     recipe: Recipe | str | Path | Mapping[str, Any] | None = None,
     *words: str,
-    observers: Sequence[Observer] = (),
-    progress: Progress = _silent,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train by a recipe (a shipped one's name, a file, plain data or a `Recipe`), changed by `key=value` words.
 
@@ -50,10 +45,10 @@ def train(
     else:
         resolved = build_recipe(recipe, words)
     resolved.parsed_treatments()  # a mistake there is found before any data is read
-    return _in_world(resolved, None, observers, progress)
+    return _in_world(resolved, None, callbacks)
 
 
-def resume(path: str | Path, *words: str, observers: Sequence[Observer] = (), progress: Progress = _silent) -> Run:
+def resume(path: str | Path, *words: str, callbacks: Sequence[Callback] = ()) -> Run:
     """Continue a run from its newest whole checkpoint, to the same numbers as without the interruption.
 
     Only what does not change the numbers may be given anew: workers, device, logging, and where the same data now lies
@@ -68,26 +63,26 @@ def resume(path: str | Path, *words: str, observers: Sequence[Observer] = (), pr
         raise RunError(f"'{path}' is finished; there is nothing to resume.")
     if run.status["status"] == "diverged":
         raise RunError(f"'{path}' diverged ({run.status['reason']}); it would again. Change the recipe instead.")
-    return _in_world(recipe, run, observers, progress)
+    return _in_world(recipe, run, callbacks)
 
 
-def _in_world(recipe: Recipe, run: Run | None, observers: Sequence[Observer], progress: Progress) -> Run:
+def _in_world(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
     device = pick_device(recipe.device)
     with ExitStack() as stack:
         world = stack.enter_context(joined_world(device))
         stack.enter_context(torch.random.fork_rng(enabled=True))
-        dataset = _leader_first(world, lambda: _open_data(recipe, progress if world.leads else _silent))
+        dataset = _leader_first(world, lambda: _open_data(recipe, CallbackList(callbacks if world.leads else ())))
         # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
         # process looks for it and makes it, since the others would find it made.
         path = Path(_leader_only(world, lambda: str(_checked_path(recipe, run, dataset))))
         if recipe.logging.tensorboard and world.leads:
-            observers = [*observers, TensorBoard(path / "tensorboard")]
+            callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
         if recipe.logging.trajectory is not None and world.leads:
-            observers = [*observers, TrajectoryObserver(path, recipe.logging.trajectory)]
+            callbacks = [*callbacks, TrajectoryRecorder(path, recipe.logging.trajectory)]
         steps = run.status.get("total_steps") if run is not None else None
         trainer = Trainer(recipe, dataset, steps or total_steps(recipe, dataset, world, device), world, device)
         _leader_only(world, lambda: _claim(path, recipe, run, dataset, stack))
-        return _fit(Run(path), trainer, observers)
+        return _fit(Run(path), trainer, CallbackList(callbacks))
 
 
 def _checked_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
@@ -106,11 +101,11 @@ def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack:
         Run.create(path, recipe, dataset)
 
 
-def _fit(run: Run, trainer: Trainer, observers: Sequence[Observer]) -> Run:
+def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
     leads = trainer.world.leads
     try:
         with listening() as interrupt:
-            Session(run, trainer, observers, interrupt).fit()
+            Session(run, trainer, callback, interrupt).fit()
     except BaseException as error:
         if leads:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -122,8 +117,8 @@ def _fit(run: Run, trainer: Trainer, observers: Sequence[Observer]) -> Run:
     return run
 
 
-def _open_data(recipe: Recipe, progress: Progress) -> Dataset:
-    return open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans, progress=progress)
+def _open_data(recipe: Recipe, callback: Callback) -> Dataset:
+    return open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans, progress=callback.on_progress)
 
 
 def _new_path(recipe: Recipe, dataset: Dataset) -> Path:

@@ -2,14 +2,15 @@
 
 import pytest
 
+from vitclinic._core.callback import Callback
 from vitclinic.experiments.study import Pool, drop_weights
-from vitclinic.training import Observer, build_recipe
+from vitclinic.training import build_recipe
 from vitclinic.training.run import without_timing
 
 from .networks import tiny
 
 
-class Counter(Observer):
+class Counter(Callback):
     def __init__(self, stop_at=None):
         self.steps, self.stop_at = 0, stop_at
 

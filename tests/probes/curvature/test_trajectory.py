@@ -14,11 +14,12 @@ from torch import Tensor
 import vitclinic
 from tests.probes.subjects import NETWORKS, subject
 from tests.training.conftest import TINY
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import ModelError
 from vitclinic.data import Augment
 from vitclinic.probes import PastWeights, Training, Trajectory, measure
 from vitclinic.probes.curvature.trajectory import mean_turn, polar_coordinates
-from vitclinic.training import Observer, Run, train
+from vitclinic.training import Run, train
 
 
 def at(*numbers: float) -> dict[str, Tensor]:
@@ -125,14 +126,14 @@ def test_the_same_run_at_another_checkpoint_has_the_same_course(run: Run, tmp_pa
 
 
 def test_a_run_that_goes_on_is_measured_again_and_is_not_converged_before(tmp_path: Path) -> None:
-    class Stops(Observer):
+    class Stops(Callback):
         def on_step(self, trainer) -> None:
             if trainer.step == 14:
                 raise RuntimeError("crash")
 
     kept = {"checkpoint": {"keep_epochs": [0, 1, 2], "every": "6 steps"}, "steps": 17, "out": str(tmp_path / "run")}
     with pytest.raises(RuntimeError, match="crash"):
-        train({**TINY, **kept}, observers=[Stops()])
+        train({**TINY, **kept}, callbacks=[Stops()])
     early = vitclinic.examine(tmp_path / "run", probes=["trajectory"])
     assert early["trajectory"].status == "not_converged"
     assert "not finished" in early["trajectory"].reason
