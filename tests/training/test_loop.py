@@ -181,7 +181,7 @@ def test_callbacks_hear_of_reading_before_training_starts(tiny, photo_folder):
             calls.append("start")
 
     train(tiny(steps=1, model={**tiny()["model"], "img_size": 16}, data=str(photo_folder)), callbacks=[Watch()])
-    assert calls[-2:] == [("reading", 40, 40), "start"]
+    assert calls[-2:] == [("decoding", 40, 40), "start"]
 
 
 def test_tensorboard_is_written(tiny):

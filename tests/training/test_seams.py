@@ -61,7 +61,7 @@ def treatments():
         name: ClassVar[str] = "scale"
         factor: float = 2.0
 
-        def operate(self, network, case):
+        def operate(self, network, spec):
             network.head = Scaled(network.head, self.factor)
             return network
 
@@ -69,14 +69,14 @@ def treatments():
     class Penalty(Treatment):
         name: ClassVar[str] = "penalty"
 
-        def objectives(self, network, case):
+        def objectives(self, network, spec):
             return {"penalty": HeadPenalty(0.5)}
 
     @register
     class Dim(Treatment):
         name: ClassVar[str] = "dim"
 
-        def batch_transform(self, network, case):
+        def batch_transform(self, network, spec):
             from dataclasses import replace
 
             return lambda batch: replace(batch, images=batch.images * 0.5)

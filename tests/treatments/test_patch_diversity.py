@@ -16,13 +16,12 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import World
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy.families import recognise
-from vitclinic.data import Augment, Batch, DataConfig, open_data
+from vitclinic.data import Augment, Batch, DataConfig, ImageSpec, open_data
 from vitclinic.tasks.classification import LossConfig, Task
 from vitclinic.training import load, resume, train
 from vitclinic.training.recipe import build_recipe
 from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import (
-    Case,
     PatchDiversity,
     contrastive_loss,
     cosine_loss,
@@ -177,7 +176,7 @@ def test_a_network_has_its_losses_once():
 
 def test_a_compiled_task_computes_the_same_and_is_compiled_once():
     network = shaken(tiny_vit())
-    objectives = treatment().objectives(network, Case(5, 3, (32, 48)))
+    objectives = treatment().objectives(network, ImageSpec(5, 3, (32, 48)))
     task = Task(network, LossConfig(), objectives).train()
     graphs = []
 
@@ -243,18 +242,18 @@ def test_patches_dropped_in_training_are_a_sentence():
 
 
 def test_augmentation_becomes_cutmix_on_patch_borders():
-    case = Case(5, 3, (32, 48))
+    spec = ImageSpec(5, 3, (32, 48))
     light, strong = Augment(level="light").resolved(), Augment(level="deit", mix_probability=0.7).resolved()
-    changed = treatment().augmentation(strong, tiny_vit(), case)
+    changed = treatment().augmentation(strong, tiny_vit(), spec)
     assert (changed.mixup, changed.cutmix, changed.cutmix_cell, changed.repeats) == (0, 1.0, 8, 1)
     assert changed.mix_probability == 0.7
     assert (changed.randaugment, changed.erasing, changed.smoothing) == (strong.randaugment, 0.25, 0.1)
-    assert treatment(cutmix=0.3, probability=0.5).augmentation(light, tiny_vit(), case) == light.model_copy(
+    assert treatment(cutmix=0.3, probability=0.5).augmentation(light, tiny_vit(), spec) == light.model_copy(
         update={"cutmix": 0.3, "cutmix_cell": 8, "mix_probability": 0.5}
     )
-    assert treatment(mixing=0).augmentation(strong, tiny_vit(), case) == strong
+    assert treatment(mixing=0).augmentation(strong, tiny_vit(), spec) == strong
     wide = tiny_vit(patch_size=(8, 4))
-    assert treatment().augmentation(light, wide, case).cutmix_cell == [8, 4]
+    assert treatment().augmentation(light, wide, spec).cutmix_cell == [8, 4]
     assert Patches.of(wide).grid == (4, 12)
 
 

@@ -4,6 +4,7 @@ from vitclinic.data.augment import Augment
 from vitclinic.data.batch import Batch
 from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
 from vitclinic.data.loader import Normalization, load_batches
+from vitclinic.data.spec import ImageSpec
 from vitclinic.data.stream import TrainingStream, evaluation_batches
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "DataConfig",
     "Dataset",
     "Normalization",
+    "ImageSpec",
     "Split",
     "TrainingStream",
     "evaluation_batches",

@@ -23,6 +23,7 @@ from vitclinic.data.embedded import open_digits, open_shapes
 from vitclinic.data.folder import open_folder
 from vitclinic.data.published import open_hub, open_torchvision
 from vitclinic.data.source import SPLITS, Source
+from vitclinic.data.spec import ImageSpec
 from vitclinic.data.splits import assign, subset
 from vitclinic.data.streaming import StreamedImages
 from vitclinic.data.survey import survey
@@ -94,6 +95,11 @@ class Dataset:
     skipped: list[str] = field(default_factory=list)
     undivided: bool = False
     """Its splits are all the same images: nobody said which a network was trained on."""
+
+    @property
+    def spec(self) -> ImageSpec:
+        """What a network for this set must fit."""
+        return ImageSpec(len(self.classes), self.channels, self.size)
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:

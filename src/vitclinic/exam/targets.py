@@ -30,7 +30,6 @@ from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import treated_augmentation
 from vitclinic.training.optimizer import decayed_parameters
 from vitclinic.training.recipe import parse_yaml
-from vitclinic.treatments import Case
 
 
 def past_weights(run: Run) -> PastWeights:
@@ -91,10 +90,9 @@ class Target:
         """How a run was trained."""
         if self.run is None or not isinstance(self.network, Normalised):
             return None
-        recipe, facts = self.run.recipe, self.run.data_facts
-        case = Case(len(facts["classes"]), facts["channels"], (facts["size"][0], facts["size"][1]))
+        recipe = self.run.recipe
         treatments = recipe.parsed_treatments()
-        augment, _ = treated_augmentation(recipe.data.augment, treatments, self.network.backbone, case)
+        augment, _ = treated_augmentation(recipe.data.augment, treatments, self.network.backbone, self.run.spec)
         decayed = {id(parameter) for parameter in decayed_parameters(self.network)}
         names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
         return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))

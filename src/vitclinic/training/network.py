@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from vitclinic._core.errors import ModelError
-from vitclinic.data import Augment, Dataset
+from vitclinic.data import Augment, Dataset, ImageSpec
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalised, check_fit, create_model
 from vitclinic.training.checkpoint import load_network_state
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Run
-from vitclinic.treatments import Case, Treatment, operate
+from vitclinic.treatments import Treatment, operate
 
 
 def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
@@ -24,20 +24,20 @@ def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
 
     From scratch it normalises by the training images' own mean and standard deviation.
     """
-    case = Case(len(dataset.classes), dataset.channels, dataset.size)
+    spec = dataset.spec
     statistics = {} if recipe.model.pretrained else dict(zip(("mean", "std"), dataset.statistics, strict=True))
-    network = network_for(recipe, case, recipe.model.pretrained, **statistics)
-    check_fit(network, case.channels, case.size, case.classes)
+    network = network_for(recipe, spec, recipe.model.pretrained, **statistics)
+    check_fit(network, spec.in_chans, spec.img_size, spec.num_classes)
     return network
 
 
 def treated_augmentation(
-    augment: Augment, treatments: Sequence[Treatment], network: nn.Module, case: Case
+    augment: Augment, treatments: Sequence[Treatment], network: nn.Module, spec: ImageSpec
 ) -> tuple[Augment, list[str]]:
     """The augmentation that a run really trains with, and a sentence for every treatment that changed it."""
     augment, notices = augment.resolved(), []
     for treatment in treatments:
-        changed = treatment.augmentation(augment, network, case)
+        changed = treatment.augmentation(augment, network, spec)
         parts = [
             f"{name} is {_said(getattr(changed, name))} instead of {_said(value)}"
             for name, value in augment
@@ -62,28 +62,26 @@ def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
     `checkpoint` is `best`, `last`, `previous` or `epoch-N`; the best one there is unless given.
     """
     run = Run.open(path)
-    facts = run.data_facts
-    case = Case(len(facts["classes"]), facts["channels"], (facts["size"][0], facts["size"][1]))
-    network = network_for(run.recipe, case)
+    network = network_for(run.recipe, run.spec)
     name = checkpoint or ("best" if "best" in run.checkpoints.names() else "last")
     load_network_state(network, run.checkpoints.read_model(name), f"'{path}'")
     return network.eval()
 
 
-def network_for(recipe: Recipe, case: Case, pretrained: bool = False, **statistics: Sequence[float]) -> Normalised:
+def network_for(recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]) -> Normalised:
     """The network of a recipe for such images, treated, with the weights that its seed draws."""
     keywords: dict[str, Any] = {
-        "num_classes": case.classes,
-        "in_chans": case.channels,
+        "num_classes": spec.num_classes,
+        "in_chans": spec.in_chans,
         **recipe.model.keywords,
     }
-    if keywords["num_classes"] != case.classes:
-        raise ModelError(f"model.num_classes is {keywords['num_classes']} and the data has {case.classes} classes.")
-    size = case.size[0] if case.size[0] == case.size[1] else case.size
+    if keywords["num_classes"] != spec.num_classes:
+        raise ModelError(f"model.num_classes is {keywords['num_classes']} and the data has {spec.num_classes} classes.")
+    size = spec.img_size[0] if spec.img_size[0] == spec.img_size[1] else spec.img_size
     with torch.random.fork_rng():
         torch.manual_seed(torch_seed("weights", recipe.seed))
         network = create_model(recipe.model.name, img_size=size, pretrained=pretrained, **statistics, **keywords)
-        network.backbone = operate(network.backbone, recipe.parsed_treatments(), case)
+        network.backbone = operate(network.backbone, recipe.parsed_treatments(), spec)
     return network
 
 

@@ -26,7 +26,7 @@ import yaml
 from vitclinic._core.config import validate
 from vitclinic._core.errors import LockedError, RunError
 from vitclinic._core.io import write_errors, write_json, write_text
-from vitclinic.data import Dataset
+from vitclinic.data import Dataset, ImageSpec
 from vitclinic.training.checkpoint import Checkpoints
 from vitclinic.training.recipe import Recipe
 
@@ -147,6 +147,13 @@ class Run:
     def data_facts(self) -> dict[str, Any]:
         """What the run's network needs to know of its data: classes, size, channels; and the data's digest."""
         return self._json("data.json")
+
+    @property
+    def spec(self) -> ImageSpec:
+        """The images and classes that the run's network was made for."""
+        facts = self.data_facts
+        height, width = facts["size"]
+        return ImageSpec(len(facts["classes"]), facts["channels"], (height, width))
 
     @property
     def status(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Row
 from vitclinic.treatments import (
-    Case,
     InputAscent,
     Losses,
     LossesAndGradients,
@@ -145,7 +144,7 @@ class Trainer:
         self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
         self.micro_batch = _micro_batch(recipe, world)
 
-        case = Case(len(dataset.classes), dataset.channels, dataset.size)
+        spec = dataset.spec
         treatments = recipe.parsed_treatments()
         network = build_network(recipe, dataset).to(device, self.dtype)
         # Copied before any objective hooks into the network.
@@ -154,11 +153,11 @@ class Trainer:
         with torch.random.fork_rng():
             torch.manual_seed(torch_seed("objectives", recipe.seed))
             for treatment in treatments:
-                objectives.update(treatment.objectives(network.backbone, case))
+                objectives.update(treatment.objectives(network.backbone, spec))
         self.rule = _one_rule(treatments)
-        transforms = (t.batch_transform(network.backbone, case) for t in treatments)
+        transforms = (t.batch_transform(network.backbone, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
-        augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, case)
+        augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, spec)
 
         self.network: Normalised = network
         self.task = Task(network, recipe.loss, objectives).to(device, self.dtype).train()

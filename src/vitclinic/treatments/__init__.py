@@ -16,11 +16,10 @@ from vitclinic.treatments.sam_core import Ascent
 from vitclinic.treatments.sam_optimizer import SAM
 from vitclinic.treatments.spatial_smoothing import Blur, SpatialSmoothing
 from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
-from vitclinic.treatments.surgery import case_of, operate, treat, treatments_of
+from vitclinic.treatments.surgery import image_spec, operate, treat, treatments_of
 from vitclinic.treatments.talking_heads import TalkingHeads
 from vitclinic.treatments.treatment import (
     BatchTransform,
-    Case,
     InputAscent,
     Losses,
     LossesAndGradients,
@@ -40,7 +39,6 @@ __all__ = [
     "Ascent",
     "BatchTransform",
     "Blur",
-    "Case",
     "ContextBroadcasting",
     "ConvStem",
     "ConvStemTreatment",
@@ -66,10 +64,10 @@ __all__ = [
     "TalkingHeads",
     "Treatment",
     "UniformHeadAttention",
-    "case_of",
     "contrastive_loss",
     "cosine_loss",
     "gelu_to_relu",
+    "image_spec",
     "known_treatments",
     "mixing_loss",
     "operate",

@@ -11,8 +11,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 
 def broadcast_context(x_bnd: Tensor, scale_d: Tensor | None = None) -> Tensor:
@@ -75,9 +76,9 @@ class ContextBroadcastingTreatment(Treatment):
             raise ValueError("initial_scale is where the scales of CB_S start: give scaled: true, too")
         return self
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         layers = self.layers or ("all" if self.scaled else "upper")
-        place(network, self.name, self.position, layers, self._part, case)
+        place(network, self.name, self.position, layers, self._part, spec)
         return network
 
     def _part(self, width: int) -> nn.Module:

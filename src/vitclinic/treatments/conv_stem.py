@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.surgery import check_untouched
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 Components = Literal[
     "3Conv+3BN+3ReLU+1Proj",
@@ -171,7 +172,7 @@ class ConvStemTreatment(Treatment):
             raise ValueError(f"strides {self.strides} skip pixels: the kernels of the first three layers are {KERNELS}")
         return self
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         anatomy = Anatomy.of(network)
         (module,) = (unit.module for unit in anatomy.of_kind("stem"))
         convs = [part for part in module.modules() if isinstance(part, nn.Conv2d)]

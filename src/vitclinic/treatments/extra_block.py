@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.surgery import check_untouched
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,7 +75,7 @@ class ExtraBlock(Treatment):
 
     kind: Literal["msa", "mlp"] = Field("msa", description="`msa`: attention; `mlp`: an MLP of ratio 2")
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         name = Anatomy.of(network).blocks[-1].name
         last: Any = network.get_submodule(name)
         post_norm = isinstance(last, ResPostBlock)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Unit
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.placing import own_modules
 from vitclinic.treatments.relu_activation import is_gelu
 from vitclinic.treatments.surgery import check_untouched, treatments_of
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 
 class PointwiseConv(nn.Module):
@@ -82,7 +83,7 @@ class FFNVariant(Treatment):
         "conv_bn_gelu", description="which row of Table 5"
     )
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         anatomy = Anatomy.of(network)
         units = anatomy.of_kind("mlp")
         if not units:

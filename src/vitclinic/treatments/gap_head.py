@@ -10,8 +10,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vitclinic._core.errors import TreatmentError
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.surgery import treatments_of
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 
 @register
@@ -24,7 +25,7 @@ class GapHead(Treatment):
     costs: ClassVar[str] = "a token and its parameters less (2 D in a ViT); no more time"
     families: ClassVar[tuple[str, ...] | None] = ("timm ViT",)
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "local_attention" in treatments_of(network):
             raise TreatmentError("List gap_head before local_attention, which counts the tokens that gap_head removes.")
         vit: Any = network

@@ -10,7 +10,8 @@ from torch import nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Layout
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.data import ImageSpec
+from vitclinic.treatments.treatment import Treatment, register
 from vitclinic.treatments.variant_attention import Neighbourhood, attention_units, variant_of
 
 
@@ -35,7 +36,7 @@ class LocalAttention(Treatment):
         3, description="side of the neighbourhood, odd; `global` (the paper's 8 x 8 on a grid of 8 x 8): everything"
     )
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if any(isinstance(module, PatchDropout) for module in network.modules()):
             raise TreatmentError("local_attention needs the whole grid: build the network with patch_drop_rate=0.")
         anatomy = Anatomy.of(network)

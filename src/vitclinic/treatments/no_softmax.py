@@ -8,8 +8,9 @@ from torch import nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.surgery import treatments_of
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 from vitclinic.treatments.variant_attention import attention_units, variant_of
 
 
@@ -23,7 +24,7 @@ class NoSoftmax(Treatment):
     costs: ClassVar[str] = "no parameters; products linear in the number of tokens, without attention dropout and masks"
     families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "talking_heads" in treatments_of(network):
             raise TreatmentError(
                 "no_softmax does not go with talking_heads, which mixes heads before and behind the softmax: without"

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from vitclinic._core.config import validate
 from vitclinic._core.errors import TreatmentError
-from vitclinic.data import Augment, Batch
+from vitclinic.data import Augment, Batch, ImageSpec
 from vitclinic.data.mixing import PatchMixing, soft_targets
 from vitclinic.treatments.patch_losses import Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
 from vitclinic.treatments.surgery import check_family
-from vitclinic.treatments.treatment import Case, Objective, Treatment, register
+from vitclinic.treatments.treatment import Objective, Treatment, register
 
 _WATCHED = "_vitclinic_patch_losses"
 
@@ -126,8 +126,8 @@ class PatchDiversityTreatment(Treatment):
                 raise ValueError(f"'{name}' belongs to the mixing loss, whose weight is 0: leave it out")
         return self
 
-    def objectives(self, network: nn.Module, case: Case) -> Mapping[str, Objective]:
-        return self.patch_objectives(Patches.of(network, case.size), case.classes)
+    def objectives(self, network: nn.Module, spec: ImageSpec) -> Mapping[str, Objective]:
+        return self.patch_objectives(Patches.of(network, spec.img_size), spec.num_classes)
 
     def patch_objectives(self, patches: Patches, classes: int) -> dict[str, PatchObjective]:
         """The losses whose weight is not 0, by name."""
@@ -157,11 +157,11 @@ class PatchDiversityTreatment(Treatment):
             objectives["patch_mixing"] = MixingObjective(self.mixing, reader, patches.width, classes)
         return objectives
 
-    def augmentation(self, augment: Augment, network: nn.Module, case: Case) -> Augment:
+    def augmentation(self, augment: Augment, network: nn.Module, spec: ImageSpec) -> Augment:
         """Where patches have targets: CutMix on their borders, no mixup, no repeated augmentation [Sec. 5.1]."""
         if not self.mixing:
             return augment
-        height, width = Patches.of(network, case.size).cell
+        height, width = Patches.of(network, spec.img_size).cell
         changes = {
             "mixup": 0.0,
             "cutmix": self.cutmix or augment.cutmix or 1.0,

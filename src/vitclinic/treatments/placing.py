@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Block, Site, Unit, evaluating, into, out_of, taps
-from vitclinic.treatments.treatment import Case
+from vitclinic.data import ImageSpec
 
 Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]
 """Before the first (front), before the second (mid) or after the second (end) layer of the MLP; after the attention;
@@ -49,10 +49,10 @@ FAMILIES = (
 Maker = Callable[[int], nn.Module]
 
 
-def place(network: nn.Module, name: str, position: Position, layers: Layers, make: Maker, case: Case) -> None:
+def place(network: nn.Module, name: str, position: Position, layers: Layers, make: Maker, spec: ImageSpec) -> None:
     """Put a part `make(width)` named `name` at `position` of each of `layers`. A part maps tokens to tokens."""
     ends = _ends(Anatomy.of(network).blocks, position, layers, name)
-    widths = _widths(network, ends, name, case)
+    widths = _widths(network, ends, name, spec)
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
     for (_, site), width in zip(ends, widths, strict=True):
         _insert(site, name, make(width).to(like))
@@ -130,14 +130,14 @@ def _called(module: nn.Module, which: int) -> nn.Module:
 
 
 @torch.no_grad()
-def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, case: Case) -> list[int]:
+def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, spec: ImageSpec) -> list[int]:
     """The number of channels at each end, from a forward pass, which also shows that an end is where it should be."""
     sites: dict[tuple[str, int], Site] = {}
     for index, (unit, site) in enumerate(ends):
         sites |= {("part", index): site, ("state", index): unit.output}
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
     with evaluating(network), taps(sites) as seen:
-        network(torch.zeros(1, case.channels, *case.size, dtype=like.dtype, device=like.device))
+        network(torch.zeros(1, spec.in_chans, *spec.img_size, dtype=like.dtype, device=like.device))
     for index, (unit, site) in enumerate(ends):
         if site.end == "out" and seen["part", index].shape[-1] != seen["state", index].shape[-1]:
             raise TreatmentError(

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.data import ImageSpec
+from vitclinic.treatments.treatment import Treatment, register
 
 
 def gelu_to_relu(network: nn.Module) -> int:
@@ -63,7 +64,7 @@ class ReluActivation(Treatment):
         *("Hugging Face ViT", "Hugging Face DeiT", "Hugging Face Swin"),
     )
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if gelu_to_relu(network) == 0:
             raise TreatmentError(
                 f"relu_activation found no GELU among the modules of this {type(network).__name__}: its activations are"

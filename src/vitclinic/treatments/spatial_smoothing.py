@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.data import ImageSpec
+from vitclinic.treatments.treatment import Treatment, register
 
 
 def blur(x_bchw: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class SpatialSmoothing(Treatment):
         "vitclinic AlterNet",
     )
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         last_blocks = {block.stage: block.name for block in Anatomy.of(network).blocks}
         for name in last_blocks.values():
             stage = network.get_submodule(name.rpartition(".")[0])

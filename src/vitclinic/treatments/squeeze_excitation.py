@@ -12,8 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 
 def squeeze_and_excite(x_bnd: Tensor, squeeze_rd: Tensor, excite_dr: Tensor) -> Tensor:
@@ -57,8 +58,8 @@ class SqueezeExcitationTreatment(Treatment):
     position: Position = Field("mlp_end", description=POSITION)
     layers: Layers = Field("upper", description=LAYERS)
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         place(
-            network, self.name, self.position, self.layers, lambda width: SqueezeExcitation(width, self.reduction), case
+            network, self.name, self.position, self.layers, lambda width: SqueezeExcitation(width, self.reduction), spec
         )
         return network

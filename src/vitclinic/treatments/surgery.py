@@ -11,19 +11,37 @@ from torch import nn
 from vitclinic._core.errors import AnatomyError, RecipeError, TreatmentError
 from vitclinic.anatomy import evaluating
 from vitclinic.anatomy.families import recognise
-from vitclinic.treatments.treatment import Case, Treatment, parse_treatments
+from vitclinic.data import ImageSpec
+from vitclinic.treatments.treatment import Treatment, parse_treatments
 
 _RECORD = "treated_with"
 """The attribute of a network that holds the names of the treatments it had, in order."""
 
 
-def treat(network: nn.Module, *treatments: str | dict[str, Any] | Treatment, case: Case | None = None) -> nn.Module:
-    """Operate on a network: `treat(network, "conv_stem", {"context_broadcasting": {"scaled": True}})`.
+def treat(
+    network: nn.Module, *treatments: str | dict[str, Any] | Treatment, spec: ImageSpec | None = None
+) -> nn.Module:
+    """Apply the surgery of treatments to a network, in order.
 
-    The network is changed in place and returned; one that carries its normalisation or another wrapper keeps it.
-    Where one of several treatments does not fit, those before it have been applied, and the error says which.
     Treatments that change training rather than the network (sam, patch_diversity) are refused: docs/treatments says
-    how each is used in a loop of one's own.
+    how each is used in a loop of your own.
+
+    Args:
+        network: A network of a known family; changed in place. Its normalization or another wrapper is kept.
+        *treatments: Names, `{name: {option: value}}` or `Treatment` objects.
+        spec: The images and classes of the network; found by a forward pass unless given.
+
+    Returns:
+        The treated network, which may be another module than the one given.
+
+    Raises:
+        TreatmentError: Where a treatment does not fit. Those before it have been applied, and the error says which.
+
+    Example:
+        >>> import timm
+        >>> network = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        >>> treatments_of(treat(network, "conv_stem", {"context_broadcasting": {"position": "mlp_mid"}}))
+        ('conv_stem', 'context_broadcasting')
     """
     parsed = parse_treatments(treatments)
     for treatment in parsed:
@@ -35,7 +53,7 @@ def treat(network: nn.Module, *treatments: str | dict[str, Any] | Treatment, cas
         check_family(treatment, network)
     core, before = _core(network), treatments_of(network)
     try:
-        treated = operate(core, parsed, case or case_of(network))
+        treated = operate(core, parsed, spec or image_spec(network))
     except TreatmentError as error:
         if applied := treatments_of(core)[len(before) :]:
             sentence = str(error).removesuffix(".")
@@ -44,20 +62,24 @@ def treat(network: nn.Module, *treatments: str | dict[str, Any] | Treatment, cas
     return treated if core is network else _replaced(network, core, treated)
 
 
-def operate(network: nn.Module, treatments: Sequence[Treatment], case: Case) -> nn.Module:
-    """The surgery of each treatment in order. A treatment that does not fit, or comes twice, is a sentence."""
+def operate(network: nn.Module, treatments: Sequence[Treatment], spec: ImageSpec) -> nn.Module:
+    """Return the network after the surgery of each treatment, in order.
+
+    Raises:
+        TreatmentError: Where a treatment does not fit the network, or was applied before.
+    """
     for treatment in treatments:
         check_family(treatment, network)
         had = treatments_of(network)
         if treatment.name in had:
             raise TreatmentError(f"This network has already been treated with {treatment.name}; once is enough.")
-        network = treatment.operate(network, case)
+        network = treatment.operate(network, spec)
         setattr(network, _RECORD, (*had, treatment.name))
     return network
 
 
 def treatments_of(network: nn.Module) -> tuple[str, ...]:
-    """The names of the treatments whose surgery a network had, in order."""
+    """Return the names of the treatments whose surgery a network had, in order."""
     names: tuple[str, ...] = getattr(_core(network), _RECORD, ())
     return names
 
@@ -85,14 +107,14 @@ def check_untouched(treatment: str, module: nn.Module, place: str, act: str = "r
         )
 
 
-def case_of(network: nn.Module) -> Case:
-    """Number of classes, channels and image size of a network of a known family, by a forward pass."""
+def image_spec(network: nn.Module) -> ImageSpec:
+    """Return the number of classes, channels and image size of a network of a known family, by a forward pass."""
     core, family = recognise(network)
     channels, height, width = family.input_size(core)
     like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
     with torch.no_grad(), evaluating(core):
         logits = core(torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device))
-    return Case(int(getattr(logits, "logits", logits).shape[-1]), channels, (height, width))
+    return ImageSpec(int(getattr(logits, "logits", logits).shape[-1]), channels, (height, width))
 
 
 def _core(network: nn.Module) -> nn.Module:

@@ -9,8 +9,9 @@ from torch import nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.surgery import treatments_of
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 from vitclinic.treatments.variant_attention import attention_units, variant_of
 
 
@@ -24,7 +25,7 @@ class TalkingHeads(Treatment):
     costs: ClassVar[str] = "2 H^2 parameters a block; attention is not fused: its maps are held in memory"
     families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "no_softmax" in treatments_of(network):
             raise TreatmentError(
                 "talking_heads mixes heads before and behind the softmax, and no_softmax took it away: without it both"

@@ -9,7 +9,6 @@ seams it uses and leaves the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import ConfigDict
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.config import Config
 from vitclinic._core.registry import Registry
-from vitclinic.data import Augment, Batch
+from vitclinic.data import Augment, Batch, ImageSpec
 
 Losses = dict[str, Tensor]
 BatchTransform = Callable[[Batch], Batch]
@@ -85,15 +84,6 @@ class Objective(nn.Module):
         raise TypeError(f"{type(self).__name__} does not say what its loss is.")
 
 
-@dataclass(frozen=True)
-class Case:
-    """What a treatment may know of the run it is applied to."""
-
-    classes: int
-    channels: int
-    size: tuple[int, int]
-
-
 class Treatment(Config):
     """Base of all treatments: subclass, state the facts, add fields, override seams, and `register`."""
 
@@ -109,19 +99,19 @@ class Treatment(Config):
     families: ClassVar[tuple[str, ...] | None] = None
     """The families of networks (names of `vitclinic.anatomy`) that it fits; None: any network."""
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         """Surgery: the network to train, changed in place or replaced. What does not fit is a TreatmentError."""
         return network
 
-    def objectives(self, network: nn.Module, case: Case) -> Mapping[str, Objective]:
+    def objectives(self, network: nn.Module, spec: ImageSpec) -> Mapping[str, Objective]:
         """Losses to add to the task's own, by name."""
         return {}
 
-    def augmentation(self, augment: Augment, network: nn.Module, case: Case) -> Augment:
+    def augmentation(self, augment: Augment, network: nn.Module, spec: ImageSpec) -> Augment:
         """The augmentation to train with, where the recipe's own is at odds with this treatment; the run says so."""
         return augment
 
-    def batch_transform(self, network: nn.Module, case: Case) -> BatchTransform | None:
+    def batch_transform(self, network: nn.Module, spec: ImageSpec) -> BatchTransform | None:
         """A change to every training batch, drawn from the batch's keys."""
         return None
 

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Unit
+from vitclinic.data import ImageSpec
 from vitclinic.treatments.surgery import check_untouched
-from vitclinic.treatments.treatment import Case, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 
 def grown(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tensor:
@@ -204,7 +205,7 @@ class UniformHeads(Treatment):
         " parameters; append (C): one more head, and a network wider by it",
     )
 
-    def operate(self, network: nn.Module, case: Case) -> nn.Module:
+    def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         anatomy = Anatomy.of(network)
         units = anatomy.of_kind("msa")
         for unit in units:

@@ -11,7 +11,7 @@ from timm.models import is_model
 
 import vitclinic.models  # noqa: F401  (registers our networks)
 from tests.reports.made_studies import stored
-from vitclinic.data import shapes
+from vitclinic.data import ImageSpec, shapes
 from vitclinic.experiments.study.catalogue import open_study, shipped_studies
 from vitclinic.experiments.study.conduct import study
 from vitclinic.experiments.study.costs import TWO_CORES, plan_study
@@ -20,7 +20,6 @@ from vitclinic.experiments.study.study import parse_study
 from vitclinic.experiments.study.verdicts import ENOUGH_SEEDS
 from vitclinic.probes import known_probes
 from vitclinic.training.network import network_for
-from vitclinic.treatments import Case
 
 CLAIMS = list(shipped_studies())
 
@@ -147,7 +146,7 @@ def test_its_networks_can_be_built_at_cpu_scale(claim, built):
     for recipe in open_study(claim).recipes().values():
         key = recipe.model.model_dump_json() + str(recipe.treatments)
         if key not in built:
-            built[key] = network_for(recipe, Case(10, 3, (32, 32)))
+            built[key] = network_for(recipe, ImageSpec(10, 3, (32, 32)))
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitclinic._core.distributed import joined_world
 from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic.data import DataConfig, open_data
+from vitclinic.data import DataConfig, ImageSpec, open_data
 from vitclinic.experiments.study.catalogue import data_facts
 from vitclinic.experiments.study.conduct import study
 from vitclinic.experiments.study.costs import TWO_CORES, forward_flops, plan_study
 from vitclinic.training import build_recipe
 from vitclinic.training.network import network_for
 from vitclinic.training.trainer import Trainer
-from vitclinic.treatments import Case
 
 from .networks import tiny_study
 
@@ -71,11 +70,11 @@ def test_flops_and_parameters_are_those_of_the_treated_network():
 
 @pytest.mark.parametrize("name", ["pit_ti_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "resnet18"])
 def test_a_network_that_computes_nothing_counts_as_one_that_does(name):
-    case = Case(10, 3, (224, 224))
-    network = network_for(build_recipe({"model": name}), case).eval()
+    spec = ImageSpec(10, 3, (224, 224))
+    network = network_for(build_recipe({"model": name}), spec).eval()
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network.requires_grad_(False)(torch.zeros(1, 3, 224, 224))
-    assert forward_flops(network, case) == counter.get_total_flops() > 1e8
+    assert forward_flops(network, spec) == counter.get_total_flops() > 1e8
 
 
 def test_precision_is_time_and_not_flops():
@@ -93,8 +92,11 @@ def test_what_cannot_be_built_is_said_and_so_is_a_length_in_time():
 
 def test_the_papers_data_need_not_be_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert data_facts(DataConfig(source="cifar10")) == (45_000, Case(10, 3, (32, 32)))  # a tenth is held out as val
-    assert data_facts(DataConfig(source="imagenet")) == (1_281_167 - 128_117, Case(1000, 3, (224, 224)))
+    assert data_facts(DataConfig(source="cifar10")) == (
+        45_000,
+        ImageSpec(10, 3, (32, 32)),
+    )  # a tenth is for val
+    assert data_facts(DataConfig(source="imagenet")) == (1_281_167 - 128_117, ImageSpec(1000, 3, (224, 224)))
     plan = plan_study("C6")
     assert [cost.arm for cost in plan.arms] == ["AdamW", "SAM"]
     assert [(cost.classes, cost.size, cost.steps) for cost in plan.arms] == [(10, (32, 32), 1200)] * 2
@@ -104,9 +106,9 @@ def test_the_papers_data_need_not_be_there(tmp_path, monkeypatch):
 
 
 def test_data_that_are_there_are_counted(photo_folder):
-    images, case = data_facts(DataConfig(source=str(photo_folder)))
-    assert (images, case.classes, case.channels) == (32, 2, 3)  # of 40, a tenth each for val and test
-    assert open_data(str(photo_folder)).size == case.size
+    images, spec = data_facts(DataConfig(source=str(photo_folder)))
+    assert (images, spec.num_classes, spec.in_chans) == (32, 2, 3)  # of 40, a tenth each for val and test
+    assert open_data(str(photo_folder)).size == spec.img_size
 
 
 def test_the_scale_may_say_what_the_data_are():

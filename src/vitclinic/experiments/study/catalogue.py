@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import DataError, RecipeError, did_you_mean
-from vitclinic.data import DataConfig
+from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.data.dataset import open_source
 from vitclinic.data.splits import training_count
 from vitclinic.data.survey import survey
 from vitclinic.experiments.study.study import Study, parse_study
 from vitclinic.training import Recipe
 from vitclinic.training.recipe import laid_over, parse_yaml
-from vitclinic.treatments import Case
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,16 @@ def require_data(claim: str, recipes: Iterable[Recipe]) -> None:
             )
 
 
-def data_facts(config: DataConfig) -> tuple[int, Case]:
+def data_facts(config: DataConfig) -> tuple[int, ImageSpec]:
     """How many training images a source has before `limit`, and their kind; no image of it is decoded."""
     named = missing_data(config.source)
     if named is not None:
-        return training_count(named.images, named.held_out), Case(named.classes, 3, (named.size, named.size))
+        return training_count(named.images, named.held_out), ImageSpec(named.classes, 3, (named.size, named.size))
     source = open_source(config)
     found = survey(source, lambda what, done, total: None)
     training = source.splits.get("train")
     images = 0 if training is None else training_count(len(training.labels), source.splits)
-    return images, Case(len(source.classes), found.channels, found.size)
+    return images, ImageSpec(len(source.classes), found.channels, found.size)
 
 
 @cache

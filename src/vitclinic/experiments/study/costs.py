@@ -15,13 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic.data import ImageSpec
 from vitclinic.experiments.study.catalogue import data_facts, open_study
 from vitclinic.experiments.study.conduct import seed_count, with_data
 from vitclinic.experiments.study.study import Scale, ScaleName, Study
 from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.network import network_for
 from vitclinic.training.recipe import DEFAULT_EPOCHS
-from vitclinic.treatments import Case
 
 GPU_PEAK = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12}
 """Floating-point operations in a second that an A100's data sheet promises, by precision."""
@@ -104,9 +104,9 @@ def plan_study(
 def _cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
     if recipe.max_time is not None:
         raise RecipeError(f"'{arm}' trains for a time (max_time): its number of steps is not known beforehand.")
-    images, case = _facts(recipe, scale)
+    images, spec = _facts(recipe, scale)
     try:
-        parameters, forward = _built(json.dumps(recipe.model_dump(include={"model", "treatments"})), case)
+        parameters, forward = _built(json.dumps(recipe.model_dump(include={"model", "treatments"})), spec)
     except ModelError as error:
         raise ModelError(f"The network of '{arm}' cannot be built: {error}") from error
     steps = recipe.steps or max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * images / recipe.batch_size - 1e-9))
@@ -114,33 +114,33 @@ def _cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
     passes = max([treatment.passes() for treatment in recipe.parsed_treatments()], default=1.0)
     flops = 3.0 * passes * forward * seen
     hours = flops / (GPU_PEAK[recipe.precision] * GPU_SHARE) / 3600
-    return ArmCost(arm, recipe.model.name, case.classes, case.size, parameters, steps, seen, flops, hours)
+    return ArmCost(arm, recipe.model.name, spec.num_classes, spec.img_size, parameters, steps, seen, flops, hours)
 
 
-def _facts(recipe: Recipe, scale: Scale) -> tuple[int, Case]:
+def _facts(recipe: Recipe, scale: Scale) -> tuple[int, ImageSpec]:
     """Training images, and their kind: as the scale, the recipe or the data say, in this order."""
     known: Sequence[int | None] = (scale.images, scale.classes, scale.size)
-    images, case = (0, Case(0, 3, (0, 0))) if None not in known else data_facts(recipe.data)
+    images, spec = (0, ImageSpec(0, 3, (0, 0))) if None not in known else data_facts(recipe.data)
     images, size = scale.images or images, recipe.image_size or scale.size
     if recipe.data.fraction is not None:
         images = max(1, round(recipe.data.fraction * images))
-    sides = case.size if size is None else (size, size) if isinstance(size, int) else size
-    return min(images, recipe.data.limit or images), Case(
-        scale.classes or case.classes, recipe.model.in_chans or case.channels, sides
+    sides = spec.img_size if size is None else (size, size) if isinstance(size, int) else size
+    return min(images, recipe.data.limit or images), ImageSpec(
+        scale.classes or spec.num_classes, recipe.model.in_chans or spec.in_chans, sides
     )
 
 
 @cache
-def _built(recipe: str, case: Case) -> tuple[int, int]:
+def _built(recipe: str, spec: ImageSpec) -> tuple[int, int]:
     """Parameters and FLOPs of the network that a recipe's `model` and `treatments` make; arms often share one."""
-    network = network_for(build_recipe(json.loads(recipe)), case)
-    return sum(parameter.numel() for parameter in network.parameters()), forward_flops(network, case)
+    network = network_for(build_recipe(json.loads(recipe)), spec)
+    return sum(parameter.numel() for parameter in network.parameters()), forward_flops(network, spec)
 
 
-def forward_flops(network: torch.nn.Module, case: Case) -> int:
+def forward_flops(network: torch.nn.Module, spec: ImageSpec) -> int:
     """Of one image. Counted on torch's meta device, which follows shapes and computes nothing."""
     network = network.to("meta").eval().requires_grad_(False)
-    image = torch.zeros(1, case.channels, *case.size, device="meta")
+    image = torch.zeros(1, spec.in_chans, *spec.img_size, device="meta")
     # torch's counter does not know every fused attention
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network(image)
