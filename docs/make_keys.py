@@ -13,6 +13,7 @@ from pathlib import Path
 
 from vitclinic._core.config import Config, section
 from vitclinic.training import Recipe
+from vitclinic.treatments import Treatments
 
 PAGE = Path(__file__).parent / "train.md"
 BEGIN, END = "<!-- keys: made by docs/make_keys.py -->", "<!-- end of keys -->"
@@ -25,7 +26,7 @@ def rows(config: type[Config], prefix: str = "") -> list[str]:
         if inner is not None:
             lines += rows(inner, f"{prefix}{name}.")
             continue
-        default = "" if field.default is None else f"`{field.default}`"
+        default = "" if field.default is None else f"`{'[]' if field.default == () else field.default}`"
         lines.append(f"| `{prefix}{name}` | {values(field.annotation)} | {default} | {field.description or ''} |")
     return lines
 
@@ -41,7 +42,7 @@ def values(annotation: typing.Any) -> str:
         return " or ".join(dict.fromkeys(values(part) for part in inner if part is not type(None)))
     if origin is list:
         return "list"
-    return {int: "integer", float: "number", str: "text", bool: "true, false"}.get(annotation, "")
+    return {int: "integer", float: "number", str: "text", bool: "true, false", Treatments: "list"}.get(annotation, "")
 
 
 def page() -> str:

@@ -98,7 +98,7 @@ def small(tmp_path, monkeypatch):
 def test_both_are_trained_once_where_they_are_wanted(small, monkeypatch):
     plain, treated = train_both(small)
     assert (plain.path, treated.path) == (small / "plain", small / "treated")
-    assert (plain.recipe.treatments, treated.recipe.treatments) == ([], ["conv_stem"])
+    assert (plain.recipe.treatments.written, treated.recipe.treatments.written) == ([], ["conv_stem"])
     assert plain.recipe.model_copy(update={"treatments": ["conv_stem"], "out": treated.recipe.out}) == treated.recipe
 
     def never(*parts, **more):

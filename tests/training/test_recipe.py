@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 import yaml
 from hypothesis import given
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.time import seconds
 from vitclinic.training import Recipe, build_recipe, shipped_recipes
+from vitclinic.treatments import Treatment, parse_treatments
 
 
 def test_a_bare_value_sets_a_section_s_main_key_also_beside_other_keys():
@@ -119,7 +122,7 @@ def test_the_digest_covers_what_changes_the_numbers_and_nothing_else():
         "optimizer.lr=2e-3",
         "model.depth=3",
         "data.limit=5",
-        "treatments=[x]",
+        "treatments=[sam]",
         "precision=bf16",
     ]:
         assert build_recipe({"data": "digits"}, [other]).digest("data") != base, other
@@ -144,3 +147,44 @@ def test_treatments_that_are_no_list_of_names_and_options_say_what_to_write(writ
         RecipeError, match=r"^'treatments': write a list, as in \[sam\] or \[\{sam: \{rho: 0.1\}\}\] \(got"
     ):
         build_recipe(None, [f"treatments={written}"])
+
+
+@pytest.mark.parametrize(
+    ("written", "digest"),
+    [
+        (["sam"], "5f10da54587753bc"),
+        ([{"sam": {}}], "6b99656163350bdc"),
+        ([{"sam": None}], "efb0a99941f12808"),
+        ([{"sam": {"rho": 1}}], "97f0f5181d441e0c"),
+        (["conv_stem", {"sam": {"rho": 0.1}}], "4cf653d86d680a63"),
+    ],
+)
+def test_treatments_are_parsed_and_stored_as_they_were_written(written, digest):
+    """The digests are those of 0.1: another spelling of the same treatment would orphan stored runs."""
+    recipe = build_recipe({"treatments": written})
+    assert all(isinstance(treatment, Treatment) for treatment in recipe.treatments)
+    assert recipe.plain()["treatments"] == recipe.model_dump(mode="json")["treatments"] == written
+    assert recipe.digest("data")[:16] == digest
+    assert pickle.loads(pickle.dumps(recipe)).digest("data")[:16] == digest  # noqa: S301  (our own, from a line above)
+
+
+def test_treatments_are_written_by_what_was_set_of_them():
+    recipe = build_recipe(
+        {"treatments": [parse_treatments(["conv_stem"])[0], *parse_treatments([{"sam": {"rho": 1}}])]}
+    )
+    assert recipe.plain()["treatments"] == ["conv_stem", {"sam": {"rho": 1.0}}]
+    assert recipe.add_treatments([{"gap_head": None}]).plain()["treatments"][2:] == [{"gap_head": None}]
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (["smm"], r"^There is no treatment 'smm'. Did you mean 'sam'\?$"),
+        ([{"sam": {"roh": 1}}], r"^Unknown key 'treatments.sam.roh'. Did you mean 'rho'\?$"),
+        ([{"sam": {"rho": "x"}}], r"^'treatments.sam.rho': input should be a valid number \(got 'x'\).$"),
+        (["sam", "sam"], r"^'treatments': 'sam' is listed twice.$"),
+    ],
+)
+def test_a_mistake_in_a_treatment_is_found_with_the_recipe(written, message):
+    with pytest.raises(RecipeError, match=message):
+        build_recipe({"treatments": written})

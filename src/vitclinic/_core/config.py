@@ -68,6 +68,9 @@ def section(config: type[Config], key: str) -> type[Config] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Config)), None)
 
 
+SENTENCE = "sentence"
+"""The type of a `PydanticCustomError` whose message is already a whole sentence that names its key."""
+
 _REPEATED = 60
 """Characters of a section that an error repeats; one that is longer is too much to read."""
 
@@ -80,6 +83,8 @@ def _sentence(config: type[Config], problem: Any, where: str) -> str:
         known = list(owner.model_fields) if owner else []
         hint = did_you_mean(path[-1], known) or f" Known here: {', '.join(known)}."
         return f"Unknown key '{key}'.{hint}"
+    if problem["type"] == SENTENCE:
+        return str(problem["msg"])
     if problem["type"] == "missing":
         return f"'{key}' is required."
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")

@@ -152,7 +152,7 @@ def _facts_of(run: Run) -> dict[str, str]:
     length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{status.get('total_steps', status['step']):,} steps"
     facts = {
         "Network": recipe.model.name,
-        "Treatments": ", ".join(treatment.name for treatment in recipe.parsed_treatments()) or "none",
+        "Treatments": ", ".join(treatment.name for treatment in recipe.treatments) or "none",
         "Data": f"{data['name']}, {len(data['classes'])} classes, {height} x {width}",
         "Images": counts,
         "Training": f"{length}, {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}, batch {recipe.batch_size}",

@@ -91,8 +91,7 @@ class Target:
         if self.run is None or not isinstance(self.network, Normalised):
             return None
         recipe = self.run.recipe
-        treatments = recipe.parsed_treatments()
-        augment, _ = treated_augmentation(recipe.data.augment, treatments, self.network.backbone, self.run.spec)
+        augment, _ = treated_augmentation(recipe.data.augment, recipe.treatments, self.network.backbone, self.run.spec)
         decayed = {id(parameter) for parameter in decayed_parameters(self.network)}
         names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
         return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))

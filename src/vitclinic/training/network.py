@@ -81,7 +81,7 @@ def network_for(recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **sta
     with torch.random.fork_rng():
         torch.manual_seed(torch_seed("weights", recipe.seed))
         network = create_model(recipe.model.name, img_size=size, pretrained=pretrained, **statistics, **keywords)
-        network.backbone = operate(network.backbone, recipe.parsed_treatments(), spec)
+        network.backbone = operate(network.backbone, recipe.treatments, spec)
     return network
 
 

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from vitclinic._core.config import Config, section, validate
+from vitclinic._core.config import SENTENCE, Config, section, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic._core.serialization import read_yaml
 from vitclinic._core.time import Time
 from vitclinic.data import DataConfig
 from vitclinic.tasks.classification import LossConfig
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
-from vitclinic.treatments import Treatment, parse_treatments
+from vitclinic.treatments import Treatment, Treatments
 
 SCHEMA = 1
 """Version of the recipe's meaning; it is part of every digest."""
@@ -76,16 +77,23 @@ class LoggingConfig(Config):
     )
 
 
-def _listed(value: Any) -> Any:
-    """Pydantic's own sentences speak of its types, not of what to write."""
-    entries = value if isinstance(value, list | tuple) else [None]
-    for entry in entries:
+def _parse_treatments(value: Any) -> Treatments:
+    if isinstance(value, Treatments):
+        return value
+    for entry in value if isinstance(value, list | tuple) else [None]:
         plain = isinstance(entry, Mapping) and all(
             options is None or isinstance(options, Mapping) for options in entry.values()
         )
-        if not isinstance(entry, str) and not plain:
+        if not isinstance(entry, str | Treatment) and not plain:
             raise ValueError("write a list, as in [sam] or [{sam: {rho: 0.1}}]")
-    return value
+    try:
+        return Treatments(value)
+    except RecipeError as error:
+        raise PydanticCustomError(SENTENCE, "{sentence}", {"sentence": str(error)}) from error
+
+
+def _write_treatments(treatments: Treatments) -> list[str | dict[str, Any]]:
+    return treatments.written
 
 
 class Recipe(Config):
@@ -93,8 +101,8 @@ class Recipe(Config):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    treatments: Annotated[list[str | dict[str, Any]], BeforeValidator(_listed)] = Field(
-        [], description="names, or {name: {option: value}}"
+    treatments: Annotated[Treatments, PlainValidator(_parse_treatments), PlainSerializer(_write_treatments)] = Field(
+        Treatments(), description="names, or {name: {option: value}}"
     )
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -137,8 +145,9 @@ class Recipe(Config):
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of accumulate {self.accumulate}")
         return self
 
-    def parsed_treatments(self) -> list[Treatment]:
-        return parse_treatments(self.treatments)
+    def add_treatments(self, entries: Sequence[Any]) -> Recipe:
+        """Return the recipe with more treatments, after those that it has."""
+        return self.model_copy(update={"treatments": Treatments([*self.treatments.written, *entries])})
 
     def plain(self) -> dict[str, Any]:
         """The recipe as plain data, without keys at their defaults, so that a new option orphans no stored run."""

@@ -44,7 +44,6 @@ def train(
         resolved = recipe
     else:
         resolved = build_recipe(recipe, words)
-    resolved.parsed_treatments()  # a mistake there is found before any data is read
     return _in_world(resolved, None, callbacks)
 
 

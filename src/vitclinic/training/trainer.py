@@ -145,7 +145,7 @@ class Trainer:
         self.micro_batch = _micro_batch(recipe, world)
 
         spec = dataset.spec
-        treatments = recipe.parsed_treatments()
+        treatments = recipe.treatments
         network = build_network(recipe, dataset).to(device, self.dtype)
         # Copied before any objective hooks into the network.
         self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None

@@ -8,7 +8,8 @@ seams it uses and leaves the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import ConfigDict
@@ -138,5 +139,42 @@ def known_treatments() -> dict[str, type[Treatment]]:
 
 
 def parse_treatments(entries: Sequence[Any]) -> list[Treatment]:
-    """Turn `["sam", {"conv_stem": {"act": "gelu"}}]` into treatments, in order."""
+    """Turn `["sam", {"conv_stem": {"act": "gelu"}}]` into treatments, in order.
+
+    Raises:
+        RecipeError: Where a treatment or an option is unknown, or has a value that it cannot have.
+    """
     return TREATMENTS.parse(entries)
+
+
+class Treatments(tuple[Treatment, ...]):
+    """The treatments of a recipe, parsed once, with the plain data that they were written as.
+
+    A run's digest is of the plain data, to the letter: `sam` and `{sam: {rho: 0.05}}` are two recipes.
+
+    Example:
+        >>> treatments = Treatments(["conv_stem", {"sam": {"rho": 0.1}}])
+        >>> treatments[1].rho, treatments.written
+        (0.1, ['conv_stem', {'sam': {'rho': 0.1}}])
+    """
+
+    written: list[Any]
+
+    def __new__(cls, entries: Iterable[Any] = ()) -> Treatments:
+        """Parse names, `{name: {option: value}}` and `Treatment` objects."""
+        entries = list(entries)
+        treatments = super().__new__(cls, parse_treatments(entries))
+        treatments.written = [_plain(entry) for entry in entries]
+        return treatments
+
+    def __reduce__(self) -> tuple[type[Treatments], tuple[list[Any]]]:
+        """Travel to other processes as plain data."""
+        return Treatments, (self.written,)
+
+
+def _plain(entry: Any) -> Any:
+    """An entry of a recipe's `treatments` as it would be written in a file."""
+    if isinstance(entry, Treatment):
+        options = entry.model_dump(mode="json", exclude_unset=True)
+        return {entry.name: options} if options else entry.name
+    return copy.deepcopy(entry)

@@ -86,7 +86,7 @@ def _measured(recipes: Any, dataset: Any, world: Any, device: Any) -> list[Cost]
     """A plain step takes 1 s and scoring nothing; treatments still have to fit the network."""
     for recipe in recipes:
         Trainer(recipe, dataset, 1, world, device)
-    ratios = [sum(STEP_COSTS.get(name, 0.0) for name in recipe.treatments) or 1.0 for recipe in recipes]
+    ratios = [sum(STEP_COSTS.get(treatment.name, 0.0) for treatment in recipe.treatments) or 1.0 for recipe in recipes]
     return [Cost(ratio, 0.0, 0.0) for ratio in ratios]
 
 

@@ -273,5 +273,5 @@ def test_the_recipe_may_have_treatments_of_its_own(asked):
     found = asked(recipe={**RECIPE, "treatments": ["context_broadcasting"]}, treatments=["helping"])
     assert found.rungs == []  # one candidate needs no selection
     assert found.verdict == "helps"
-    assert found.recipe.treatments == ["context_broadcasting", "helping"]
+    assert found.recipe.treatments.written == ["context_broadcasting", "helping"]
     assert {len(found.final.accuracies(arm)) for arm in found.final.arms} == {len(found.final.seeds)}

@@ -83,7 +83,7 @@ def test_a_trial_keeps_the_recipe_but_for_its_length_and_its_measures():
     recipe = build_recipe({"epochs": 10, "batch_size": 10, "schedule": {"warmup": "2 epochs"}, "treatments": ["sam"]})
     trials = Trials(recipe, 100, {"train": 100, "val": 50, "test": 50})
     trial = trials.recipe_of(Arm(("gap_head",)), 30, 7, test=False)
-    assert trial.treatments == ["sam", "gap_head"]
+    assert trial.treatments.written == ["sam", "gap_head"]
     assert (trial.steps, trial.epochs, trial.seed, trial.test) == (30, None, 7, False)
     assert trial.schedule.warmup == "20.00%"  # as 2 epochs of 10
     assert trial.validation.every == "100%"

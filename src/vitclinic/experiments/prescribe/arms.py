@@ -59,7 +59,7 @@ def candidates(recipe: Recipe, wanted: Sequence[Entry] | None = None, first: Seq
 
     Those named in `first` come before the others.
     """
-    own = {treatment.name for treatment in recipe.parsed_treatments()}
+    own = {treatment.name for treatment in recipe.treatments}
     if wanted is None:
         others = sorted(set(known_treatments()) - set(ORDER))
         arms = [Arm((name,)) for name in (*ORDER, *others) if name not in own]
@@ -96,9 +96,8 @@ class Trials:
         """
         warmup = in_steps(self.recipe.schedule.warmup, self.images["train"] / self.recipe.batch_size, self.own_steps)
         share = min(1.0, warmup / self.own_steps)
-        return self.recipe.model_copy(
+        return self.recipe.add_treatments(arm.treatments).model_copy(
             update={
-                "treatments": [*self.recipe.treatments, *arm.treatments],
                 "schedule": self.recipe.schedule.model_copy(update={"warmup": f"{100 * share:.2f}%"}),
                 "epochs": None,
                 "max_time": None,

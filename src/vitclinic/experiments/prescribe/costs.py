@@ -39,9 +39,8 @@ class Costs:
         """The cost of an arm; None, with the reason in the ledger, if it does not apply to this network and data."""
         ledger = self.ledger
         if arm.name not in ledger.costs and arm.name not in ledger.left_out:
-            recipe = self.recipe.model_copy(update={"treatments": [*self.recipe.treatments, *arm.treatments]})
             try:
-                ledger.costs[arm.name] = self._measured(recipe)
+                ledger.costs[arm.name] = self._measured(self.recipe.add_treatments(arm.treatments))
             except VitclinicError as error:
                 ledger.left_out[arm.name] = str(error)
             except Exception as error:  # a treatment of somebody's own may raise anything, and the others go on

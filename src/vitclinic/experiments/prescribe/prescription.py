@@ -44,10 +44,7 @@ class Prescription:
     @property
     def recipe(self) -> Recipe:
         """The recipe to train with: with the winner's treatments if they helped, as it was given otherwise."""
-        if self.verdict != "helps":
-            return self.plain
-        treated = [*self.plain.treatments, *self.winner.treatments]
-        return self.plain.model_copy(update={"treatments": treated})
+        return self.plain.add_treatments(self.winner.treatments) if self.verdict == "helps" else self.plain
 
     @property
     def file(self) -> Path | None:

@@ -111,7 +111,7 @@ def _cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
         raise ModelError(f"The network of '{arm}' cannot be built: {error}") from error
     steps = recipe.steps or max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * images / recipe.batch_size - 1e-9))
     seen = steps * recipe.batch_size
-    passes = max([treatment.passes() for treatment in recipe.parsed_treatments()], default=1.0)
+    passes = max([treatment.passes() for treatment in recipe.treatments], default=1.0)
     flops = 3.0 * passes * forward * seen
     hours = flops / (GPU_PEAK[recipe.precision] * GPU_SHARE) / 3600
     return ArmCost(arm, recipe.model.name, spec.num_classes, spec.img_size, parameters, steps, seen, flops, hours)

@@ -288,7 +288,6 @@ class Study(Config):
         for name, changes in self.all_arms():
             try:
                 recipe = build_recipe(laid_over(laid_over(base, changes), particular.arms.get(name, {})), words)
-                recipe.parsed_treatments()
                 _refuse_own_keys(recipe)
             except RecipeError as error:
                 raise RecipeError(f"The arm '{name}' of {self.claim}: {error}") from None
