@@ -9,7 +9,7 @@ import pytest
 
 from tests.probes.subjects import subject
 from vitclinic._core.errors import RecipeError
-from vitclinic.exam.planner import ASKED_FOR, ORDER, Offer, candidates, capped, choose, forms, limits
+from vitclinic.exam.planner import Offer, candidates, capped, choose, forms, limits
 from vitclinic.probes import known_probes, obstacle_to, parse_probes
 
 
@@ -55,11 +55,6 @@ def test_what_cannot_be_timed_costs_nothing() -> None:
     assert choose([Offer("a", [math.nan, math.nan]), Offer("b", [1])], 1) == {"a": 1, "b": 0}
 
 
-def test_every_probe_has_a_place() -> None:
-    assert set(ORDER) | ASKED_FOR == set(known_probes())
-    assert len(ORDER) == len(set(ORDER))
-
-
 @pytest.mark.parametrize("name", known_probes())
 def test_cheaper_forms_are_probes_that_cost_less(name: str) -> None:
     patient = subject("vit", count=3000)
@@ -95,12 +90,13 @@ def test_the_shared_pass_has_all_images_or_fewer() -> None:
 def test_what_is_measured_by_default_quickly_and_in_full() -> None:
     probes, budget = candidates(None, None, False, False, {})
     assert budget == 300
-    assert [probe.name for probe in probes] == list(ORDER)
+    ranks = {name: probe.rank for name, probe in known_probes().items() if not probe.asked_for}
+    assert [probe.name for probe in probes] == sorted(ranks, key=ranks.__getitem__)
     quick, budget = candidates(None, None, True, False, {})
     assert budget is None
     assert {probe.name for probe in quick} == {name for name, probe in known_probes().items() if probe.by_default}
     full, budget = candidates(None, None, False, True, {})
-    assert (len(full), budget) == (len(ORDER), None)
+    assert (len(full), budget) == (len(ranks), None)
     named, budget = candidates(["norms"], None, False, False, {})
     assert ([probe.name for probe in named], budget) == (["norms"], None)
     assert candidates(["norms"], "90s", False, False, {})[1] == 90

@@ -57,6 +57,7 @@ def measurement(probe, seed=0, **parts):
         "subject": f"network {seed}",
         "data": "test images",
         "provenance": provenance(),
+        "facts": None if known is None else known.facts(),
     }
     return Measurement(**{**record, **parts})
 

@@ -31,6 +31,7 @@ from pydantic import (
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, RunError
+from vitclinic._core.facts import ProbeFacts
 from vitclinic._core.io import write_bytes, write_errors, write_text
 
 SCHEMA = 1
@@ -141,6 +142,8 @@ class Measurement(Config):
     units: list[UnitRow] = Field(default_factory=list)
     arrays: dict[str, NDArray[Any]] = Field(default_factory=dict, exclude=True)
     provenance: Provenance
+    facts: ProbeFacts | None = None
+    """About the probe, for whoever shows the measurement; None in one that was stored by vitclinic 0.1."""
 
     @field_validator("config", "conditions", mode="before")
     @classmethod

@@ -34,17 +34,6 @@ from vitclinic.probes import Probe, StreamingProbe, Subject, known_probes, parse
 BUDGET = "5m"
 """Unless the user gives one: what an exam of all targets together may take."""
 
-ORDER = (
-    *("accuracy", "cost", "norms", "fourier", "variance", "cka", "token_similarity", "sparsity"),
-    *("attention_entropy", "attention_distance", "attention_maps", "cb_scale", "trajectory"),
-    *("hessian_spectrum", "sharpness", "train_nll", "corruptions", "landscape", "lesion", "frequency_noise"),
-    *("shape_bias", "flatness", "fgsm", "occlusion", "missing_rate", "pgd", "ntk"),
-)
-"""What a reader wants to know first. Those that cost next to nothing come early; those of other packages come last."""
-
-ASKED_FOR = frozenset({"shift"})
-"""Only if named: without another data set to look at it repeats the accuracy."""
-
 LIMITS = (64, 256, 1024, 4096)
 """Images of the shared pass in its cheaper forms, unless the user has said how many."""
 
@@ -92,8 +81,8 @@ def candidates(
     if probes is not None:
         chosen = _with_settings(parse_probes(probes), settings)
     else:
-        names = usual_probes() if quick else [name for name in known_probes() if name not in ASKED_FOR]
-        names.sort(key=lambda name: (name not in settings, _rank(name)))
+        names = usual_probes() if quick else [name for name, probe in known_probes().items() if not probe.asked_for]
+        names.sort(key=lambda name: (name not in settings, known_probes()[name].rank))
         chosen = _with_settings(parse_probes(names), settings)
         budget = budget if budget is not None or quick or full else BUDGET
     return chosen, None if budget is None else _checked(budget)
@@ -109,10 +98,6 @@ def _with_settings(probes: list[Probe], settings: Mapping[str, Mapping[str, Any]
         parse_probes([{probe.name: {**given(probe), **settings[probe.name]}}])[0] if probe.name in settings else probe
         for probe in probes
     ]
-
-
-def _rank(name: str) -> int:
-    return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
 def _checked(budget: str | float) -> float:

@@ -18,7 +18,7 @@ import torch
 
 from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic._core.records import Measurement
-from vitclinic.exam.store import REUSED
+from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
 from vitclinic.probes.digest import network_digest
 from vitclinic.reports.figure import Examined
@@ -105,7 +105,7 @@ def _read(folder: Path) -> list[Measurement]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(Measurement.read(path))
+            found.append(read_measurement(path))
         except RunError as error:
             log.warning("%s It is left out.", error)
     return sorted(found, key=lambda measurement: measurement.provenance.date)

@@ -17,13 +17,27 @@ from vitclinic._core.errors import RunError
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import SCHEMA, Measurement
 from vitclinic._core.time import seconds
-from vitclinic.probes import Probe, Subject, conditions_of, seen_by
+from vitclinic.probes import Probe, Subject, conditions_of, known_probes, seen_by
 from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
 
 REUSED = ("ok", "not_converged")
 """Statuses that the same network, data and options would end in again; other measurements are made anew."""
+
+
+def read_measurement(path: Path) -> Measurement:
+    """Read a stored measurement; one of vitclinic 0.1 gets the facts of the probe that has its name today.
+
+    Args:
+        path: The `.json` file; its arrays lie beside it.
+
+    Raises:
+        RunError: Where the file is damaged, or not a measurement.
+    """
+    stored = Measurement.read(path)
+    probe = known_probes().get(stored.probe) if stored.facts is None else None
+    return stored if probe is None else stored.model_copy(update={"facts": probe.facts()})
 
 
 class Store:
@@ -55,7 +69,7 @@ class Store:
         if not path.is_file():
             return None
         try:
-            stored = Measurement.read(path)
+            stored = read_measurement(path)
         except RunError as error:
             log.warning("%s It is measured anew.", error)
             return None

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import median_interval
 from vitclinic.anatomy import double_differentiable
@@ -99,7 +100,19 @@ class Cost(OwningProbe):
     image and of a batch are taken in turns, after a warm-up, and the median is reported with its interval.
     """
 
-    name: ClassVar[str] = "cost"
+    name = "cost"
+    group = "Network"
+    rank = 20
+    title = "Cost"
+    question = "How large and how fast is it?"
+    paper = "Park and Kim 2022, Fig. 12 (P11)"
+    key_scalars: ClassVar[KeyScalars] = {
+        "parameters": "lower",
+        "flops": "lower",
+        "images_per_second": "higher",
+        "latency_seconds": "lower",
+        "peak_memory_bytes": "lower",
+    }
     cheaper: ClassVar[Cheaper] = ({"repeats": 3, "batch": 4},)
 
     repeats: Annotated[int, Field(ge=1)] = Field(10, description="how often each time is taken")

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
@@ -25,7 +26,13 @@ class Norms(StreamingProbe):
     tokens, or positions, and channels of one image; reported is its mean over images.
     """
 
-    name: ClassVar[str] = "norms"
+    name = "norms"
+    group = "Network"
+    rank = 30
+    title = "Norms"
+    question = "How large are its weights and activations?"
+    paper = "Chen et al. 2022, Table 4 (C5)"
+    key_scalars: ClassVar[KeyScalars] = {"weight_norm": None, "activation_norm_last": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     def begin(self, subject: Subject) -> Tally:

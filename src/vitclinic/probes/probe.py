@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitclinic._core.config import Config
+from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import ModelError, RecipeError, VitclinicError
+from vitclinic._core.facts import LAST, OTHER, FigureSpec, KeyScalars, ProbeFacts
 from vitclinic._core.records import Measurement, Scalar, UnitRow
 from vitclinic._core.registry import Registry
 from vitclinic._core.statistics import RunningMean
@@ -53,6 +54,22 @@ class Probe(Config):
     """Base of both kinds: fields are options. The docstring's first line is what `vitclinic list probes` says."""
 
     name: ClassVar[str]
+    group: ClassVar[str] = OTHER
+    """Its part of a report: Behaviour, Representation, Attention, Curvature, Network, or one of its own naming."""
+    rank: ClassVar[int] = LAST
+    """Its place in plans and summaries: what a reader wants to know first comes first, and ours are ten apart."""
+    title: ClassVar[str] = ""
+    """The heading of its section; without one, its name."""
+    question: ClassVar[str] = ""
+    """The question it answers, in one sentence; without one, the first line of its docstring."""
+    paper: ClassVar[str] = ""
+    """Where it comes from: "Park and Kim 2022, Fig. 9"."""
+    key_scalars: ClassVar[KeyScalars] = {}
+    """The scalars of the summary, in order, and which way each is better; without any, the first six are shown."""
+    figures: ClassVar[Sequence[FigureSpec]] = ()
+    """The figures of its section; without any, every value of its units is drawn by depth."""
+    asked_for: ClassVar[bool] = False
+    """Whether it is measured only if it is named."""
     needs: ClassVar[frozenset[Need]] = frozenset()
     by_default: ClassVar[bool] = True
     """Whether it is one of the quick ones; one that takes minutes is not."""
@@ -60,6 +77,26 @@ class Probe(Config):
     """Options with which it costs less, the cheapest first: an exam within a budget chooses one, or the defaults."""
     revision: ClassVar[int] = 1
     """To be raised when the same options come to mean another number: stored results are then not reused."""
+
+    @classmethod
+    def facts(cls) -> ProbeFacts:
+        """Return what a report has to know of it, as its measurements carry it."""
+        stated = {
+            "title": cls.title or cls.name,
+            "question": cls.question or (cls.__doc__ or "").split("\n")[0],
+            "group": cls.group,
+            "rank": cls.rank,
+            "key_scalars": dict(cls.key_scalars),
+            "paper": cls.paper,
+            "figures": list(cls.figures),
+        }
+        return validate(ProbeFacts, stated, where=cls.__name__)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if hasattr(cls, "name"):
+            cls.facts()  # a mistake shows where the class is defined, not when it has measured for an hour
 
     def forwards(self, subject: Subject) -> float:
         """An estimate, before it runs, of its work in forward passes of one image each.

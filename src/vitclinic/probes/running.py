@@ -80,6 +80,7 @@ def _record(probe: Probe, subject: Subject, outcome: Result | Exception, duratio
         "scalars": dict(result.scalars),
         "units": list(result.units),
         "arrays": dict(result.arrays),
+        "facts": probe.facts(),
         "provenance": {
             "seed": subject.seed,
             "mode": result.mode,

@@ -11,11 +11,11 @@ from typing import Any
 
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Finding, Measurement
-from vitclinic.reports import views
+from vitclinic.reports import figures, views  # noqa: F401  (figures make themselves known)
 from vitclinic.reports.drawing import Drawings
 from vitclinic.reports.figure import Examined
 from vitclinic.reports.frame import filled, write_page
-from vitclinic.reports.sections import about, grouped, in_order, inapplicable, of_probe
+from vitclinic.reports.sections import facts_of, grouped, in_order, inapplicable, of_probe
 
 _ABSOLUTE = re.compile(r"(?:^|(?<=[\s'\"`(\[{=@:,;|]))~?/(?!/)[^\s'\"`<>|;,)\]}]*[^\s'\"`<>|;,)\]}.:]")
 
@@ -105,7 +105,7 @@ def render(examined: Sequence[Examined], *, title: str | None = None, images: bo
         "networks": views.networks(shown, anchors),
         "remarks": [] if images else [NO_PICTURES],
         "rows": views.summary_rows(shown),
-        "titles": {probe: about(probe).title for probe in in_order(shown)},
+        "titles": {probe: facts_of(shown, probe).title for probe in in_order(shown)},
         "training": training,
         "groups": groups,
         "inapplicable": inapplicable(shown),
@@ -118,7 +118,7 @@ def _groups(examined: Sequence[Examined], drawings: Drawings) -> list[dict[str, 
     for name, probes in grouped(examined).items():
         sections = [_section(examined, probe, drawings) for probe in probes if of_probe(examined, probe)]
         if sections:
-            groups.append({"name": name, "id": f"group-{name.split()[0].lower()}", "sections": sections})
+            groups.append({"name": name, "id": views.anchor("group", name), "sections": sections})
     return groups
 
 
@@ -126,8 +126,8 @@ def _section(examined: Sequence[Examined], probe: str, drawings: Drawings) -> di
     records = views.records(examined, probe)
     return {
         "probe": probe,
-        "id": views.section_id(probe),
-        "about": about(probe),
+        "id": views.anchor("probe", probe),
+        "about": facts_of(examined, probe),
         "remarks": views.remarks(examined, probe),
         "figures": drawings.of(probe, examined),
         "scalars": views.scalar_rows(examined, probe),

@@ -37,9 +37,15 @@ class Network:
     counts: Mapping[str, int]
 
 
-def section_id(probe: str) -> str:
-    """The anchor of a probe's section: other packages name their probes as they like."""
-    return "probe-" + "".join(character if character.isalnum() or character == "_" else "-" for character in probe)
+def anchor(kind: str, name: str) -> str:
+    """Return the anchor of a probe's section or of a group: other packages name these as they like.
+
+    Example:
+        >>> anchor("probe", "my.own probe")
+        'probe-my-own-probe'
+    """
+    safe = "".join(character if character.isalnum() or character == "_" else "-" for character in name)
+    return f"{kind}-{safe.lower() if kind == 'group' else safe}"
 
 
 def networks(examined: Sequence[Examined], anchors: Container[str]) -> list[Network]:
@@ -73,15 +79,15 @@ def _finding(finding: Finding, anchors: Container[str]) -> dict[str, Any]:
 def _target(key: str, anchors: Container[str]) -> str | None:
     """Where on the page a finding's number comes from."""
     probe = key.partition(".")[0]
-    anchor = "training" if probe == "training" else section_id(probe)
-    return anchor if anchor in anchors else None
+    target = "training" if probe == "training" else anchor("probe", probe)
+    return target if target in anchors else None
 
 
 def summary_rows(examined: Sequence[Examined]) -> list[dict[str, Any]]:
     """The summary's rows; the first of each probe begins its group."""
     rows, last = [], None
     for row in summary(examined):
-        rows.append({**_row(row), "first": row.probe != last, "target": section_id(row.probe)})
+        rows.append({**_row(row), "first": row.probe != last, "target": anchor("probe", row.probe)})
         last = row.probe
     return rows
 

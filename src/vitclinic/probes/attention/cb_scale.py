@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic.anatomy import Unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, register, unit_row
@@ -37,7 +38,13 @@ class CBScale(OwningProbe):
     `scaled: true` has them.
     """
 
-    name: ClassVar[str] = "cb_scale"
+    name = "cb_scale"
+    group = "Attention"
+    rank = 120
+    title = "Context Broadcasting scales"
+    question = "Which layers want the mean of all tokens?"
+    paper = "Hyeon-Woo et al. 2023, Fig. 8 (H4)"
+    key_scalars: ClassVar[KeyScalars] = {"ratio": None, "mean": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
     by_default: ClassVar[bool] = False
 

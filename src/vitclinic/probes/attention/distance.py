@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import UnitRow
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
@@ -72,7 +73,13 @@ class AttentionDistance(StreamingProbe):
     over j, which is how far a query looks on average and does not shrink with the number of tokens.
     """
 
-    name: ClassVar[str] = "attention_distance"
+    name = "attention_distance"
+    group = "Attention"
+    rank = 100
+    title = "Reach of attention"
+    question = "How far does attention look?"
+    paper = "Hyeon-Woo et al. 2023, Fig. 7b (H2)"
+    key_scalars: ClassVar[KeyScalars] = {"distance": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
 
     def begin(self, subject: Subject) -> Tally:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
@@ -81,7 +82,13 @@ class AttentionEntropy(StreamingProbe):
     percentile over the heads and queries of an image, averaged over images.
     """
 
-    name: ClassVar[str] = "attention_entropy"
+    name = "attention_entropy"
+    group = "Attention"
+    rank = 90
+    title = "Density of attention"
+    question = "How close is attention to uniform?"
+    paper = "Hyeon-Woo et al. 2023, Fig. 4, 7a (H1, H2)"
+    key_scalars: ClassVar[KeyScalars] = {"ratio": None, "upper_ratio": None, "class_ratio": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
 
     def begin(self, subject: Subject) -> Tally:

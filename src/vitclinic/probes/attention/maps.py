@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitclinic._core.errors import RecipeError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.images import Picture, beside
 from vitclinic._core.records import Measurement, Scalar
 from vitclinic.anatomy import AttentionMap, Unit, record_attention
@@ -79,7 +80,13 @@ class AttentionMaps(OwningProbe):
     (bilinear); without a class token, the mean over queries.
     """
 
-    name: ClassVar[str] = "attention_maps"
+    name = "attention_maps"
+    group = "Attention"
+    rank = 110
+    title = "Attention maps"
+    question = "Where on an image does the last layer look?"
+    paper = "Chen et al. 2022, Fig. 3 (App. E.2)"
+    key_scalars: ClassVar[KeyScalars] = {"peak": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
     by_default: ClassVar[bool] = False
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import RunningMean, share_interval
 from vitclinic.data import Batch
@@ -34,7 +35,18 @@ _SIMULATED = 4000
 class Accuracy(StreamingProbe):
     """Top-1 and top-5 accuracy, NLL, calibration error and reliability diagram [park2022 Fig. F.1]."""
 
-    name: ClassVar[str] = "accuracy"
+    name = "accuracy"
+    group = "Behaviour"
+    rank = 10
+    title = "Accuracy and calibration"
+    question = "How often is the network right, and does it know when it is?"
+    paper = "Park and Kim 2022, Fig. F.1a (P13); Guo et al. 2017"
+    key_scalars: ClassVar[KeyScalars] = {
+        "accuracy": "higher",
+        "top5_accuracy": "higher",
+        "nll": "lower",
+        "ece": "lower",
+    }
     revision: ClassVar[int] = 3  # the interval of the ECE
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
 

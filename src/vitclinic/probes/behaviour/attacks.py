@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.perturbation import Ball, Norm, lengths
 from vitclinic._core.records import Scalar
 from vitclinic.data import Batch
@@ -251,7 +252,13 @@ def weakness(outcomes: _Outcomes, stuck: int) -> str | None:
 class FGSM(AttackProbe):
     """Accuracy under the fast gradient sign method [hyeonwoo2023 Table 8; Goodfellow et al. 2015]."""
 
-    name: ClassVar[str] = "fgsm"
+    name = "fgsm"
+    group = "Behaviour"
+    rank = 230
+    title = "One-step attack (FGSM)"
+    question = "How often does one step along the gradient fool it?"
+    paper = "Hyeon-Woo et al. 2023, Table 8 (H8)"
+    key_scalars: ClassVar[KeyScalars] = {"robust_accuracy": "higher", "drop": "lower"}
 
     @property
     def attack(self) -> Attack:
@@ -262,7 +269,13 @@ class FGSM(AttackProbe):
 class PGD(AttackProbe):
     """Accuracy under projected gradient descent, 10 steps by default [chen2022 App. B; Madry et al. 2018]."""
 
-    name: ClassVar[str] = "pgd"
+    name = "pgd"
+    group = "Behaviour"
+    rank = 260
+    title = "Iterated attack (PGD)"
+    question = "How often does a stronger attack of several steps fool it?"
+    paper = "Chen et al. 2022, Table 7 (C10)"
+    key_scalars: ClassVar[KeyScalars] = {"robust_accuracy": "higher", "drop": "lower"}
     cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})
 
     steps: Annotated[int, Field(ge=1)] = Field(10, description="steps of each attempt")

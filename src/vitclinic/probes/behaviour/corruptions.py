@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
@@ -65,7 +66,13 @@ class Corruptions(BehaviourProbe):
     corrupted in [0, 1], each by its own random numbers.
     """
 
-    name: ClassVar[str] = "corruptions"
+    name = "corruptions"
+    group = "Behaviour"
+    rank = 170
+    title = "Corrupted images"
+    question = "How much accuracy is lost to noise, blur, weather and compression?"
+    paper = "Park and Kim 2022, Fig. 12b (P11); Hendrycks and Dietterich 2019"
+    key_scalars: ClassVar[KeyScalars] = {"accuracy": "higher", "drop": "lower"}
     revision: ClassVar[int] = 3  # intervals have a width
     cheaper: ClassVar[Cheaper] = ({"images": 100}, {"images": 300})
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.perturbation import lengths
 from vitclinic._core.records import Scalar
 from vitclinic.data import Batch
@@ -35,7 +36,13 @@ Rings = NDArray[np.int64]
 class FrequencyNoise(BehaviourProbe):
     """Accuracy lost to Gaussian noise of one ring of frequencies after the other [park2022 Fig. 2b]."""
 
-    name: ClassVar[str] = "frequency_noise"
+    name = "frequency_noise"
+    group = "Behaviour"
+    rank = 200
+    title = "Noise by frequency"
+    question = "Noise of which frequencies hurts it most?"
+    paper = "Park and Kim 2022, Fig. 2b (P8)"
+    key_scalars: ClassVar[KeyScalars] = {"drop_low": "lower", "drop_high": "lower"}
     revision: ClassVar[int] = 3  # rings of both halves are in neither; intervals have a width
 
     strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
 from vitclinic.probes.behaviour.behaviour import predicted, see_together
@@ -26,7 +27,13 @@ class MissingRate(OwningProbe):
     A prediction at (x_i + x_j) / 2 is a miss unless it is y_i or y_j [Zhang et al. 2018]. No image is in two pairs.
     """
 
-    name: ClassVar[str] = "missing_rate"
+    name = "missing_rate"
+    group = "Behaviour"
+    rank = 250
+    title = "Missing rate"
+    question = "Does it see both of two images that are mixed into one?"
+    paper = "Chen et al. 2022, Table 6 (C6)"
+    key_scalars: ClassVar[KeyScalars] = {"missing_rate": "lower"}
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"pairs": 256},)

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.models import Normalised
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
@@ -21,7 +22,13 @@ from vitclinic.probes.subject import Subject
 class Occlusion(BehaviourProbe):
     """Accuracy with the central square of half the width hidden [hyeonwoo2023 Table 8]."""
 
-    name: ClassVar[str] = "occlusion"
+    name = "occlusion"
+    group = "Behaviour"
+    rank = 240
+    title = "Hidden centre"
+    question = "Does it recognise images whose centre is hidden?"
+    paper = "Hyeon-Woo et al. 2023, Table 8 (H8)"
+    key_scalars: ClassVar[KeyScalars] = {"accuracy": "higher", "drop": "lower"}
 
     value: Literal["black", "mean"] = Field("black", description="what hides: black, or the mean colour")
 

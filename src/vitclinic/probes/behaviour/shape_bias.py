@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import fitted
@@ -27,7 +28,13 @@ class ShapeBias(OwningProbe):
     that is for the shape; decisions for a third class are left out.
     """
 
-    name: ClassVar[str] = "shape_bias"
+    name = "shape_bias"
+    group = "Behaviour"
+    rank = 210
+    title = "Shape or texture"
+    question = "Does it decide by shape or by texture where the two disagree?"
+    paper = "Geirhos et al. 2019, Fig. 4; Park and Kim 2022, Sec. 3"
+    key_scalars: ClassVar[KeyScalars] = {"shape_bias": "higher"}
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 180}, {"images": 450})

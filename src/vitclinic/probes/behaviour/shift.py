@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import DataError, did_you_mean
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import Scalar
 from vitclinic._core.serialization import read_json, read_yaml
@@ -183,7 +184,14 @@ class Shift(OwningProbe):
     outputs in competition, and once with only those that are right for some class of the set.
     """
 
-    name: ClassVar[str] = "shift"
+    name = "shift"
+    group = "Behaviour"
+    rank = 280
+    title = "Other data"
+    question = "How well does it do on data of another kind?"
+    paper = "Chen et al. 2022, Table 2 (C2)"
+    key_scalars: ClassVar[KeyScalars] = {"accuracy": "higher", "accuracy_among_mapped": "higher"}
+    asked_for = True  # without another data set to look at it repeats the accuracy
     by_default: ClassVar[bool] = False
 
     data: str | None = Field(None, description="the other data, as in --data; by default the exam's own")

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.probes.behaviour.behaviour import finite, see_together
 from vitclinic.probes.estimates import mean_over
@@ -24,7 +25,13 @@ class TrainNLL(OwningProbe):
     least value is then not 0 but the entropy of the targets, which is reported beside it.
     """
 
-    name: ClassVar[str] = "train_nll"
+    name = "train_nll"
+    group = "Behaviour"
+    rank = 160
+    title = "Likelihood of training images"
+    question = "How well does it fit what it was trained on?"
+    paper = "Park and Kim 2022, Fig. 5, 7a (P5)"
+    key_scalars: ClassVar[KeyScalars] = {"nll": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 512},)

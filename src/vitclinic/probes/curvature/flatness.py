@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import RunningMean
 from vitclinic.data.randomness import torch_seed
@@ -68,7 +69,13 @@ class Flatness(CurvatureProbe):
     order it is L(w) + sigma^2/2 trace(H). Only values of one sigma can be compared.
     """
 
-    name: ClassVar[str] = "flatness"
+    name = "flatness"
+    group = "Curvature"
+    rank = 220
+    title = "Loss under noise"
+    question = "How much does the loss rise when weights are disturbed?"
+    paper = "Chen et al. 2022, Table 1 (C1)"
+    key_scalars: ClassVar[KeyScalars] = {"flatness": "lower"}
     cheaper: ClassVar[Cheaper] = ({"images": 64, "draws": 20}, {"images": 64})
 
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import share_interval
@@ -49,7 +50,13 @@ _KEPT = ("values", "residuals", "errors", "products", "converged")
 class HessianSpectrum(OwningProbe):
     """Top Hessian eigenvalues of training mini-batches: their spectrum, NEP and APE [park2022 Fig. 1c, 4]."""
 
-    name: ClassVar[str] = "hessian_spectrum"
+    name = "hessian_spectrum"
+    group = "Curvature"
+    rank = 140
+    title = "Hessian spectrum"
+    question = "Is the loss convex there (NEP), and how steep is it (APE)?"
+    paper = "Park and Kim 2022, Fig. 1c, 4 (P1)"
+    key_scalars: ClassVar[KeyScalars] = {"nep": "lower", "ape": "lower"}
     revision: ClassVar[int] = 2  # eigenvalues that were missed before
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
     by_default: ClassVar[bool] = False

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes.curvature.curvature import Clock, CurvatureProbe
@@ -104,7 +105,13 @@ class Landscape(CurvatureProbe):
     [park2022]. `directions` says what the d are, `normalisation` how long.
     """
 
-    name: ClassVar[str] = "landscape"
+    name = "landscape"
+    group = "Curvature"
+    rank = 180
+    title = "Loss landscape"
+    question = "What does the loss look like around the weights?"
+    paper = "Chen et al. 2022, Fig. 1; Park and Kim 2022, Fig. 1a (C1, P15)"
+    key_scalars: ClassVar[KeyScalars] = {"largest_loss": None}
     revision: ClassVar[int] = 2  # eigenvalues that were missed before
     cheaper: ClassVar[Cheaper] = ({"points": 11, "images": 64}, {"points": 15, "images": 128})
 

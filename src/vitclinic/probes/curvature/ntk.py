@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import RunningMean
 from vitclinic._core.time import Time
@@ -45,7 +46,13 @@ class NTK(OwningProbe):
     block, averaged over blocks.
     """
 
-    name: ClassVar[str] = "ntk"
+    name = "ntk"
+    group = "Curvature"
+    rank = 270
+    title = "Neural tangent kernel"
+    question = "How well conditioned, and so how trainable, is the network?"
+    paper = "Chen et al. 2022, Table 1, App. G (C3)"
+    key_scalars: ClassVar[KeyScalars] = {"condition_number": "lower"}
     needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 96}, {"images": 240})

@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import AnatomyError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Kind
@@ -49,7 +50,13 @@ _PASSES = 6
 class Sharpness(CurvatureProbe):
     """Largest Hessian eigenvalue, whole and per component, trace and spectral density [chen2022 App. F]."""
 
-    name: ClassVar[str] = "sharpness"
+    name = "sharpness"
+    group = "Curvature"
+    rank = 150
+    title = "Sharpness"
+    question = "How curved is the loss where training ended, and which parts are?"
+    paper = "Chen et al. 2022, Table 4, App. F (C1, C4)"
+    key_scalars: ClassVar[KeyScalars] = {"lambda_max": "nearer to 0", "trace": "nearer to 0"}
     revision: ClassVar[int] = 2  # eigenvalues that were missed before
     cheaper: ClassVar[Cheaper] = (
         {"images": 32, "components": False, "density_draws": 0},

@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import PastWeights, Subject
@@ -100,7 +101,13 @@ class Trajectory(OwningProbe):
     out. w_t is all parameters (no buffers) of the network that is used, with averaged weights where the run has them.
     """
 
-    name: ClassVar[str] = "trajectory"
+    name = "trajectory"
+    group = "Curvature"
+    rank = 130
+    title = "Course of training"
+    question = "Did training go straight to where it ended?"
+    paper = "Park and Kim 2022, Fig. 1b (P15)"
+    key_scalars: ClassVar[KeyScalars] = {"distance": None, "angle_max": None}
     by_default: ClassVar[bool] = False
 
     source: Literal["any", "checkpoints", "projections"] = Field(

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vitclinic._core.errors import DataError, ModelError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import jackknife_half_width
 from vitclinic.anatomy import Anatomy, Site, Unit, stream
@@ -31,7 +32,13 @@ class CKA(StreamingProbe):
     mini-batches first (Nguyen et al. 2021). Features are a state's positions and channels, without prefix tokens.
     """
 
-    name: ClassVar[str] = "cka"
+    name = "cka"
+    group = "Representation"
+    rank = 60
+    title = "Similarity of layers (CKA)"
+    question = "Which layers represent images alike?"
+    paper = "Park and Kim 2022, Fig. 10a, D.3 (P9)"
+    key_scalars: ClassVar[KeyScalars] = {"cka_mean": None, "block_structure": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     batch: Annotated[int, Field(ge=LEAST)] = Field(64, description="images of a mini-batch; at most the exam's batch")

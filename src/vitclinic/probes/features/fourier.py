@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic.probes.features.states import ChangesTally
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
@@ -39,7 +40,18 @@ class Fourier(StreamingProbe):
     relative to frequency 0: Delta log amplitude. At frequency pi it is the unit's number.
     """
 
-    name: ClassVar[str] = "fourier"
+    name = "fourier"
+    group = "Representation"
+    rank = 40
+    title = "Frequencies by depth"
+    question = "Which layers damp high frequencies, and which amplify them?"
+    paper = "Park and Kim 2022, Fig. 2a, 8, D.2 (P6)"
+    key_scalars: ClassVar[KeyScalars] = {
+        "delta_log_amplitude_last": None,
+        "delta_log_amplitude_change_msa": None,
+        "delta_log_amplitude_change_mlp": None,
+        "delta_log_amplitude_change_conv": None,
+    }
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     def begin(self, subject: Subject) -> Tally:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import Batch
@@ -36,7 +37,17 @@ class Lesion(OwningProbe):
     embedding becomes zero. All is measured on the same images, so that a difference is a paired one.
     """
 
-    name: ClassVar[str] = "lesion"
+    name = "lesion"
+    group = "Representation"
+    rank = 190
+    title = "Lesions"
+    question = "How much is lost without one unit?"
+    paper = "Park and Kim 2022, Fig. 10b, D.4 (P10)"
+    key_scalars: ClassVar[KeyScalars] = {
+        "accuracy_drop_msa": None,
+        "accuracy_drop_mlp": None,
+        "accuracy_drop_conv": None,
+    }
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "anatomy"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site, Unit
 from vitclinic.probes.probe import (
@@ -61,7 +62,13 @@ class Sparsity(StreamingProbe):
     than zero. Reported is the share that is active, averaged over images.
     """
 
-    name: ClassVar[str] = "sparsity"
+    name = "sparsity"
+    group = "Representation"
+    rank = 80
+    title = "Active neurons"
+    question = "Which share of the neurons is active in each layer?"
+    paper = "Chen et al. 2022, Fig. 2 right (C5, C15)"
+    key_scalars: ClassVar[KeyScalars] = {"active": None, "active_first": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     def begin(self, subject: Subject) -> Tally:

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.facts import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
 from vitclinic.data import Batch
@@ -111,7 +112,17 @@ class TokenSimilarity(StreamingProbe):
     zero. In a convolutional network the positions are the patches.
     """
 
-    name: ClassVar[str] = "token_similarity"
+    name = "token_similarity"
+    group = "Representation"
+    rank = 70
+    title = "Similarity of patches"
+    question = "Do the patches of an image become alike with depth?"
+    paper = "Gong et al. 2021, Fig. 1b, 3 (G1); Wang et al. 2022, Fig. 1 (W3)"
+    key_scalars: ClassVar[KeyScalars] = {
+        "absolute_cosine_last": "lower",
+        "cosine_last": None,
+        "absolute_cosine_rise": None,
+    }
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     tokens: Annotated[int, Field(ge=2)] = Field(

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from vitclinic._core.facts import KeyScalars
 from vitclinic.probes.features.states import ChangesTally
 from vitclinic.probes.probe import Need, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
@@ -19,7 +20,18 @@ class Variance(StreamingProbe):
     its mean over images.
     """
 
-    name: ClassVar[str] = "variance"
+    name = "variance"
+    group = "Representation"
+    rank = 50
+    title = "Variance by depth"
+    question = "Which layers average feature maps, and which spread them?"
+    paper = "Park and Kim 2022, Fig. 9, D.1 (P7)"
+    key_scalars: ClassVar[KeyScalars] = {
+        "variance_last": None,
+        "variance_change_msa": None,
+        "variance_change_mlp": None,
+        "variance_change_conv": None,
+    }
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     def begin(self, subject: Subject) -> Tally:

@@ -67,9 +67,9 @@ def attention_distance(examined: Sequence[Examined]) -> list[Figure]:
             title="Distance of attention by layer",
             reading="Each point is how far a query looks on average, rows and columns of the grid running from 0 to 1:"
             " 0 is every patch looking at itself, about 0.67 uniform attention; small dashes are heads. Divided by"
-            " the number of other patches it is Hyeonwoo et al.'s relative distance (in the table), which Context"
+            " the number of other patches it is Hyeon-Woo et al.'s relative distance (in the table), which Context"
             " Broadcasting should leave as it is.",
-            paper="Hyeonwoo et al. 2023, Fig. 7b (H2)",
+            paper="Hyeon-Woo et al. 2023, Fig. 7b (H2)",
             table=unit_table(examined, "attention_distance", ["distance", "relative_distance"], heads="head_distance"),
             plot=plot,
         )
@@ -94,9 +94,9 @@ def _against_maximum(examined: Sequence[Examined]) -> list[Figure]:
             name="attention-entropy-layers",
             title="Entropy of attention by layer",
             reading="Each point is the mean entropy of a layer's attention, divided by that of uniform attention over"
-            " the same keys; small dashes are its heads. Hyeonwoo et al. found learned attention close to the"
+            " the same keys; small dashes are its heads. Hyeon-Woo et al. found learned attention close to the"
             " maximum, which is attention that merely averages.",
-            paper="Hyeonwoo et al. 2023, Fig. 4 (H1)",
+            paper="Hyeon-Woo et al. 2023, Fig. 4 (H1)",
             table=unit_table(
                 examined, "attention_entropy", ["ratio", "entropy", "upper", "maximum"], heads="head_entropy"
             ),
@@ -114,9 +114,9 @@ def _of_class_token(examined: Sequence[Examined]) -> list[Figure]:
             name="attention-entropy-class",
             title="Entropy of the class token's attention",
             reading="Each point is the entropy of the class token's attention in one layer, mean over heads and"
-            " images: the lower, the fewer patches it looks at. Hyeonwoo et al. found that Context Broadcasting"
+            " images: the lower, the fewer patches it looks at. Hyeon-Woo et al. found that Context Broadcasting"
             " lowers it, most in deep layers.",
-            paper="Hyeonwoo et al. 2023, Fig. 7a (H2)",
+            paper="Hyeon-Woo et al. 2023, Fig. 7a (H2)",
             table=unit_table(examined, "attention_entropy", ["class_entropy", "patch_entropy"]),
             plot=overlaid({"entropy (nats)": found}, "attention layer"),
         )

@@ -111,9 +111,9 @@ def cb_scale(examined: Sequence[Examined]) -> list[Figure]:
             name="cb-scale-layers",
             title="Learned scales of Context Broadcasting",
             reading="Above, the 10% quantile of a layer's scales over its 90% quantile, both without sign: near 1"
-            " where all channels want the broadcast context alike; below, their mean. Hyeonwoo et al. found that both"
+            " where all channels want the broadcast context alike; below, their mean. Hyeon-Woo et al. found that both"
             " grow with depth, so that upper layers want dense interactions most.",
-            paper="Hyeonwoo et al. 2023, Fig. 8 (H4)",
+            paper="Hyeon-Woo et al. 2023, Fig. 8 (H4)",
             table=unit_table(examined, "cb_scale", list(_CB_SCALE_AXES)),
             plot=overlaid(panels, "layer with learned scales", height=200),
         )
