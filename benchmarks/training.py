@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import ALONE
 from vitclinic.data import open_data
 from vitclinic.data.augment import keep_a_bit
 from vitclinic.models import create_model
@@ -89,7 +89,7 @@ def our_arm(source: str, augment: str) -> Step:
     recipe = build_recipe(
         {"model": MODEL, "data": {"source": source, "augment": augment}, "batch_size": BATCH, "steps": 10**6}
     )
-    trainer = Trainer(recipe, open_data(recipe.data), 10**6, World(), torch.device("cpu"))
+    trainer = Trainer(recipe, open_data(recipe.data), 10**6, ALONE, torch.device("cpu"))
     return trainer.advance
 
 

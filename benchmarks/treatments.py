@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import ALONE
 from vitclinic.data import open_data
 from vitclinic.training import build_recipe
 from vitclinic.training.trainer import Trainer
@@ -39,7 +39,7 @@ def trainer(source: str, model: dict[str, Any], treatments: list[Any]) -> Traine
     recipe = build_recipe(
         {"model": model, "data": source, "batch_size": batch_size, "steps": 10**6, "treatments": treatments}
     )
-    return Trainer(recipe, open_data(recipe.data), 10**6, World(), torch.device("cpu"))
+    return Trainer(recipe, open_data(recipe.data), 10**6, ALONE, torch.device("cpu"))
 
 
 def seconds(of: Trainer, steps: int) -> float:

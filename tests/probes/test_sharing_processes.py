@@ -10,7 +10,7 @@ import pytest
 
 from tests.probes.subjects import subject
 from tests.processes import in_two_processes
-from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.records import Scalar
 from vitclinic.probes import Probe, Result, StreamingProbe, Tally, known_probes
 from vitclinic.probes.shared_pass import Outcome, shared_pass
@@ -24,8 +24,8 @@ STREAMING = sorted(
 )
 
 
-def vit(processes: Processes) -> Subject:
-    found = subject("vit", count=IMAGES, processes=processes)
+def vit(distributed: Distributed) -> Subject:
+    found = subject("vit", count=IMAGES, distributed=distributed)
     found.network.double().eval()
     return found
 
@@ -85,7 +85,7 @@ def plain(outcome: Outcome) -> dict[str, Any]:
 
 
 def both(rank: int) -> dict[str, Any]:
-    together = Processes.joined()
+    together = Distributed.current()
     found = shared_pass(vit(together), probes())
     passed: list[int] = []
     watched = vit(together)

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import RecipeError
 from vitclinic.data import open_data
 from vitclinic.training import Run, build_recipe, resume, train
@@ -84,7 +84,7 @@ def test_scores_of_two_processes_are_those_of_the_network_they_store(recipe, tmp
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     run = Run(tmp_path / "run")
-    score = evaluate(load(run.path), open_data(run.recipe.data), "val", World())
+    score = evaluate(load(run.path), open_data(run.recipe.data), "val", ALONE)
     assert score.correct == run.results["val"]["correct"]
     assert score.nll == pytest.approx(run.results["val"]["nll"], rel=1e-5)
 
@@ -100,7 +100,7 @@ def test_an_error_is_one_sentence_also_from_many_processes(tmp_path):
 def test_a_batch_that_does_not_divide(tiny):
     recipe = build_recipe(tiny(batch_size=41))
     with pytest.raises(RecipeError, match="batch_size 41 does not divide into 2 processes"):
-        Trainer(recipe, open_data(recipe.data), 1, World(1, 2), torch.device("cpu"))
+        Trainer(recipe, open_data(recipe.data), 1, Distributed(1, 2), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -81,11 +81,11 @@ def test_precisions_train(tiny, precision):
 
 def test_fp16_overflow_is_skipped_by_the_scaler(tiny):
     """The first scale, 65536, overflows on purpose: the step is skipped, nothing diverges."""
-    from vitclinic._core.distributed import World
+    from vitclinic._core.distributed import ALONE
     from vitclinic.training.trainer import Trainer
 
     recipe = build_recipe(tiny(precision="fp16", clip=1.0))
-    trainer = Trainer(recipe, open_data(recipe.data), 3, World(), torch.device("cpu"))
+    trainer = Trainer(recipe, open_data(recipe.data), 3, ALONE, torch.device("cpu"))
     trainer.scaler = trainer.passes.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = {k: v.clone() for k, v in trainer.network.state_dict().items()}
     row = trainer.advance()
@@ -134,10 +134,10 @@ def test_the_best_checkpoint_is_the_one_tested(tiny):
     run = train(tiny(steps=30, optimizer={"lr": 0.01}))
     rows = [row for row in run.metrics if row["kind"] == "val"]
     assert run.results["val"]["accuracy"] == max(row["accuracy"] for row in rows)
-    from vitclinic._core.distributed import World
+    from vitclinic._core.distributed import ALONE
     from vitclinic.tasks.classification import evaluate
 
-    score = evaluate(load(run.path), open_data(run.recipe.data), "test", World())
+    score = evaluate(load(run.path), open_data(run.recipe.data), "test", ALONE)
     assert {**score.plain(), "step": run.results["val"]["step"]} == run.results["test"]
 
 

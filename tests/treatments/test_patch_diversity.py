@@ -13,7 +13,7 @@ from torch import nn
 from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
 from tests.treatments.test_contract import ONE_EACH
 from vitclinic._core.callback import Callback
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Augment, Batch, DataConfig, ImageSpec, open_data
@@ -278,7 +278,7 @@ def recipe(tmp_path, **changes):
 )
 def test_the_run_says_what_it_changes(tmp_path, level, notice):
     plain = build_recipe(recipe(tmp_path, data={**DIGITS, "augment": level}), [])
-    trainer = Trainer(plain, open_data(DataConfig(**DIGITS)), 6, World(), torch.device("cpu"))
+    trainer = Trainer(plain, open_data(DataConfig(**DIGITS)), 6, ALONE, torch.device("cpu"))
     assert trainer.notices == [f"patch_diversity changes the recipe's data.augment: {notice}"]
 
 

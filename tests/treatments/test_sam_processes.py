@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.processes import in_two_processes
 from tests.treatments.passes import Counted, batch, grads, net, sam_gradient
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import Distributed
 from vitclinic.data import Batch, open_data
 from vitclinic.training import build_recipe
 from vitclinic.training.checkpoint import Checkpoints
@@ -214,7 +214,7 @@ HARD = {
 def straight_and_resumed(rank: int, folder: str) -> dict[str, Tensor]:
     def trainer() -> Trainer:
         recipe = build_recipe(HARD)
-        return Trainer(recipe, open_data(recipe.data), 8, World(rank, 2), torch.device("cpu"))
+        return Trainer(recipe, open_data(recipe.data), 8, Distributed(rank, 2), torch.device("cpu"))
 
     straight = trainer()
     overflows(straight)

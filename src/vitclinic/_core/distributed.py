@@ -1,4 +1,4 @@
-"""One process or many: what torchrun started, and the few collective operations that training needs."""
+"""Several processes that train or measure one network together: who they are, and how they talk to each other."""
 
 from __future__ import annotations
 
@@ -19,84 +19,6 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, RecipeError
 
-
-@dataclass(frozen=True)
-class World:
-    """This process among all that train together."""
-
-    rank: int = 0
-    size: int = 1
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the process that writes files and speaks."""
-        return self.rank == 0
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over processes, in place."""
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values
-
-    def largest(self, value: int) -> int:
-        """The largest of all processes' values."""
-        if self.size == 1:
-            return value
-        box = torch.tensor(value, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.all_reduce(box, op=dist.ReduceOp.MAX)
-        return int(box)
-
-    def agree(self, value: Any) -> Any:
-        """The leading process's `value`, on all of them."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def share_buffers(self, network: nn.Module) -> None:
-        """Give every process the leading one's running statistics."""
-        if self.size > 1:
-            for buffer in network.buffers():
-                dist.broadcast(buffer, src=0)
-
-    def wait(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-
-@contextmanager
-def joined_world(device: torch.device) -> Iterator[World]:
-    """The process group that torchrun describes in the environment; a world of one without torchrun."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or dist.is_initialized():
-        yield World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # what the collective operations on objects use
-    # The others wait while the leading process decodes a set for the first time.
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
-    try:
-        yield World(dist.get_rank(), dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
-
-
-def pick_device(wanted: str) -> torch.device:
-    """`auto`: the GPU where there is one, else the CPU; `cuda` is this process's own GPU."""
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise RecipeError(f"'device': there is no device '{wanted}'; write auto, cpu, cuda or cuda:1.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("'device': torch finds no CUDA here; write auto or cpu.")
-    if wanted == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return device
-
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -106,58 +28,63 @@ _TOLD = "told to all processes"
 """The mark of an error that came from a meeting."""
 
 
-class Processes:
+@dataclass(frozen=True)
+class Distributed:
     """This process among `size` of torch.distributed's default group; alone unless told otherwise.
 
-    All of them must come to every meeting, in the same order. Where a group exists and this was not told, it does not
-    wait for the others: one process of a training may measure something by itself.
+    All of them must make the same calls in the same order. Each call begins with a meeting, in which a process whose
+    part has failed says so: all of them then raise its error, and none waits in vain. That a process group exists does
+    not mean that all its members are here: one process of a training may measure something by itself (`ALONE`).
+
+    Example:
+        >>> Distributed().gather(lambda: 3)
+        [3]
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank = rank
-        self.size = size
+    rank: int = 0
+    size: int = 1
 
     @classmethod
-    def joined(cls) -> Processes:
-        """All processes of the group that torch.distributed has been told of; this one alone without such a group."""
+    def current(cls) -> Distributed:
+        """Return all processes of torch.distributed's group; this one alone where there is no group."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the process that writes files."""
+    def is_leader(self) -> bool:
+        """True in the one process that writes files and prints."""
         return self.rank == 0
 
-    def any(self, flag: bool) -> bool:
-        """Whether any process says so; all get the same answer."""
-        if self.size == 1:
-            return flag
-        return self._meet(_STOP if flag else _WELL) == _STOP
-
-    def agreed(self, part: Callable[[], T]) -> T:
-        """`part()`, or the error that it, or that of another process, has raised: the same in all of them."""
+    def agree(self, part: Callable[[], T]) -> T:
+        """Return `part()`, or raise in all processes the error that it has raised in any of them."""
         if self.size == 1:
             return part()
         try:
             result = part()
         except Exception as error:  # whatever it is, the others must hear of it
-            if not _known(error):
+            if not _is_known(error):
                 self._meet(_FAILED, error)
             raise
         self._meet(_WELL)
         return result
 
+    def any(self, flag: bool) -> bool:
+        """Return True in all processes if `flag` is true in any of them."""
+        if self.size == 1:
+            return flag
+        return self._meet(_STOP if flag else _WELL) == _STOP
+
     def sum(self, part: Callable[[], Tensor]) -> Tensor:
-        """The sum of what `part()` is in each process."""
-        total = self.agreed(part)
+        """Return the sum of all processes' `part()`."""
+        total = self.agree(part)
         if self.size > 1:
             dist.all_reduce(total)
         return total
 
     def gather(self, part: Callable[[], T]) -> list[T]:
-        """What `part()` is in each process, in the order of ranks; plain data."""
-        mine = self.agreed(part)
+        """Return all processes' `part()`, which is plain data, in the order of ranks."""
+        mine = self.agree(part)
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -165,20 +92,37 @@ class Processes:
         return found
 
     def rounds(self, count: int, own: Iterator[T]) -> Iterator[list[T]]:
-        """What all processes find in `count` pieces of work, up to `size` of them at a time, in order.
+        """Yield the results of `count` pieces of work in order, up to `size` of them at a time.
 
-        Piece k is done by process k mod size, whose pieces are `own`.
+        Piece k is done by process k mod size, whose results are `own`.
         """
         for start in range(0, count, self.size):
             found: list[Any] = self.gather(partial(next, own, None))
             yield found[: count - start]
 
-    def leading(self, part: Callable[[], T]) -> T:
-        """What `part()` is in the leading process, which alone calls it; plain data."""
-        return self.gather(lambda: part() if self.leads else None)[0]  # type: ignore[return-value]
+    def leader_only(self, part: Callable[[], T]) -> T:
+        """Return in all processes the leader's `part()`, which is plain data; the others do not call it."""
+        return self.gather(lambda: part() if self.is_leader else None)[0]  # type: ignore[return-value]
+
+    def leader_first(self, part: Callable[[], T]) -> T:
+        """Return `part()`, which the leader calls first: the others find its work done, such as a filled cache."""
+        mine: list[T] = []
+        self.leader_only(lambda: mine.append(part()))
+        return self.agree(lambda: mine[0] if mine else part())
+
+    def share_buffers(self, network: nn.Module) -> None:
+        """Give all processes the leader's buffers, such as running statistics."""
+        if self.size > 1:
+            for buffer in network.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def wait(self) -> None:
+        """Wait until all processes have come here."""
+        if self.size > 1:
+            dist.barrier()
 
     def _meet(self, word: int, error: Exception | None = None) -> int:
-        """What was said by the one who is worst off; that of a failure is its error, raised in all processes."""
+        """Return the gravest word that any process says; a failure's error is raised in all of them."""
         box = torch.tensor(word, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
         if int(box) == _FAILED:
@@ -191,8 +135,11 @@ class Processes:
         return int(box)
 
 
-def _known(error: BaseException | None) -> bool:
-    """Whether an error is one that all processes have heard of, or follows from it."""
+ALONE = Distributed()
+
+
+def _is_known(error: BaseException | None) -> bool:
+    """Tell whether an error is one that all processes have heard of, or follows from one."""
     while error is not None:
         if _TOLD in vars(error):
             return True
@@ -201,7 +148,7 @@ def _known(error: BaseException | None) -> bool:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, if it can be sent to another process; else its text."""
+    """Return the error if it can be sent to another process, else a `ModelError` of its text."""
     try:
         copy.copy(error)  # made anew out of its parts, as in the other process
         pickle.dumps(error)
@@ -211,4 +158,33 @@ def portable(error: Exception) -> Exception:
     return error
 
 
-ALONE = Processes()
+@contextmanager
+def join_processes(device: torch.device) -> Iterator[Distributed]:
+    """Join the process group that torchrun describes in the environment; without torchrun this process is alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or dist.is_initialized():
+        yield Distributed.current()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what the collective operations on objects use
+    # The others wait while the leader decodes a set for the first time.
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
+    try:
+        yield Distributed.current()
+    finally:
+        dist.destroy_process_group()
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Return the device of a name; `auto` is the GPU where there is one, `cuda` is this process's own GPU."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise RecipeError(f"'device': there is no device '{wanted}'; write auto, cpu, cuda or cuda:1.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("'device': torch finds no CUDA here; write auto or cpu.")
+    if wanted == "cuda":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device

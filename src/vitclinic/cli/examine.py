@@ -61,13 +61,13 @@ def examine(
     with resumable():  # the imports, too, are long enough to be interrupted
         from rich.markup import escape
 
-        from vitclinic._core.distributed import joined_world, pick_device
+        from vitclinic._core.distributed import join_processes, pick_device
         from vitclinic.exam import Examination, Exams
         from vitclinic.exam.display import Display
 
         console = console_for(verbose, quiet or as_json)
         patients, mistakes = [], []
-        with Display(console) as display, joined_world(pick_device(device)):
+        with Display(console) as display, join_processes(pick_device(device)):
             examination = Examination(
                 data,
                 probes=_names(probes),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitclinic._core.config import validate
-from vitclinic._core.distributed import ALONE, Processes, pick_device
+from vitclinic._core.distributed import ALONE, Distributed, pick_device
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.images import png
 from vitclinic._core.io import write_bytes, write_errors
@@ -179,7 +179,7 @@ class Examination:
         self.random_weights = random_weights
         self.out = None if out is None else Path(out)
         self.watcher = watcher or Watcher()
-        self.processes = Processes.joined() if together else ALONE
+        self.distributed = Distributed.current() if together else ALONE
         self._opened = cache(self._open)
 
     def of(self, what: What) -> Exam:
@@ -199,16 +199,16 @@ class Examination:
     def of_all(self, patients: Sequence[Patient]) -> Exams:
         """The exams of all patients, for which there is one plan; the first is what the others are compared with."""
         planner = Planner(patients, self.probes, fresh=self.fresh, limited=self.limit is not None)
-        plan = validate(Plan, self.processes.leading(lambda: self._plan(planner).model_dump(mode="json")))
+        plan = validate(Plan, self.distributed.leader_only(lambda: self._plan(planner).model_dump(mode="json")))
         probes = [planner.restored(entry) for entry in plan.entries]
         cases = [Case(patient, probes, plan.limit) for patient in patients]
         for case in cases:
-            case.found = self.processes.leading(partial(case.stored, self.fresh))
+            case.found = self.distributed.leader_only(partial(case.stored, self.fresh))
         schedule = self._schedule(cases, plan)
         self.watcher.on_schedule(schedule)
         ends = math.inf if self.budget is None else time.monotonic() + self.budget
         for number, step in enumerate(schedule.steps):
-            if number and self.processes.any(time.monotonic() >= ends):
+            if number and self.distributed.any(time.monotonic() >= ends):
                 self._skip(cases[step.place], step)
             else:
                 self._take(cases[step.place], step)
@@ -233,7 +233,7 @@ class Examination:
 
     def _take(self, case: Case, step: Step) -> None:
         def keep(measurement: Measurement) -> None:
-            self.processes.leading(partial(case.store, measurement))
+            self.distributed.leader_only(partial(case.store, measurement))
             self.watcher.on_measurement(step, measurement)
 
         self.watcher.on_step(step)
@@ -248,7 +248,7 @@ class Examination:
         subject, files = case.patient.subject, case.files
         measurements = case.found | case.made
         probes = [probe for probe in case.probes if probe.name in measurements]
-        pictures = self.processes.leading(
+        pictures = self.distributed.leader_only(
             lambda: {
                 probe.name: folder
                 for probe in probes
@@ -280,7 +280,7 @@ class Examination:
             output_names=target.output_names,
             training=target.training,
             progress=self.watcher.on_progress,
-            processes=self.processes,
+            distributed=self.distributed,
         )
 
     def _dataset(self, target: Target) -> Dataset:
@@ -304,9 +304,7 @@ class Examination:
             channels=channels,
             progress=self.watcher.on_reading,
         )
-        mine: list[Dataset] = []
-        self.processes.leading(lambda: mine.append(opened()))  # the others then find it decoded
-        return mine[0] if mine else opened()
+        return self.distributed.leader_first(opened)
 
 
 def _no_time(seconds: float) -> str:

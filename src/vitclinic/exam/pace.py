@@ -69,7 +69,7 @@ class Pace:
     def _timed(self, subject: Subject, timing: Callable[[], float]) -> float:
         """`timing()`, which goes by the batch size: of a few images and, if that is quick, of a whole batch."""
         size, subject.batch_size = subject.batch_size, min(_TRIAL, subject.batch_size)
-        processes, subject.processes = subject.processes, ALONE
+        distributed, subject.distributed = subject.distributed, ALONE
         try:
             seconds = halving(subject, f"{subject.name}, a trial", timing)
             if seconds * size <= _QUICK and subject.batch_size < size:
@@ -79,7 +79,7 @@ class Pace:
             log.info("%s cannot be timed", subject.name, exc_info=error)
             return math.nan
         finally:
-            subject.batch_size, subject.processes = size, processes
+            subject.batch_size, subject.distributed = size, distributed
         return seconds
 
 

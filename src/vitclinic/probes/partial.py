@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import RunError
 from vitclinic._core.io import write_bytes, write_errors
 
@@ -29,18 +29,18 @@ class Partial:
     """Arrays at `path`, or nowhere if that is None. Each write replaces the file by one rename.
 
     `identity` says what else than the path they belong to: arrays with another one are not read. Who stores the
-    finished measurement removes the file. Of several `processes` the leading one reads, for all, and writes.
+    finished measurement removes the file. Of several processes the leading one reads, for all, and writes.
     """
 
-    def __init__(self, path: Path | None, identity: str = "", processes: Processes = ALONE) -> None:
+    def __init__(self, path: Path | None, identity: str = "", distributed: Distributed = ALONE) -> None:
         self.path = path
         self.identity = identity
-        self.processes = processes
+        self.distributed = distributed
         self._written = time.monotonic()
 
     def read(self) -> dict[str, NDArray[Any]] | None:
         """What an earlier attempt left, or None; a damaged file counts as none."""
-        return self.processes.leading(self._read)
+        return self.distributed.leader_only(self._read)
 
     def _read(self) -> dict[str, NDArray[Any]] | None:
         if self.path is None or not self.path.is_file():
@@ -58,7 +58,7 @@ class Partial:
 
         That they cannot be written is no reason to lose the measurement, too: a warning.
         """
-        if self.path is None or not self.processes.leads or time.monotonic() - self._written < every:
+        if self.path is None or not self.distributed.is_leader or time.monotonic() - self._written < every:
             return
         buffer = io.BytesIO()
         named: dict[str, Any] = {_IDENTITY: np.array(self.identity), **arrays}

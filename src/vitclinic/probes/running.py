@@ -221,7 +221,7 @@ def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dic
 
     def restored() -> dict[str, Outcome]:
         with left_as_it_was(subject.network, subject.seed):
-            return subject.processes.agreed(attempt)  # also for want of memory: all start over with half the batch
+            return subject.distributed.agree(attempt)  # also for want of memory: all start over with half the batch
 
     what = f"{subject.name}, {' and '.join(names)}"
     try:

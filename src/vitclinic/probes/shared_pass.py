@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitclinic._core.distributed import Processes, portable
+from vitclinic._core.distributed import Distributed, portable
 from vitclinic.anatomy import AttentionMap, Site, Unit, record_attention, stream
 from vitclinic.data import Batch
 from vitclinic.probes.memory import is_out_of_memory
@@ -35,19 +35,19 @@ def shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[
             stack.enter_context(stream({site: site for site in desk.readers}, desk.read))
         if desk.viewers:
             stack.enter_context(record_attention(desk.viewers, desk.view))
-        divided = desk.divisible and 1 < subject.processes.size <= len(subject)
+        divided = desk.divisible and 1 < subject.distributed.size <= len(subject)
         for batch in subject.share() if divided else subject.batches():
             desk.begin_batch(batch)
             desk.end_batch(batch, subject.logits(batch.images))
             subject.progress(subject.name, int(batch.indices[-1]) + 1, len(subject))
     if divided:
-        return _put_together(subject.processes, desk, list(probes))
+        return _put_together(subject.distributed, desk, list(probes))
     return {name: desk.outcome(name) for name in probes}
 
 
-def _put_together(processes: Processes, desk: Desk, names: list[str]) -> dict[str, Outcome]:
+def _put_together(distributed: Distributed, desk: Desk, names: list[str]) -> dict[str, Outcome]:
     """The outcomes of the leading process after it has taken in the sums of the others; a failure is that of all."""
-    shares = processes.gather(lambda: (desk.sums(), {name: portable(error) for name, error in desk.failures.items()}))
+    shares = distributed.gather(lambda: (desk.sums(), {name: portable(error) for name, error in desk.failures.items()}))
 
     def outcome(name: str) -> Outcome:
         found = desk.outcome(name)
@@ -58,7 +58,7 @@ def _put_together(processes: Processes, desk: Desk, names: list[str]) -> dict[st
             desk.merge(sums, failures)
         return {name: outcome(name) for name in names}
 
-    return processes.leading(put_together)
+    return distributed.leader_only(put_together)
 
 
 class Desk:

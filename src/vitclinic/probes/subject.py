@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import AnatomyError, EmptySplitError, ModelError
 from vitclinic._core.hashing import fingerprint
 from vitclinic.anatomy import Anatomy
@@ -67,7 +67,7 @@ class Subject:
     `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
     `output_names` are the classes that the network's outputs mean, and `training` how it was trained, where that is
     known. `scratch` has, by the names of probes, the files where they may keep unfinished work (see `Partial`).
-    With several `processes`, each of which has this subject, probes divide their work among them.
+    With several processes (`distributed`), each of which has this subject, probes divide their work among them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Subject:
         training: Training | None = None,
         scratch: dict[str, Path] | None = None,
         progress: Progress = lambda what, done, total: None,
-        processes: Processes = ALONE,
+        distributed: Distributed = ALONE,
     ) -> None:
         check_ready(network, name)
         self.network = network
@@ -101,7 +101,7 @@ class Subject:
         self.training = training
         self.scratch = {} if scratch is None else scratch
         self.progress = progress
-        self.processes = processes
+        self.distributed = distributed
 
     def on(self, split: str, limit: int | None = None, *, strict: bool = False) -> Subject:
         """Return the same network with at most `limit` images of that split; the same object for the same question.
@@ -153,7 +153,7 @@ class Subject:
             training=self.training,
             scratch=self.scratch,
             progress=self.progress,
-            processes=self.processes,
+            distributed=self.distributed,
         )
         view._origin = self._origin  # what is true of the network is found out once
         return view
@@ -192,7 +192,7 @@ class Subject:
 
     def share(self) -> Iterator[Batch]:
         """As `batches`, of those images that are this process's share: all of them where there is one process."""
-        part, parts = self.processes.rank, self.processes.size
+        part, parts = self.distributed.rank, self.distributed.size
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size, part, parts):
             yield batch.to(self.device, self.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.config import Config
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import Distributed
 from vitclinic._core.statistics import share_interval
 from vitclinic.anatomy import evaluating
 from vitclinic.data import Batch, Dataset, evaluation_batches
@@ -87,19 +87,27 @@ class Score:
 
 
 @torch.no_grad()
-def evaluate(network: nn.Module, dataset: Dataset, split: str, world: World, batch_size: int = BATCH_SIZE) -> Score:
+def evaluate(
+    network: nn.Module, dataset: Dataset, split: str, distributed: Distributed, batch_size: int = BATCH_SIZE
+) -> Score:
     """The score on a whole split, each process taking its share of the images."""
-    parameter = next(network.parameters())
-    top = min(5, len(dataset.classes))
-    totals = torch.zeros(4, dtype=torch.float64)
+    own = evaluation_batches(dataset, split, batch_size, distributed.rank, distributed.size)
     with evaluating(network):
-        for batch in evaluation_batches(dataset, split, batch_size, world.rank, world.size):
-            moved = batch.to(parameter.device, parameter.dtype)
-            logits = network(moved.images)
-            ranked = logits.topk(top, dim=1).indices
-            hits = ranked == moved.targets[:, None]
-            nll = F.cross_entropy(logits.double(), moved.targets, reduction="sum")
-            parts = [torch.tensor(len(batch)), hits[:, 0].sum(), hits.sum(), nll]
-            totals += torch.stack([part.double().cpu() for part in parts])
-    count, correct, in_top, nll_sum = world.sum(totals.to(parameter.device)).tolist()
+        totals = distributed.sum(lambda: _sum_scores(network, own, top=min(5, len(dataset.classes))))
+    count, correct, in_top, nll_sum = totals.tolist()
     return Score(int(count), int(correct), int(in_top), nll_sum / count)
+
+
+def _sum_scores(network: nn.Module, batches: Iterable[Batch], top: int) -> Tensor:
+    """Return images, hits, hits among the `top` and summed NLL."""
+    parameter = next(network.parameters())
+    totals = torch.zeros(4, dtype=torch.float64)
+    for batch in batches:
+        moved = batch.to(parameter.device, parameter.dtype)
+        logits = network(moved.images)
+        ranked = logits.topk(top, dim=1).indices
+        hits = ranked == moved.targets[:, None]
+        nll = F.cross_entropy(logits.double(), moved.targets, reduction="sum")
+        parts = [torch.tensor(len(batch)), hits[:, 0].sum(), hits.sum(), nll]
+        totals += torch.stack([part.double().cpu() for part in parts])
+    return totals.to(parameter.device)

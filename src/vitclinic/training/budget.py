@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import Distributed
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, evaluation_batches
 from vitclinic.training.optimizer import in_steps
@@ -48,24 +48,26 @@ def image_counts(dataset: Dataset) -> dict[str, int]:
     return {split: len(images) for split, images in dataset.splits.items()}
 
 
-def total_steps(recipe: Recipe, dataset: Dataset, world: World, device: torch.device) -> int:
+def total_steps(recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device) -> int:
     """How many steps the recipe asks for; with `max_time`, how many the measured cost of a step allows."""
     if recipe.steps is not None:
         return recipe.steps
     if recipe.max_time is None:
         epochs = recipe.epochs if recipe.epochs is not None else DEFAULT_EPOCHS
         return max(1, math.ceil(epochs * len(dataset.train) / recipe.batch_size - 1e-9))
-    cost = measure_cost(recipe, dataset, world, device)
+    cost = measure_cost(recipe, dataset, distributed, device)
     steps = cost.steps_within(seconds(recipe.max_time), recipe, image_counts(dataset))
-    return int(world.agree(max(1, steps)))
+    return int(distributed.leader_only(lambda: max(1, steps)))
 
 
-def measure_cost(recipe: Recipe, dataset: Dataset, world: World, device: torch.device) -> Cost:
+def measure_cost(recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device) -> Cost:
     """The cost of a run's parts, as `measure_costs` does it."""
-    return measure_costs([recipe], dataset, world, device)[0]
+    return measure_costs([recipe], dataset, distributed, device)[0]
 
 
-def measure_costs(recipes: Sequence[Recipe], dataset: Dataset, world: World, device: torch.device) -> list[Cost]:
+def measure_costs(
+    recipes: Sequence[Recipe], dataset: Dataset, distributed: Distributed, device: torch.device
+) -> list[Cost]:
     """The costs of several runs' parts, on trainers that are then thrown away: the runs themselves start untouched.
 
     A step's is the median of five, after two to warm up. The recipes take turns, so that whatever else the machine is
@@ -74,7 +76,7 @@ def measure_costs(recipes: Sequence[Recipe], dataset: Dataset, world: World, dev
     trainers, starts = [], []
     for recipe in recipes:
         began = time.perf_counter()
-        trainers.append(Trainer(recipe, dataset, _WARM_UP + _MEASURED, world, device))
+        trainers.append(Trainer(recipe, dataset, _WARM_UP + _MEASURED, distributed, device))
         starts.append(time.perf_counter() - began)
     times: list[list[float]] = [[] for _ in trainers]
     for _ in range(_WARM_UP + _MEASURED):
@@ -82,7 +84,7 @@ def measure_costs(recipes: Sequence[Recipe], dataset: Dataset, world: World, dev
             began = time.perf_counter()
             trainer.advance()
             taken.append(time.perf_counter() - began)
-    images = [_evaluation_cost(trainer, dataset) / world.size for trainer in trainers]
+    images = [_evaluation_cost(trainer, dataset) / distributed.size for trainer in trainers]
     for trainer in trainers:
         trainer.close()
     steps = [statistics.median(taken[_WARM_UP:]) for taken in times]

@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 from vitclinic._core.callback import Callback
-from vitclinic._core.distributed import World
 from vitclinic.tasks.classification import evaluate
 from vitclinic.training.interrupts import Interrupt
 from vitclinic.training.optimizer import Duration, in_steps
@@ -25,11 +24,11 @@ class Session:
 
     def __init__(self, run: Run, trainer: Trainer, callback: Callback, interrupt: Interrupt) -> None:
         self.run, self.trainer, self.interrupt = run, trainer, interrupt
-        self.world: World = trainer.world
-        self.callback = callback if self.world.leads else Callback()
+        self.distributed = trainer.distributed
+        self.callback = callback if self.distributed.is_leader else Callback()
         self.best: dict[str, Any] | None = None
         self._resume()
-        self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.world.leads else None
+        self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.distributed.is_leader else None
 
     def fit(self) -> str:
         """Train to the end, a divergence or an interruption; returns the run's status."""
@@ -63,7 +62,7 @@ class Session:
 
     def _diverged(self, reason: str) -> str:
         """End; a checkpoint of the very weights whose loss went wrong gives way to the one before it."""
-        if self.world.leads:
+        if self.distributed.is_leader:
             self.run.checkpoints.withdraw_last(from_step=self.trainer.step - 1)
         return self._end("diverged", step=self.trainer.step, reason=reason)
 
@@ -74,8 +73,8 @@ class Session:
             model, state = found
             self.best = state.pop("best")
             self.trainer.load_state_dict(model, state)
-        self.world.wait()
-        if self.world.leads:
+        self.distributed.wait()
+        if self.distributed.is_leader:
             cut_back(self.run.path / "metrics.jsonl", self.trainer.step)
             self.run.write_status("running", step=self.trainer.step, total_steps=self.trainer.total_steps)
 
@@ -88,7 +87,8 @@ class Session:
 
     def _signal(self) -> int:
         """The signal that any of the processes received, or 0: all of them then stop after the same step."""
-        return self.world.largest(int(self.interrupt.signal or 0))
+        mine = int(self.interrupt.signal or 0)
+        return max(self.distributed.gather(lambda: mine)) if self.distributed.any(mine > 0) else 0
 
     def _improved(self, score: Row) -> list[str]:
         """The checkpoint to write if this validation score is the best so far."""
@@ -100,8 +100,8 @@ class Session:
     def _score(self, split: str) -> Row:
         started = time.perf_counter()
         trainer = self.trainer
-        self.world.share_buffers(trainer.evaluated)
-        score = evaluate(trainer.evaluated, trainer.dataset, split, self.world).plain()
+        self.distributed.share_buffers(trainer.evaluated)
+        score = evaluate(trainer.evaluated, trainer.dataset, split, self.distributed).plain()
         rate = score["count"] / (time.perf_counter() - started)
         row = {
             "kind": split,
@@ -120,7 +120,7 @@ class Session:
         """The best checkpoint's validation score, and its test score: the only time that test images are read."""
         rows: dict[str, Row] = {}
         if self.best is not None:
-            self.world.wait()
+            self.distributed.wait()
             self.trainer.evaluated.load_state_dict(self.run.checkpoints.read_model("best"))
             rows["val"] = self.best
         if self.trainer.recipe.test and len(self.trainer.dataset.test):
@@ -134,7 +134,7 @@ class Session:
         self.callback.on_row(row)
 
     def _save(self, names: list[str]) -> None:
-        if not names or not self.world.leads or self.metrics is None:
+        if not names or not self.distributed.is_leader or self.metrics is None:
             return
         self.metrics.sync()
         state = {**self.trainer.state_dict(), "best": self.best}
@@ -151,7 +151,7 @@ class Session:
         return [f"epoch-{epoch}" for epoch in done if epoch in self.trainer.recipe.checkpoint.keep_epochs]
 
     def _end(self, status: str, **fields: Any) -> str:
-        if self.world.leads and self.metrics is not None:
+        if self.distributed.is_leader and self.metrics is not None:
             self.metrics.sync()
             self.metrics.close()
             self.run.write_status(status, **fields)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from vitclinic._core.callback import Callback, CallbackList
-from vitclinic._core.distributed import World, joined_world, pick_device
-from vitclinic._core.errors import RecipeError, RunError, VitclinicError
+from vitclinic._core.distributed import join_processes, pick_device
+from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.data import Dataset, open_data
 from vitclinic.training.budget import total_steps
 from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
@@ -21,8 +21,6 @@ from vitclinic.training.recipe import Recipe, build_recipe
 from vitclinic.training.run import Run
 from vitclinic.training.session import Session
 from vitclinic.training.trainer import Trainer
-
-T = TypeVar("T")
 
 
 def train(
@@ -44,7 +42,7 @@ def train(
         resolved = recipe
     else:
         resolved = build_recipe(recipe, words)
-    return _in_world(resolved, None, callbacks)
+    return _train_together(resolved, None, callbacks)
 
 
 def resume(path: str | Path, *words: str, callbacks: Sequence[Callback] = ()) -> Run:
@@ -62,25 +60,28 @@ def resume(path: str | Path, *words: str, callbacks: Sequence[Callback] = ()) ->
         raise RunError(f"'{path}' is finished; there is nothing to resume.")
     if run.status["status"] == "diverged":
         raise RunError(f"'{path}' diverged ({run.status['reason']}); it would again. Change the recipe instead.")
-    return _in_world(recipe, run, callbacks)
+    return _train_together(recipe, run, callbacks)
 
 
-def _in_world(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
+def _train_together(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
     device = pick_device(recipe.device)
     with ExitStack() as stack:
-        world = stack.enter_context(joined_world(device))
+        distributed = stack.enter_context(join_processes(device))
         stack.enter_context(torch.random.fork_rng(enabled=True))
-        dataset = _leader_first(world, lambda: _open_data(recipe, CallbackList(callbacks if world.leads else ())))
+        dataset = distributed.leader_first(
+            lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
+        )
         # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
         # process looks for it and makes it, since the others would find it made.
-        path = Path(_leader_only(world, lambda: str(_checked_path(recipe, run, dataset))))
-        if recipe.logging.tensorboard and world.leads:
+        path = Path(distributed.leader_only(lambda: str(_checked_path(recipe, run, dataset))))
+        if recipe.logging.tensorboard and distributed.is_leader:
             callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
-        if recipe.logging.trajectory is not None and world.leads:
+        if recipe.logging.trajectory is not None and distributed.is_leader:
             callbacks = [*callbacks, TrajectoryRecorder(path, recipe.logging.trajectory)]
         steps = run.status.get("total_steps") if run is not None else None
-        trainer = Trainer(recipe, dataset, steps or total_steps(recipe, dataset, world, device), world, device)
-        _leader_only(world, lambda: _claim(path, recipe, run, dataset, stack))
+        steps = steps or total_steps(recipe, dataset, distributed, device)
+        trainer = Trainer(recipe, dataset, steps, distributed, device)
+        distributed.leader_only(lambda: _claim(path, recipe, run, dataset, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
 
 
@@ -101,7 +102,7 @@ def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack:
 
 
 def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
-    leads = trainer.world.leads
+    leads = trainer.distributed.is_leader
     try:
         with listening() as interrupt:
             Session(run, trainer, callback, interrupt).fit()
@@ -131,24 +132,3 @@ def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
         raise RunError(f"'{path}' already holds a run ({status['status']}): {advice}.")
     Run(path).refuse_foreign_files()
     return path
-
-
-def _leader_first(world: World, action: Callable[[], T]) -> T:
-    """`action` in the leading process, then in the others, which find its work done."""
-    result = _leader_only(world, lambda: [action()], share=False)
-    return result[0] if world.leads else action()
-
-
-def _leader_only(world: World, action: Callable[[], T], share: bool = True) -> T:
-    """`action` in the leading process; its error, and if `share` its result, is everybody's."""
-    result: T | None = None
-    error: VitclinicError | None = None
-    if world.leads:
-        try:
-            result = action()
-        except VitclinicError as raised:
-            error = raised
-    shared, failure = world.agree((result if share else None, None if error is None else str(error)))
-    if failure is not None:
-        raise error or VitclinicError(failure)
-    return result if world.leads else shared  # type: ignore[return-value]

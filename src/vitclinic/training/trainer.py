@@ -13,7 +13,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vitclinic._core.distributed import World
+from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import RecipeError
 from vitclinic.data import Batch, Dataset, TrainingStream
 from vitclinic.data.randomness import torch_seed
@@ -135,14 +135,16 @@ STUCK = 50
 class Trainer:
     """A task in training: `advance()` makes one step and returns its row of metrics."""
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, total_steps: int, world: World, device: torch.device) -> None:
-        self.recipe, self.dataset, self.world, self.device = recipe, dataset, world, device
+    def __init__(
+        self, recipe: Recipe, dataset: Dataset, total_steps: int, distributed: Distributed, device: torch.device
+    ) -> None:
+        self.recipe, self.dataset, self.distributed, self.device = recipe, dataset, distributed, device
         self.total_steps = total_steps
         self.step = 0
         self.first_loss: float | None = None
         self.skipped = 0
         self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
-        self.micro_batch = _micro_batch(recipe, world)
+        self.micro_batch = _micro_batch(recipe, distributed)
 
         spec = dataset.spec
         treatments = recipe.treatments
@@ -168,7 +170,7 @@ class Trainer:
             self.task,
             self.parameters,
             self.scaler,
-            ddp=self._distributed(self.task),
+            ddp=self._wrap_in_ddp(self.task),
             compiled=recipe.compile,
             precision=recipe.precision,
             accumulate=recipe.accumulate,
@@ -263,7 +265,7 @@ class Trainer:
         """The places of the stream that this process's micro-batches take, from the current step on."""
         for step in range(self.step, self.total_steps):
             for micro in range(self.recipe.accumulate):
-                part = micro * self.world.size + self.world.rank
+                part = micro * self.distributed.size + self.distributed.rank
                 start = step * self.recipe.batch_size + part * self.micro_batch
                 yield range(start, start + self.micro_batch)
 
@@ -273,14 +275,14 @@ class Trainer:
             batch = transform(batch)
         return batch
 
-    def _distributed(self, task: Task) -> DistributedDataParallel | None:
-        if self.world.size == 1:
+    def _wrap_in_ddp(self, task: Task) -> DistributedDataParallel | None:
+        if self.distributed.size == 1:
             return None
         ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(task, device_ids=ids)
 
     def _row(self, losses: Losses, norm: Tensor, started: float) -> Row:
-        means = self.world.sum(torch.stack([v.double() for v in losses.values()])) / self.world.size
+        means = self.distributed.sum(lambda: torch.stack([v.double() for v in losses.values()])) / self.distributed.size
         named = dict(zip(losses, means.tolist(), strict=True))
         duration = time.perf_counter() - started
         return {
@@ -295,11 +297,11 @@ class Trainer:
         }
 
 
-def _micro_batch(recipe: Recipe, world: World) -> int:
-    parts = world.size * recipe.accumulate
+def _micro_batch(recipe: Recipe, distributed: Distributed) -> int:
+    parts = distributed.size * recipe.accumulate
     if recipe.batch_size % parts:
         raise RecipeError(
-            f"batch_size {recipe.batch_size} does not divide into {world.size} processes x {recipe.accumulate}"
+            f"batch_size {recipe.batch_size} does not divide into {distributed.size} processes x {recipe.accumulate}"
             " micro-batches."
         )
     return recipe.batch_size // parts

@@ -82,10 +82,10 @@ class Clock:
         return self.now
 
 
-def _measured(recipes: Any, dataset: Any, world: Any, device: Any) -> list[Cost]:
+def _measured(recipes: Any, dataset: Any, distributed: Any, device: Any) -> list[Cost]:
     """A plain step takes 1 s and scoring nothing; treatments still have to fit the network."""
     for recipe in recipes:
-        Trainer(recipe, dataset, 1, world, device)
+        Trainer(recipe, dataset, 1, distributed, device)
     ratios = [sum(STEP_COSTS.get(treatment.name, 0.0) for treatment in recipe.treatments) or 1.0 for recipe in recipes]
     return [Cost(ratio, 0.0, 0.0) for ratio in ratios]
 

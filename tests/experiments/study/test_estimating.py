@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitclinic._core.distributed import joined_world
+from vitclinic._core.distributed import join_processes
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import DataConfig, ImageSpec, open_data
 from vitclinic.experiments.study.catalogue import data_facts
@@ -38,8 +38,8 @@ def flops_of_training(recipe):
     """Of four steps that are really made."""
     dataset = open_data(recipe.data)
     device = torch.device("cpu")
-    with joined_world(device) as world, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        trainer = Trainer(recipe, dataset, STEPS, world, device)
+    with join_processes(device) as distributed, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        trainer = Trainer(recipe, dataset, STEPS, distributed, device)
         for _ in range(STEPS):
             trainer.advance()
         trainer.close()

@@ -11,7 +11,7 @@ import torch
 
 from tests.probes.behaviour.test_corruptions import Fragile, pictures
 from tests.processes import in_two_processes
-from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic.data import Augment, shapes
 from vitclinic.probes import Corruptions, Subject, Training, measure, parse_probes
 from vitclinic.probes.partial import Partial
@@ -30,15 +30,15 @@ PROBES: dict[str, dict[str, Any]] = {
 }
 
 
-def patient(processes: Processes, **options: Any) -> Subject:
+def patient(distributed: Distributed, **options: Any) -> Subject:
     training = Training(Augment(level="light", mixup=0.8), 0.0, frozenset())
     data = pictures(IMAGES, classes=len(shapes.CLASSES), names=shapes.CLASSES)
     network = Fragile(classes=len(shapes.CLASSES)).double()
-    return Subject(network, data, **{"batch_size": 4, "training": training, "processes": processes, **options})
+    return Subject(network, data, **{"batch_size": 4, "training": training, "distributed": distributed, **options})
 
 
-def found_by(name: str, processes: Processes) -> dict[str, Any]:
-    subject = patient(processes)
+def found_by(name: str, distributed: Distributed) -> dict[str, Any]:
+    subject = patient(distributed)
     (probe,) = parse_probes([{name: PROBES[name]}])
     view = probe.view(subject)
     view.outputs  # noqa: B018 (the first call of the network, made by any probe that needs labels)
@@ -56,7 +56,7 @@ def found_by(name: str, processes: Processes) -> dict[str, Any]:
 
 def broken_in_one(rank: int) -> str:
     """Not finite for the images of the second process alone."""
-    subject = patient(Processes.joined())
+    subject = patient(Distributed.current())
     if rank:
         torch.nn.init.constant_(subject.network.head.weight, float("nan"))
     (found,) = measure(subject, parse_probes(["occlusion"]))
@@ -65,14 +65,14 @@ def broken_in_one(rank: int) -> str:
 
 def gone_on(folder: str) -> dict[str, Any]:
     """What is found, and how many images are shown, after a measurement that was stopped with half of all known."""
-    subject = patient(Processes.joined(), scratch={"corruptions": Path(folder) / "corruptions.partial"})
+    subject = patient(Distributed.current(), scratch={"corruptions": Path(folder) / "corruptions.partial"})
     subject.network.seen = 0
     (found,) = measure(subject, [Corruptions()])
     return {"accuracy": found.scalars["accuracy"].value, "seen": subject.network.seen}
 
 
 def together(rank: int, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {name: found_by(name, Processes.joined()) for name in PROBES}
+    found: dict[str, Any] = {name: found_by(name, Distributed.current()) for name in PROBES}
     return {**found, "broken": broken_in_one(rank), "gone on": gone_on(folder)}
 
 

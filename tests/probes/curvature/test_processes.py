@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.probes.curvature.networks import batches, hurried, network
 from tests.probes.curvature.test_sharpness import data
 from tests.processes import in_two_processes
-from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import ModelError
 from vitclinic._core.records import Measurement
 from vitclinic.data import Batch
@@ -46,9 +46,9 @@ def share(sizes: list[tuple[int, ...]], rank: int) -> list[Batch]:
     return cut
 
 
-def numbers(data: list[Batch], processes: Processes) -> dict[str, Tensor]:
+def numbers(data: list[Batch], distributed: Distributed) -> dict[str, Tensor]:
     """Everything that is a sum over images."""
-    surface = LossSurface(network("vit"), data, decay=0.1, processes=processes)
+    surface = LossSurface(network("vit"), data, decay=0.1, distributed=distributed)
     vector = torch.randn(surface.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with surface.measured():
         hessian = Hessian(surface)
@@ -82,8 +82,8 @@ class Frail(nn.Module):
         return self.inner(x)
 
 
-def patient(processes: Processes, net: nn.Module | None = None, **options: Any) -> Subject:
-    return Subject(net or network("vit"), data(), batch_size=4, processes=processes, **options)
+def patient(distributed: Distributed, net: nn.Module | None = None, **options: Any) -> Subject:
+    return Subject(net or network("vit"), data(), batch_size=4, distributed=distributed, **options)
 
 
 def exam(subject: Subject, **options: Any) -> Measurement:
@@ -105,7 +105,7 @@ def interrupt(what: str, done: int, total: int) -> None:
 
 def together(rank: int, folder: str) -> dict[str, Any]:
     """All that needs two processes, in one start of them."""
-    both = Processes.joined()
+    both = Distributed.current()
     found: dict[str, Any] = {name: numbers(share(sizes, rank), both) for name, sizes in SHARES.items()}
     for name, options in PROBES.items():
         found[name] = plain(exam(patient(both), **{name: options}))
@@ -123,7 +123,7 @@ def together(rank: int, folder: str) -> dict[str, Any]:
         scratch = {name: Path(folder) / str(rank) / name}  # on machines that do not share their disks
         with suppress(KeyboardInterrupt):
             exam(patient(both, scratch=scratch, progress=interrupt), **{name: options})
-        assert scratch[name].is_file() == both.leads
+        assert scratch[name].is_file() == both.is_leader
         found[f"{name} resumed"] = plain(exam(patient(both, scratch=scratch), **{name: options}))
     if rank == 1:
         found["alone"] = plain(exam(patient(ALONE), flatness=PROBES["flatness"]))

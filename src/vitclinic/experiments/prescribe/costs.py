@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from vitclinic._core.distributed import World, pick_device
+from vitclinic._core.distributed import ALONE, pick_device
 from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset
@@ -56,15 +56,15 @@ class Costs:
         """
         with torch.random.fork_rng():
             if PLAIN not in self.ledger.costs:
-                return measure_cost(recipe, self.dataset, World(), self.device)
-            plain, treated = measure_costs([self.recipe, recipe], self.dataset, World(), self.device)
+                return measure_cost(recipe, self.dataset, ALONE, self.device)
+            plain, treated = measure_costs([self.recipe, recipe], self.dataset, ALONE, self.device)
         speed = self.plain.step / plain.step
         return Cost(treated.step * speed, treated.image * speed, treated.start)
 
     def own_steps(self) -> int:
         """The recipe's own length; that of `max_time` by the cost that is measured already."""
         if self.recipe.max_time is None:
-            return total_steps(self.recipe, self.dataset, World(), self.device)
+            return total_steps(self.recipe, self.dataset, ALONE, self.device)
         within = seconds(self.recipe.max_time)
         return max(1, self.plain.steps_within(within, self.recipe, image_counts(self.dataset)))
 

@@ -39,18 +39,18 @@ def see_together(
     `see` looks at one of `mine`, this process's batches, notes in the arrays `found` what it finds about the images in
     it, and says how many they are. What no process has noted yet is zero.
     """
-    arrays, processes = list(found), subject.processes
+    arrays, distributed = list(found), subject.distributed
 
     def own() -> list[NDArray[Any]]:
         seen = 0
         for batch in mine:
             seen += see(batch)
-            subject.progress(what, min(seen * processes.size, total), total)
+            subject.progress(what, min(seen * distributed.size, total), total)
         return arrays
 
-    shares = processes.gather(own)
+    shares = distributed.gather(own)
     for rank, theirs in enumerate(shares):
-        if rank != processes.rank:
+        if rank != distributed.rank:
             for array, other in zip(arrays, theirs, strict=True):
                 array += other
 

@@ -94,12 +94,12 @@ class Corruptions(BehaviourProbe):
     def measure(self, subject: Subject) -> Result:
         outcomes = Outcomes(self.corruptions, len(subject))
         identity = f"{self.kinds} {subject.seed} {subject.data_digest}"
-        partial = Partial(subject.scratch.get(self.name), identity, subject.processes)
+        partial = Partial(subject.scratch.get(self.name), identity, subject.distributed)
         outcomes.take(partial.read())
         unseen = np.flatnonzero((outcomes.correct == _UNKNOWN).any(0))
         batches = -(-len(unseen) // subject.batch_size)
         try:
-            for found in subject.processes.rounds(batches, self._own(subject, unseen, outcomes, partial)):
+            for found in subject.distributed.rounds(batches, self._own(subject, unseen, outcomes, partial)):
                 for places, correct in found:
                     outcomes.correct[:, places] = correct
                 partial.write({"correct": outcomes.correct}, every=SAVED_EVERY)
@@ -118,8 +118,8 @@ class Corruptions(BehaviourProbe):
 
     def _own(self, subject: Subject, unseen: NDArray[np.int64], outcomes: Outcomes, partial: Partial) -> Iterator[Seen]:
         """What becomes of this process's batches, every n-th of the images that are not known under all corruptions."""
-        size, processes = subject.batch_size, subject.processes
-        mine = unseen[np.arange(len(unseen)) // size % processes.size == processes.rank]
+        size, distributed = subject.batch_size, subject.distributed
+        mine = unseen[np.arange(len(unseen)) // size % distributed.size == distributed.rank]
         if not len(mine):
             return
         for batch in subject.only(mine.tolist()).batches():

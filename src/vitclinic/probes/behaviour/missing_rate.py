@@ -88,7 +88,7 @@ def pairs(images: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 def paired_batches(subject: Subject) -> Iterator[tuple[Batch, Batch]]:
     """Batches of first and of second images, in pairs; those that are this process's share."""
     halves = [_part(subject.dataset, subject.images, rows) for rows in pairs(len(subject), subject.seed)]
-    part, parts = subject.processes.rank, subject.processes.size
+    part, parts = subject.distributed.rank, subject.distributed.size
     one, other = (evaluation_batches(half, "train", subject.batch_size, part, parts) for half in halves)
     for a, b in zip(one, other, strict=True):
         yield a.to(subject.device, subject.dtype), b.to(subject.device, subject.dtype)

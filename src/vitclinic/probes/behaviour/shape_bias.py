@@ -60,7 +60,7 @@ class ShapeBias(OwningProbe):
             chosen[rows] = found.cpu().numpy()
             return len(rows)
 
-        mine = np.array_split(np.arange(self.images), subject.processes.size)[subject.processes.rank]
+        mine = np.array_split(np.arange(self.images), subject.distributed.size)[subject.distributed.rank]
         batches = (mine[start : start + subject.batch_size] for start in range(0, len(mine), subject.batch_size))
         see_together(subject, self.name, self.images, batches, see, (chosen, shape, texture))
         return _result(chosen, shape, texture)

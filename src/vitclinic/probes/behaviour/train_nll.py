@@ -58,7 +58,7 @@ class TrainNLL(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         count, size = self.count(subject), subject.batch_size
         nll, entropy = np.zeros(count), np.zeros(count)
-        mine = range(-(-count // size))[subject.processes.rank :: subject.processes.size]
+        mine = range(-(-count // size))[subject.distributed.rank :: subject.distributed.size]
 
         def see(numbered: tuple[int, Batch]) -> int:
             number, batch = numbered

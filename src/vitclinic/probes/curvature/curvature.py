@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.time import Time, seconds
 from vitclinic.data import Batch
 from vitclinic.probes.curvature.surface import LossSurface, Mode
@@ -34,13 +34,13 @@ class CurvatureProbe(OwningProbe):
         """By the batch's statistics, a loss depends on which images share a batch."""
         if self.batch_norm == "eval":
             return {}
-        processes = subject.processes.size
+        processes = subject.distributed.size
         return {"batch_size": subject.batch_size, **({"processes": processes} if processes > 1 else {})}
 
     def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
         """The loss on the subject's images, of which each process holds its share."""
         return surface_of(
-            subject, subject.share(), self.batch_norm, regularised=regularised, processes=subject.processes
+            subject, subject.share(), self.batch_norm, regularised=regularised, distributed=subject.distributed
         )
 
 
@@ -50,31 +50,33 @@ def surface_of(
     batch_norm: Mode = "eval",
     *,
     regularised: bool = False,
-    processes: Processes = ALONE,
+    distributed: Distributed = ALONE,
 ) -> LossSurface:
     """The loss of a subject's network on some batches, with the weight decay of its training if asked for."""
     training = subject.training if regularised else None
     if training is None:
-        return LossSurface(subject.network, batches, mode=batch_norm, processes=processes)
+        return LossSurface(subject.network, batches, mode=batch_norm, distributed=distributed)
     decayed = [p for name, p in subject.network.named_parameters() if name in training.decayed]
     return LossSurface(
-        subject.network, batches, decay=training.decay, decayed=decayed, mode=batch_norm, processes=processes
+        subject.network, batches, decay=training.decay, decayed=decayed, mode=batch_norm, distributed=distributed
     )
 
 
 class Clock:
     """How long a measurement, or a part of it that gets a share of its budget, may still take.
 
-    Clocks differ: `processes` that measure together stop when the first of them says so, and each must ask as often as
+    Clocks differ: processes that measure together stop when the first of them says so, and each must ask as often as
     the others.
     """
 
-    def __init__(self, budget: str | int | float | None, *, share: float = 1.0, processes: Processes = ALONE) -> None:
+    def __init__(
+        self, budget: str | int | float | None, *, share: float = 1.0, distributed: Distributed = ALONE
+    ) -> None:
         self.ends = None if budget is None else time.monotonic() + share * seconds(budget)
-        self.processes = processes
+        self.distributed = distributed
 
     def expired(self) -> bool:
-        return self.ends is not None and self.processes.any(self.late())
+        return self.ends is not None and self.distributed.any(self.late())
 
     def late(self) -> bool:
         """Whether this process's own clock has run out: inside work that it does by itself, without a meeting."""

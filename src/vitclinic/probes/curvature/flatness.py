@@ -90,11 +90,11 @@ class Flatness(CurvatureProbe):
         return (self.draws + 2.0) * len(subject)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget, processes=subject.processes)
+        clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject)
 
         # On another kind of device the draws are others.
-        partial = Partial(subject.scratch.get(self.name), subject.device.type, subject.processes)
+        partial = Partial(subject.scratch.get(self.name), subject.device.type, subject.distributed)
         done = partial.read() or {"losses": np.zeros(0)}
 
         def go_on(losses: list[float]) -> bool:

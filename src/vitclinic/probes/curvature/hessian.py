@@ -45,7 +45,7 @@ class Hessian:
     def __init__(self, surface: LossSurface, memory: int | None = None) -> None:
         self.surface = surface
         if memory is None:
-            memory = free_memory(surface.weights[0].device) // 2 // surface.processes.size
+            memory = free_memory(surface.weights[0].device) // 2 // surface.distributed.size
         self.memory = memory
         self.products = 0
         self.graph_bytes = 0
@@ -73,7 +73,7 @@ class Hessian:
     def _product(self, vector: Tensor, chosen: Sequence[int]) -> Tensor:
         surface = self.surface
         self.products += 1
-        total = surface.processes.sum(lambda: self._own_product(vector, chosen)).div_(surface.images)
+        total = surface.distributed.sum(lambda: self._own_product(vector, chosen)).div_(surface.images)
         weights = [surface.weights[at] for at in chosen]
         for at, target, along in zip(chosen, _pieces(total, weights), _pieces(vector, weights), strict=True):
             if surface.decay and surface.decayed[at]:

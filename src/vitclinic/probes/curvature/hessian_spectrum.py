@@ -87,13 +87,13 @@ class HessianSpectrum(OwningProbe):
         return float(_PASSES * _PRODUCTS * self.batches * self.batch)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget, processes=subject.processes)
-        partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
+        clock = Clock(self.budget, distributed=subject.distributed)
+        partial = Partial(subject.scratch.get(self.name), distributed=subject.distributed)
         found = _unpacked(partial.read())
         remaining = range(len(found), self.batches)
         cut_off: list[Eigenpairs] = []
         try:
-            for some in subject.processes.rounds(len(remaining), self._own(subject, remaining, clock)):
+            for some in subject.distributed.rounds(len(remaining), self._own(subject, remaining, clock)):
                 found += [pairs for pairs, _ in takewhile(lambda each: each[1], some)]
                 cut_off = [pairs for pairs, finished in some if not finished]
                 partial.write(_packed(found), every=SAVED_EVERY)
@@ -107,7 +107,7 @@ class HessianSpectrum(OwningProbe):
 
     def _own(self, subject: Subject, remaining: range, clock: Clock) -> Iterator[tuple[Eigenpairs, bool]]:
         """Of those of the remaining mini-batches that are this process's, and whether the budget let them finish."""
-        numbers = remaining[subject.processes.rank :: subject.processes.size]
+        numbers = remaining[subject.distributed.rank :: subject.distributed.size]
         drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
         for number, batch in zip(numbers, drawn, strict=True):
             surface = surface_of(subject, [batch], self.batch_norm, regularised=self.regulariser)

@@ -157,13 +157,13 @@ class Landscape(CurvatureProbe):
             raise DoesNotApply(
                 "it is not known how the network was trained, so that there is no regulariser of its own."
             )
-        clock = Clock(self.budget, processes=subject.processes)
+        clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject, regularised=self.regulariser == "run")
         with surface.evaluated():
             surface.check()
         plane = self._plane(subject, surface)
         grid = Grid(self.points, self.span, self.dimensions)
-        partial = Partial(subject.scratch.get(self.name), digest(plane.directions), subject.processes)
+        partial = Partial(subject.scratch.get(self.name), digest(plane.directions), subject.distributed)
         grid.take(partial.read())
 
         def go_on() -> bool:
@@ -185,7 +185,7 @@ class Landscape(CurvatureProbe):
         if self.directions == "random":
             raw = [random_direction(surface.weights, seed) for seed in seeds]
             return _Plane(self._normalised(raw, surface, "filter"))
-        clock = Clock(self.budget, share=0.5, processes=subject.processes)  # the rest is the grid's
+        clock = Clock(self.budget, share=0.5, distributed=subject.distributed)  # the rest is the grid's
         raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired())
         scalars = {f"eigenvalue_{number}": Scalar(value=value) for number, value in enumerate(found.values.tolist(), 1)}
         short = f"the eigenvectors had not converged after {found.products} products with the Hessian"

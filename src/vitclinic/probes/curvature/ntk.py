@@ -81,17 +81,17 @@ class NTK(OwningProbe):
         return len(subject) // m * m * (9.0 * groups + 2)
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget, processes=subject.processes)
+        clock = Clock(self.budget, distributed=subject.distributed)
         m = min(self.block, len(subject))
         count = len(subject) // m
         if m < 2:
             raise DoesNotApply("one image has no condition number; there must be at least two.")
-        partial = Partial(subject.scratch.get(self.name), processes=subject.processes)
+        partial = Partial(subject.scratch.get(self.name), distributed=subject.distributed)
         found = _unpacked(partial.read())
         remaining = range(len(found), count)
         try:
             with self._prepared(subject, m):
-                for some in subject.processes.rounds(len(remaining), self._own(subject, m, remaining)):
+                for some in subject.distributed.rounds(len(remaining), self._own(subject, m, remaining)):
                     found += some
                     partial.write(_packed(found), every=SAVED_EVERY)
                     subject.progress(self.name, len(found) * m, count * m)
@@ -105,7 +105,7 @@ class NTK(OwningProbe):
         """Of those of the remaining blocks that are this process's."""
         kernel = self._kernel(subject)
         _check(subject, next(_blocks(subject, m)))
-        for images in _blocks(subject, m, remaining[subject.processes.rank :: subject.processes.size]):
+        for images in _blocks(subject, m, remaining[subject.distributed.rank :: subject.distributed.size]):
             yield conditioning(kernel(images), kernel.rounding)
 
     def _kernel(self, subject: Subject) -> TangentKernel:

@@ -82,7 +82,7 @@ class Sharpness(CurvatureProbe):
         return whole, _PRODUCTS * len(list(components(subject))) if self.components else 0
 
     def measure(self, subject: Subject) -> Result:
-        clock = Clock(self.budget, processes=subject.processes)
+        clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject)
         with surface.measured():
             surface.check()
@@ -102,7 +102,7 @@ class _Examination:
 
     def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian, clock: Clock) -> None:
         self.probe, self.subject, self.hessian, self.clock = probe, subject, hessian, clock
-        self.partial = Partial(subject.scratch.get(probe.name), processes=subject.processes)
+        self.partial = Partial(subject.scratch.get(probe.name), distributed=subject.distributed)
         self.done: dict[str, NDArray[Any]] = self.partial.read() or {"products": np.array(0)}
         hessian.products = int(self.done["products"])
         self.expected = sum(probe.expected_products(subject))

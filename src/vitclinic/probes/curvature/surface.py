@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitclinic._core.distributed import ALONE, Processes
+from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data import Batch
@@ -85,10 +85,10 @@ class LossSurface:
         decay: float = 0.0,
         decayed: Sequence[nn.Parameter] | None = None,
         mode: Mode = "eval",
-        processes: Processes = ALONE,
+        distributed: Distributed = ALONE,
     ) -> None:
         self.network = network
-        self.processes = processes
+        self.distributed = distributed
         self.batches = list(batches)
         everything = {name: p for name, p in network.named_parameters() if p.is_floating_point()}
         self.parameters = dict(everything if parameters is None else parameters)
@@ -96,7 +96,7 @@ class LossSurface:
         chosen = {id(p) for p in (everything.values() if decayed is None else decayed)}
         self.decayed = [id(p) in chosen for p in self.parameters.values()]
         self.mode = mode
-        self.images = sum(processes.gather(lambda: sum(len(batch) for batch in self.batches)))
+        self.images = sum(distributed.gather(lambda: sum(len(batch) for batch in self.batches)))
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -161,7 +161,7 @@ class LossSurface:
     @torch.no_grad()
     def value(self) -> float:
         """L at the present weights, summed in float64."""
-        return float(self.processes.sum(self._own_loss)) / self.images + self.regulariser()
+        return float(self.distributed.sum(self._own_loss)) / self.images + self.regulariser()
 
     def _own_loss(self) -> Tensor:
         """The sum over this process's images, in float64."""
@@ -177,7 +177,7 @@ class LossSurface:
 
     def gradient(self) -> Tensor:
         """The gradient of L, [n]."""
-        total = self.processes.sum(self._own_gradient).div_(self.images)
+        total = self.distributed.sum(self._own_gradient).div_(self.images)
         return total + self.decay * self.decay_mask() * self.flat([p.detach() for p in self.weights])
 
     def _own_gradient(self) -> Tensor:
@@ -207,7 +207,7 @@ class LossSurface:
 
         Also unless all processes hold the same weights.
         """
-        if len(set(self.processes.gather(self._checksum))) > 1:
+        if len(set(self.distributed.gather(self._checksum))) > 1:
             raise ModelError("the processes hold different weights; load the same network in all of them.")
         first, second = self.value(), self.value()
         if not first < float("inf"):
@@ -222,7 +222,7 @@ class LossSurface:
     def _checksum(self) -> int:
         """Of the weights, where other processes have to have the same."""
         found = 0
-        if self.processes.size > 1:
+        if self.distributed.size > 1:
             for p in self.weights:
                 found = zlib.crc32(p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
         return found

@@ -49,7 +49,7 @@ class CKA(StreamingProbe):
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """Mini-batches are cut out of the exam's batches, whose borders matter if `batch` does not divide them."""
-        size, processes = subject.batch_size, subject.processes.size
+        size, processes = subject.batch_size, subject.distributed.size
         if processes > 1:
             return {"batch_size": size, "processes": processes}
         return {} if size % self.batch == 0 or size >= len(subject) else {"batch_size": size}

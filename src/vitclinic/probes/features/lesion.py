@@ -67,7 +67,7 @@ class Lesion(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         units = _removable(subject.anatomy)
         answers = Answers(len(units), len(subject))
-        partial = Partial(subject.scratch.get(self.name), " ".join(unit.name for unit in units), subject.processes)
+        partial = Partial(subject.scratch.get(self.name), " ".join(unit.name for unit in units), subject.distributed)
         answers.take(partial.read())
         try:
             with Replay(subject.anatomy) as replay:
