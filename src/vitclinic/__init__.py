@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vitclinic import functional
     from vitclinic._core.callback import Callback
     from vitclinic._core.records import Measurement
     from vitclinic.data import Dataset, open_data
@@ -48,6 +49,9 @@ _HOMES = {
     "treat": "vitclinic.treatments",
 }
 
+_PACKAGES = frozenset({"functional"})
+"""Packages that are public by themselves, such as `vitclinic.functional.cka`."""
+
 __all__ = [
     "Callback",
     "Dataset",
@@ -61,6 +65,7 @@ __all__ = [
     "build_recipe",
     "create_model",
     "examine",
+    "functional",
     "load",
     "open_data",
     "prescribe",
@@ -73,6 +78,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"vitclinic.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'vitclinic' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOMES[name]), name)

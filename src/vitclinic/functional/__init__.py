@@ -1,0 +1,158 @@
+"""Every formula of the papers as a plain function of tensors, or of a loss and parameters.
+
+    from vitclinic import functional as F
+
+    F.cka(x, y)                                     F.attention_entropy(attention)
+    F.patch_similarity(tokens)                      F.hessian_eigenvalues(loss, params, k=5)
+    F.relative_log_amplitude(maps)                  F.sam_perturbation(params, rho=0.1)
+
+Arguments are plain tensors in the field's convention: tokens [B, N, D], attention [B, H, N, N], maps and images
+[B, C, H, W]. A wrong shape is a ValueError. Half precision is computed in float32; float32 and float64 stay what they
+are unless a function says otherwise. Probes and treatments compute by the same code. docs/functional.md has the table.
+"""
+
+from vitclinic.functional.attention import (
+    attention_distance,
+    attention_entropy,
+    attention_map,
+    cb_scale_ratio,
+    neighborhood_mask,
+    softmax_free_attention,
+    softmax_jacobian_norm,
+    talking_heads_attention,
+    uniform_attention,
+    upper_attention_entropy,
+)
+from vitclinic.functional.behaviour import (
+    Reliability,
+    accuracy,
+    accuracy_drop,
+    accuracy_on_valid,
+    expected_calibration_error,
+    lesion,
+    midpoint,
+    missing_rate,
+    reliability_diagram,
+    shape_bias,
+)
+from vitclinic.functional.curvature import (
+    Estimate,
+    ape,
+    hessian_density,
+    hessian_eigenvalues,
+    hessian_trace,
+    hessian_vector_product,
+    nep,
+)
+from vitclinic.functional.features import (
+    activation_norm,
+    active_neurons,
+    block_structure,
+    cka,
+    feature_variance,
+    fourier_frequencies,
+    fourier_log_amplitude,
+    hsic,
+    minibatch_cka,
+    patch_similarity,
+    relative_log_amplitude,
+    sparsity,
+    weight_norm,
+)
+from vitclinic.functional.images import attack_step, band_noise, corrupt, fgsm, frequency_rings, occlude_center, pgd
+from vitclinic.functional.landscape import (
+    Polar,
+    average_flatness,
+    condition_number,
+    filter_normalize,
+    loss_landscape,
+    ntk,
+    polar_coordinates,
+    random_direction,
+)
+from vitclinic.functional.sam import looksam_direction, looksam_gradient, sam_perturbation
+from vitclinic.functional.treatments import (
+    context_broadcasting,
+    patch_contrastive_loss,
+    patch_cosine_loss,
+    patch_cutmix,
+    patch_mixing_loss,
+    scaled_relu,
+    sigmoid_loss,
+    soft_targets,
+    softmax_loss,
+    spatial_smoothing,
+    squeeze_excitation,
+)
+
+__all__ = [
+    "Estimate",
+    "Polar",
+    "Reliability",
+    "accuracy",
+    "accuracy_drop",
+    "accuracy_on_valid",
+    "activation_norm",
+    "active_neurons",
+    "ape",
+    "attack_step",
+    "attention_distance",
+    "attention_entropy",
+    "attention_map",
+    "average_flatness",
+    "band_noise",
+    "block_structure",
+    "cb_scale_ratio",
+    "cka",
+    "condition_number",
+    "context_broadcasting",
+    "corrupt",
+    "expected_calibration_error",
+    "feature_variance",
+    "fgsm",
+    "filter_normalize",
+    "fourier_frequencies",
+    "fourier_log_amplitude",
+    "frequency_rings",
+    "hessian_density",
+    "hessian_eigenvalues",
+    "hessian_trace",
+    "hessian_vector_product",
+    "hsic",
+    "lesion",
+    "looksam_direction",
+    "looksam_gradient",
+    "loss_landscape",
+    "midpoint",
+    "minibatch_cka",
+    "missing_rate",
+    "neighborhood_mask",
+    "nep",
+    "ntk",
+    "occlude_center",
+    "patch_contrastive_loss",
+    "patch_cosine_loss",
+    "patch_cutmix",
+    "patch_mixing_loss",
+    "patch_similarity",
+    "pgd",
+    "polar_coordinates",
+    "random_direction",
+    "relative_log_amplitude",
+    "reliability_diagram",
+    "sam_perturbation",
+    "scaled_relu",
+    "shape_bias",
+    "sigmoid_loss",
+    "soft_targets",
+    "softmax_free_attention",
+    "softmax_jacobian_norm",
+    "softmax_loss",
+    "sparsity",
+    "spatial_smoothing",
+    "squeeze_excitation",
+    "talking_heads_attention",
+    "uniform_attention",
+    "upper_attention_entropy",
+    "weight_norm",
+]

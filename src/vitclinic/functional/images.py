@@ -1,0 +1,202 @@
+"""Formulas of changed images: attacks, noise of one band of frequencies, occlusion, corruptions.
+
+Images are [B, C, H, W] in [0, 1]; a model takes them as they are, so that normalization belongs inside it.
+Shapes: B images, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitclinic._core.perturbation import Ball, Norm
+from vitclinic.data import corruptions
+from vitclinic.functional.shapes import check_labels, check_same, check_shape, widen
+from vitclinic.probes.behaviour import attacks, frequency_noise, occlusion
+
+Model = Callable[[Tensor], Any]
+
+
+def attack_step(
+    images: Tensor, current: Tensor, gradient: Tensor, epsilon: float, step: float, norm: Norm = "linf"
+) -> Tensor:
+    """Return the images after one step towards a higher loss, within epsilon of the originals and within [0, 1].
+
+        x <- clip_{epsilon, [0, 1]}(x + step * d),   d = sign(g) in l_inf, g / |g| in l_2
+
+    Args:
+        images: The originals, [B, C, H, W] in [0, 1].
+        current: Where the attack is: the originals, or a random start in the ball.
+        gradient: Of the loss in the images at `current`; not finite: the pixel stays.
+        epsilon: Largest change in `norm`.
+        step: Length of the step.
+        norm: "linf" or "l2".
+
+    References:
+        Goodfellow et al. 2015; Madry et al. 2018; Wong et al. 2020 (step 1.25 epsilon from a random start);
+        chen2022 App. B.
+
+    Example:
+        >>> x = torch.full((1, 1, 1, 2), 0.5)
+        >>> attack_step(x, x, torch.tensor([[[[2.0, -3.0]]]]), epsilon=0.1, step=0.2)
+        tensor([[[[0.6000, 0.4000]]]])
+    """
+    check_shape(images, "B C H W", "images")
+    check_same(images, current, "images and where the attack is")
+    check_same(images, gradient, "images and gradient")
+    ball = _ball(norm, epsilon)
+    return ball.nearest(images, current + step * ball.steepest(gradient))
+
+
+def fgsm(model: Model, images: Tensor, targets: Tensor, epsilon: float = 2 / 255, norm: Norm = "linf") -> Tensor:
+    """Return the images after the fast gradient sign method: one step of length epsilon.
+
+    Args:
+        model: Takes images in [0, 1], normalizes them itself and returns logits; put it in evaluation mode.
+        images: [B, C, H, W] in [0, 1].
+        targets: Class indices [B].
+        epsilon: Largest change in `norm`.
+        norm: "linf" or "l2".
+
+    References:
+        Goodfellow et al., ICLR 2015; hyeonwoo2023 Table 8.
+
+    Example:
+        >>> def model(x):  # its second class is for a light first pixel
+        ...     return torch.stack([0 * x[:, 0, 0, 0], x[:, 0, 0, 0]], 1)
+        >>> fgsm(model, torch.full((1, 1, 1, 2), 0.5), torch.tensor([0]), epsilon=0.1)
+        tensor([[[[0.6000, 0.5000]]]])
+    """
+    return pgd(model, images, targets, epsilon, step=epsilon, steps=1, norm=norm)
+
+
+def pgd(
+    model: Model,
+    images: Tensor,
+    targets: Tensor,
+    epsilon: float = 2 / 255,
+    step: float = 0.25 / 255,
+    steps: int = 10,
+    norm: Norm = "linf",
+    start: Tensor | None = None,
+) -> Tensor:
+    """Return the images after projected gradient descent: `steps` steps, each as in `attack_step`.
+
+    Args:
+        model: Takes images in [0, 1], normalizes them itself and returns logits; put it in evaluation mode.
+        images: [B, C, H, W] in [0, 1].
+        targets: Class indices [B].
+        epsilon: Largest change in `norm`.
+        step: Length of a step.
+        steps: How many.
+        norm: "linf" or "l2".
+        start: What to add to the images before the first step, such as noise in the ball.
+
+    References:
+        Madry et al., ICLR 2018; chen2022 App. B (PGD-10).
+
+    Example:
+        >>> def model(x):
+        ...     return torch.stack([0 * x[:, 0, 0, 0], x[:, 0, 0, 0]], 1)
+        >>> pgd(model, torch.full((1, 1, 1, 2), 0.5), torch.tensor([0]), epsilon=0.1, step=0.04, steps=3)
+        tensor([[[[0.6000, 0.5000]]]])
+    """
+    check_shape(images, "B C H W", "images")
+    check_labels(targets, len(images), "targets")
+    return attacks.Attack(_ball(norm, epsilon), steps, step)(model, images, targets, start)[0]
+
+
+def _ball(norm: Norm, epsilon: float) -> Ball:
+    if norm not in ("linf", "l2") or not epsilon >= 0:
+        raise ValueError(f"norm must be 'linf' or 'l2' and epsilon not negative (got {norm!r} and {epsilon}).")
+    return Ball(norm, epsilon)
+
+
+def frequency_rings(size: tuple[int, int], width: float = 0.1) -> Tensor:
+    """Return the number of the ring of each frequency of an image's FFT2: r for distances in [r, r + 1) * width * pi.
+
+    Args:
+        size: Height and width of the images.
+        width: Of a ring, in pi.
+
+    Returns:
+        Integers [H, W], in the order of `torch.fft.fft2`.
+
+    References:
+        park2022 Fig. 2b.
+
+    Example:
+        >>> frequency_rings((1, 4), width=0.5).tolist()
+        [[0, 1, 2, 1]]
+    """
+    if not width > 0:
+        raise ValueError(f"width must be above 0 (got {width}).")
+    return torch.from_numpy(frequency_noise.rings(*size, width))
+
+
+def band_noise(noise: Tensor, mask: Tensor) -> Tensor:
+    """Return the part of noise that lies within a band of frequencies, scaled to a root mean square of 1 an image.
+
+        a F^-1( F(delta) * M_f ),   a such that every band is as strong
+
+    Args:
+        noise: Gaussian delta, [B, C, H, W].
+        mask: Booleans [H, W], symmetric: `frequency_rings(size) == r`.
+
+    Returns:
+        [B, C, H, W]; add `strength` times it to the images.
+
+    References:
+        park2022 Fig. 2b; the scale is ours: a ring's energy grows with its area.
+
+    Example:
+        >>> ring = frequency_rings((8, 8)) == 5
+        >>> band_noise(torch.randn(2, 3, 8, 8), ring).square().mean((1, 2, 3)).round().tolist()
+        [1.0, 1.0]
+    """
+    check_shape(noise, "B C H W", "noise")
+    if mask.shape != noise.shape[2:]:
+        raise ValueError(f"the mask must be {tuple(noise.shape[2:])} as the noise (got {tuple(mask.shape)}).")
+    return frequency_noise.unit_noise(widen(noise), mask)
+
+
+def occlude_center(images: Tensor, color: float | Sequence[float] | Tensor = 0.0) -> Tensor:
+    """Return the images with the central square of half the height and width in one color: 112 x 112 of 224 x 224.
+
+    Args:
+        images: [B, C, H, W].
+        color: One number, or one a channel.
+
+    References:
+        hyeonwoo2023 Table 8.
+
+    Example:
+        >>> occlude_center(torch.ones(1, 1, 4, 4))[0, 0, 1]
+        tensor([1., 0., 0., 1.])
+    """
+    check_shape(images, "B C H W", "images")
+    return occlusion.occluded(images, torch.as_tensor(color).expand(images.shape[1]))
+
+
+def corrupt(images: Tensor, name: str, severity: int, indices: Sequence[int] | None = None, seed: int = 0) -> Tensor:
+    """Return the images under one of the 19 corruptions of ImageNet-C.
+
+    Args:
+        images: [B, 1 or 3, H, W] in [0, 1], at least 32 x 32.
+        name: Such as "fog"; `vitclinic.data.corruptions.NINETEEN` lists them.
+        severity: 1 to 5.
+        indices: What makes an image's random numbers its own; its place in the batch unless given.
+        seed: Of the random numbers.
+
+    References:
+        Hendrycks & Dietterich, ICLR 2019.
+
+    Example:
+        >>> corrupt(torch.rand(2, 3, 32, 32), "fog", severity=3).shape
+        torch.Size([2, 3, 32, 32])
+    """
+    check_shape(images, "B C H W", "images")
+    return corruptions.corrupt(images, name, severity, indices, seed)

@@ -1,0 +1,273 @@
+"""Formulas of the remedies: losses, scaled ReLU, Context Broadcasting, patch losses, CutMix on patch borders.
+
+All of them can be differentiated.
+Shapes: B images, N tokens, D channels, K classes, C channels of a map of H x W places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vitclinic.data import mixing
+from vitclinic.functional.shapes import check_labels, check_same, check_shape
+from vitclinic.tasks import classification
+from vitclinic.treatments import context_broadcasting as broadcasting
+from vitclinic.treatments import patch_losses
+from vitclinic.treatments import spatial_smoothing as smoothing
+from vitclinic.treatments import squeeze_excitation as gating
+
+
+def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy (NLL), averaged over images; half precision is computed in float32.
+
+        -1/B sum_i sum_k y_i(k) log p_i(k)
+
+    Args:
+        logits: [B, K].
+        targets: Class indices [B], or shares of the classes [B, K].
+
+    Example:
+        >>> softmax_loss(torch.zeros(1, 2), torch.tensor([1]))
+        tensor(0.6931)
+    """
+    check_shape(logits, "B K", "logits")
+    return classification.softmax_loss(logits, targets)
+
+
+def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the binary cross-entropy of every class, summed over classes and averaged over images.
+
+    Args:
+        logits: [B, K].
+        targets: Class indices [B], or shares of the classes [B, K].
+
+    References:
+        chen2022 App. E.1.
+
+    Example:
+        >>> sigmoid_loss(torch.zeros(1, 2), torch.tensor([1]))  # 2 log 2
+        tensor(1.3863)
+    """
+    check_shape(logits, "B K", "logits")
+    return classification.sigmoid_loss(logits, targets)
+
+
+def scaled_relu(x: Tensor, shift: float | Tensor = 0.0, scale: float | Tensor = 1.0) -> Tensor:
+    """Return ReLU_{a,b}(x) = b max(x + a, 0).
+
+    ReLU behind BatchNorm with scale b > 0 and shift s is ReLU_{s/b, b} of the normalized input.
+
+    Args:
+        x: Any shape.
+        shift: a, one number or a tensor that broadcasts against x.
+        scale: b.
+
+    References:
+        wang2022 Eq. 1.
+
+    Example:
+        >>> scaled_relu(torch.tensor([-2.0, 0.0, 1.0]), shift=1.0, scale=3.0)
+        tensor([0., 3., 6.])
+    """
+    return scale * torch.clamp(x + shift, min=0)
+
+
+def context_broadcasting(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the tokens with the mean of all tokens mixed in.
+
+        CB(x_i)   = (x_i + mean_j x_j) / 2
+        CB_S(x_i) = x_i + Lambda * mean_j x_j
+
+    Args:
+        x: All tokens, CLS included, [B, N, D]; or a grid [B, H, W, D].
+        scale: Lambda [D], one for each block, learned; CB without it.
+
+    Returns:
+        As x, in its dtype.
+
+    References:
+        hyeonwoo2023 Eq. 1, Sec. 3.2.
+
+    Example:
+        >>> context_broadcasting(torch.tensor([[[0.0], [4.0]]])).flatten().tolist()
+        [1.0, 3.0]
+        >>> context_broadcasting(torch.tensor([[[0.0], [4.0]]]), torch.tensor([0.5])).flatten().tolist()
+        [1.0, 5.0]
+    """
+    if x.ndim != 4:
+        check_shape(x, "B N D", "tokens")
+    if scale is not None and scale.shape != x.shape[-1:]:
+        raise ValueError(f"scale must be [{x.shape[-1]}], one a channel (got {tuple(scale.shape)}).")
+    return broadcasting.broadcast_context(x, scale)
+
+
+def squeeze_excitation(x: Tensor, squeeze: Tensor, excite: Tensor) -> Tensor:
+    """Return the tokens with their channels gated by the mean of all tokens.
+
+        x_i * sigmoid(W2 relu(W1 mean_j x_j))
+
+    Args:
+        x: All tokens, [B, N, D]; or a grid [B, H, W, D].
+        squeeze: W1, [D / r, D].
+        excite: W2, [D, D / r].
+
+    References:
+        Hu et al., CVPR 2018, Eq. 2-4; hyeonwoo2023 Table 3.
+
+    Example:
+        >>> squeeze_excitation(torch.ones(1, 2, 4), torch.zeros(1, 4), torch.zeros(4, 1))[0, 0]
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+    if x.ndim != 4:
+        check_shape(x, "B N D", "tokens")
+    if squeeze.shape != excite.shape[::-1] or excite.shape[0] != x.shape[-1]:
+        raise ValueError(f"W1 must be [D/r, D] and W2 [D, D/r] (got {tuple(squeeze.shape)}, {tuple(excite.shape)}).")
+    return gating.squeeze_and_excite(x, squeeze, excite)
+
+
+def spatial_smoothing(maps: Tensor) -> Tensor:
+    """Return feature maps after a 2 x 2 mean of stride 1, the last row and column repeated: the size stays.
+
+    Args:
+        maps: [B, C, H, W].
+
+    References:
+        park2022 Fig. 3a, App. B.
+
+    Example:
+        >>> spatial_smoothing(torch.tensor([[[[0.0, 4.0], [8.0, 0.0]]]]))
+        tensor([[[[3., 2.],
+                  [4., 0.]]]])
+    """
+    check_shape(maps, "B C H W", "feature maps")
+    return smoothing.blur(maps)
+
+
+def patch_cosine_loss(h: Tensor) -> Tensor:
+    """Return the mean absolute cosine between different patches of an image, averaged over images.
+
+        1/(n (n-1)) sum_{i != j} |h_i . h_j| / (|h_i| |h_j|)
+
+    As a measurement, patch by patch that is zero left out, it is `patch_similarity(h, absolute=True)`.
+
+    Args:
+        h: Last-layer patches without prefix tokens, [B, N, D].
+
+    Returns:
+        A scalar with a gradient.
+
+    References:
+        gong2021 Sec. 4.
+
+    Example:
+        >>> patches = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]])
+        >>> patch_cosine_loss(patches)  # one of the three pairs is parallel
+        tensor(0.3333)
+    """
+    _check_patches(h)
+    return patch_losses.cosine_loss(h)
+
+
+def patch_contrastive_loss(first: Tensor, last: Tensor, normalize: bool = False) -> Tensor:
+    """Return the loss by which each last-layer patch must resemble its own first-layer patch.
+
+        -1/n sum_i log[ exp(h1_i . hL_i) / (exp(h1_i . hL_i) + exp(h1_i . mean_{j != i} hL_j)) ]
+
+    computed as softplus(h1_i . (mean_{j != i} hL_j - hL_i)), which cannot overflow; no gradient goes into `first`.
+
+    Args:
+        first: Patch embeddings that enter the first layer, [B, N, D].
+        last: Patches of the last layer, [B, N, D].
+        normalize: Make every vector's length 1 before; the paper's are raw.
+
+    References:
+        gong2021 Sec. 4.
+
+    Example:
+        >>> patch_contrastive_loss(torch.eye(2)[None], torch.ones(1, 2, 2))  # all are the same: log 2
+        tensor(0.6931)
+    """
+    _check_patches(last)
+    check_same(first, last, "first and last patches")
+    return patch_losses.contrastive_loss(first, last, normalize)
+
+
+def patch_mixing_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of every patch's prediction with the patch's own target, averaged.
+
+        1/n sum_i CE(g(h_i), y_i)
+
+    Args:
+        logits: Predictions of a linear head that all patches share, [B, N, K].
+        targets: Shares of the classes, [B, N, K], as from `patch_cutmix`.
+
+    References:
+        gong2021 Sec. 4.
+
+    Example:
+        >>> patch_mixing_loss(torch.zeros(1, 2, 2), torch.eye(2)[None])
+        tensor(0.6931)
+    """
+    check_shape(logits, "B N K", "predictions")
+    check_same(logits, targets, "predictions and targets of patches")
+    return patch_losses.mixing_loss(logits, targets)
+
+
+def _check_patches(h: Tensor) -> None:
+    check_shape(h, "B N D", "patches")
+    if h.shape[1] < 2:
+        raise ValueError("The diversity of patches needs two of them at least.")
+
+
+def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
+    """Return labels as shares of the classes, `smoothing` of it spread evenly over all classes.
+
+    Args:
+        labels: Class indices [B].
+        num_classes: K.
+        smoothing: Between 0 and 1.
+
+    Returns:
+        [B, K].
+
+    Example:
+        >>> soft_targets(torch.tensor([1]), 2, smoothing=0.2)
+        tensor([[0.1000, 0.9000]])
+    """
+    check_labels(labels, len(labels), "labels")
+    return mixing.soft_targets(labels, num_classes, smoothing)
+
+
+def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images after CutMix on patch borders, with a target for the image and one for every patch.
+
+    An image's target is lambda y_i + (1 - lambda) y_j, lambda being the share of its patches that are its own.
+
+    Args:
+        images: [B, C, H, W], H and W multiples of the grid's rows and columns.
+        targets: Shares of the classes, [B, K]; see `soft_targets`.
+        partner: Which image each is mixed with, [B].
+        cut: Booleans [B, rows, columns]: the patches that show the partner.
+
+    Returns:
+        Mixed images [B, C, H, W], targets [B, K] and patch targets [B, N, K].
+
+    References:
+        gong2021 Sec. 4; Yun et al., ICCV 2019 (CutMix).
+
+    Example:
+        >>> images = torch.stack([torch.zeros(1, 2, 2), torch.ones(1, 2, 2)])
+        >>> cut = torch.tensor([[[True, False], [False, False]], [[False, False], [False, False]]])
+        >>> mixed, targets, patches = patch_cutmix(images, torch.eye(2), torch.tensor([1, 0]), cut)
+        >>> mixed[0, 0].tolist(), targets[0].tolist(), patches[0, 0].tolist()
+        ([[1.0, 0.0], [0.0, 0.0]], [0.75, 0.25], [0.0, 1.0])
+    """
+    check_shape(images, "B C H W", "images")
+    check_shape(targets, "B K", "targets")
+    check_labels(partner, len(images), "partner")
+    if cut.ndim != 3 or len(cut) != len(images) or len(targets) != len(images):
+        raise ValueError(f"cut must be [B, rows, columns] for {len(images)} images (got {tuple(cut.shape)}).")
+    if images.shape[2] % cut.shape[1] or images.shape[3] % cut.shape[2]:
+        raise ValueError(f"images of {tuple(images.shape[2:])} do not divide into {tuple(cut.shape[1:])} patches.")
+    return mixing.mix_cells(images, targets, partner, cut.bool())

@@ -1,0 +1,1 @@
+"""Tests of vitclinic.functional: every formula against another route to its number."""
