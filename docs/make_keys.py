@@ -11,7 +11,10 @@ import types
 import typing
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 from vitclinic._core.config import Config, section
+from vitclinic.tasks import Task
 from vitclinic.training import Recipe
 from vitclinic.treatments import Treatments
 
@@ -23,12 +26,18 @@ def rows(config: type[Config], prefix: str = "") -> list[str]:
     lines = []
     for name, field in config.model_fields.items():
         inner = section(config, name)
-        if inner is not None:
+        if inner is Task:
+            lines.append(f"| `{prefix}{name}` | name | `{field.default.name}` | {field.description} |")
+        elif inner is not None:
             lines += rows(inner, f"{prefix}{name}.")
-            continue
-        default = "" if field.default is None else f"`{'[]' if field.default == () else field.default}`"
-        lines.append(f"| `{prefix}{name}` | {values(field.annotation)} | {default} | {field.description or ''} |")
+        else:
+            lines.append(row(prefix + name, field))
     return lines
+
+
+def row(name: str, field: FieldInfo) -> str:
+    default = "" if field.default is None else f"`{'[]' if field.default == () else field.default}`"
+    return f"| `{name}` | {values(field.annotation)} | {default} | {field.description or ''} |"
 
 
 def values(annotation: typing.Any) -> str:

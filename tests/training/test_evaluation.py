@@ -4,7 +4,9 @@ from torch import nn
 
 from vitclinic._core.distributed import ALONE
 from vitclinic.data import open_data
-from vitclinic.tasks.classification import evaluate
+from vitclinic.tasks import Classification
+
+evaluate = Classification().evaluate
 
 
 class Linear(nn.Module):
@@ -30,14 +32,17 @@ def test_against_a_loop_over_single_images():
         right_in_5 += label in ranking[:5]
         nll += (logits.logsumexp(0) - logits[label]).item()
     score = evaluate(network, data, "test", ALONE)
-    assert (score.correct, score.correct_in_5, score.count) == (right, right_in_5, 180)
-    assert score.nll == pytest.approx(nll / 180, rel=1e-6)
+    assert (score["correct"], score["accuracy_top5"], score["count"]) == (right, right_in_5 / 180, 180)
+    assert score["nll"] == pytest.approx(nll / 180, rel=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 180, 1000])
 def test_any_batch_size_gives_the_same_counts(batch_size):
     data, network = open_data("digits"), Linear()
-    assert evaluate(network, data, "test", ALONE, batch_size).correct == evaluate(network, data, "test", ALONE).correct
+    assert (
+        evaluate(network, data, "test", ALONE, batch_size)["correct"]
+        == evaluate(network, data, "test", ALONE)["correct"]
+    )
 
 
 def test_the_network_is_left_in_its_mode():

@@ -135,10 +135,10 @@ def test_the_best_checkpoint_is_the_one_tested(tiny):
     rows = [row for row in run.metrics if row["kind"] == "val"]
     assert run.results["val"]["accuracy"] == max(row["accuracy"] for row in rows)
     from vitclinic._core.distributed import ALONE
-    from vitclinic.tasks.classification import evaluate
+    from vitclinic.tasks import Classification
 
-    score = evaluate(load(run.path), open_data(run.recipe.data), "test", ALONE)
-    assert {**score.plain(), "step": run.results["val"]["step"]} == run.results["test"]
+    score = Classification().evaluate(load(run.path), open_data(run.recipe.data), "test", ALONE)
+    assert {**score, "step": run.results["val"]["step"]} == run.results["test"]
 
 
 def test_the_network_learns_the_digits(tiny):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from vitclinic.models import create_model
-from vitclinic.tasks.classification import LossConfig, Task
+from vitclinic.tasks import Classification, Learner
 from vitclinic.training.optimizer import OptimizerConfig, build_optimizer, decayed_parameters
 from vitclinic.treatments import Objective
 
@@ -45,7 +45,7 @@ def test_an_objective_s_parameters_are_trained_too():
             self.head = torch.nn.Linear(3, 3)
 
     network = create_model("resnet18", channels=[4, 4, 8, 8])
-    task = Task(network, LossConfig(), {"extra": Extra()})
+    task = Learner(network, Classification(), {"extra": Extra()})
     optimizer = build_optimizer(OptimizerConfig(weight_decay=0.3), task, network)
     held = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert held[id(task.objectives["extra"].head.weight)] == 0.3
@@ -56,14 +56,14 @@ def test_an_objective_s_parameters_are_trained_too():
 def test_frozen_parameters_are_left_out():
     network = create_model("resnet18", channels=[4, 4, 8, 8])
     network.backbone.conv1.weight.requires_grad_(False)
-    optimizer = build_optimizer(OptimizerConfig(), Task(network, LossConfig(), {}), network)
+    optimizer = build_optimizer(OptimizerConfig(), Learner(network, Classification(), {}), network)
     assert id(network.backbone.conv1.weight) not in {id(p) for g in optimizer.param_groups for p in g["params"]}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
 def test_each_optimizer_lowers_a_loss(name):
     network = create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=8, depth=1, num_heads=2)
-    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.02), Task(network, LossConfig(), {}), network)
+    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.02), Learner(network, Classification(), {}), network)
     x, y = torch.rand(8, 3, 16, 16), torch.arange(8)
     losses = []
     for _ in range(20):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vitclinic.data import Batch
-from vitclinic.tasks.classification import LossConfig, Task
+from vitclinic.tasks import Classification, Learner
 from vitclinic.training.trainer import Passes
 
 
@@ -43,7 +43,7 @@ class Counted(Passes):
     """The loop's passes, each call noted."""
 
     def __init__(self, network: nn.Module, accumulate: int = 1, scale: float | None = None, ddp=None) -> None:
-        task = network if isinstance(network, Task) else Task(network, LossConfig(), {})
+        task = network if isinstance(network, Learner) else Learner(network, Classification(), {})
         scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
         parameters = [p for p in task.parameters() if p.requires_grad]
         super().__init__(task, parameters, scaler, ddp=ddp, compiled=False, precision="fp32", accumulate=accumulate)

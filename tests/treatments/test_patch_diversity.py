@@ -17,7 +17,7 @@ from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Augment, Batch, DataConfig, ImageSpec, open_data
-from vitclinic.tasks.classification import LossConfig, Task
+from vitclinic.tasks import Classification, Learner
 from vitclinic.training import load, resume, train
 from vitclinic.training.recipe import build_recipe
 from vitclinic.training.trainer import Trainer
@@ -177,7 +177,7 @@ def test_a_network_has_its_losses_once():
 def test_a_compiled_task_computes_the_same_and_is_compiled_once():
     network = shaken(tiny_vit())
     objectives = treatment().objectives(network, ImageSpec(5, 3, (32, 48)))
-    task = Task(network, LossConfig(), objectives).train()
+    task = Learner(network, Classification(), objectives).train()
     graphs = []
 
     def backend(graph, example):

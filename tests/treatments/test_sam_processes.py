@@ -185,9 +185,9 @@ def test_adversarial_training_synchronises_once(both):
 
 
 def task_of(module):
-    from vitclinic.tasks.classification import Task
+    from vitclinic.tasks import Learner
 
-    class Own(Task):
+    class Own(Learner):
         def __init__(self):
             nn.Module.__init__(self)
             self.inner = module

@@ -58,6 +58,18 @@ class Registry(Generic[T]):
         load_entry_points(self.group, self.register)
         return dict(sorted(self._known.items()))
 
+    def get(self, name: str) -> type[T]:
+        """Return the class of that name.
+
+        Raises:
+            RecipeError: Where there is none.
+        """
+        cls = self.all().get(name)
+        if cls is None:
+            hint = did_you_mean(str(name), self._known) or f" See `vitclinic list {self.noun}s`."
+            raise RecipeError(f"There is no {self.noun} '{name}'.{hint}")
+        return cls
+
     def parse(self, entries: Sequence[Any]) -> list[T]:
         """Turn `["norms", {"cost": {"repeats": 20}}]` into configs, in order.
 
@@ -79,10 +91,7 @@ class Registry(Generic[T]):
         if not isinstance(entry, Mapping) or len(entry) != 1:
             raise RecipeError(f"'{self.noun}s': write a name or {{name: {{option: value}}}} (got {entry!r}).")
         ((name, options),) = entry.items()
-        cls = self.all().get(name)
-        if cls is None:
-            hint = did_you_mean(str(name), self._known) or f" See `vitclinic list {self.noun}s`."
-            raise RecipeError(f"There is no {self.noun} '{name}'.{hint}")
+        cls = self.get(name)
         if options and not cls.model_fields:
             raise RecipeError(f"The {self.noun} '{name}' has no options (got {', '.join(map(repr, options))}).")
         return validate(cls, options or {}, where=f"{self.noun}s.{name}")

@@ -90,6 +90,21 @@ def list_treatments() -> Rows:
     ]
 
 
+def list_tasks() -> Rows:
+    """Every task, with its metrics and its options."""
+    from vitclinic.tasks import known_tasks
+
+    return [
+        {
+            "name": name,
+            "about": (task.__doc__ or "").split("\n")[0],
+            "metrics": [metric.name for metric in task.metrics],
+            "options": _options(task),
+        }
+        for name, task in known_tasks().items()
+    ]
+
+
 def list_studies() -> Rows:
     """The catalogue: each claim with where it is in the papers, the command, its time, and what our own runs say."""
     from vitclinic.experiments.study.catalogue import open_study, seen_results, shipped_studies
@@ -134,6 +149,7 @@ LISTINGS: dict[str, Callable[[], Rows]] = {
     "recipes": list_recipes,
     "models": list_models,
     "treatments": list_treatments,
+    "tasks": list_tasks,
     "datasets": list_datasets,
     "probes": list_probes,
     "studies": list_studies,
@@ -146,6 +162,7 @@ class Listed(StrEnum):
     recipes = "recipes"
     models = "models"
     treatments = "treatments"
+    tasks = "tasks"
     datasets = "datasets"
     probes = "probes"
     studies = "studies"
@@ -153,7 +170,7 @@ class Listed(StrEnum):
 
 @app.command("list")
 def list_(
-    what: Annotated[Listed, typer.Argument(help="recipes, models, treatments, datasets, probes or studies")],
+    what: Annotated[Listed, typer.Argument(help="recipes, models, treatments, tasks, datasets, probes or studies")],
     pattern: Annotated[str | None, typer.Argument(help="Only names like this, as in 'vit*'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -32,7 +32,7 @@ def train(
     vitclinic train --resume runs/photos-...     after Ctrl-C or a crash
     torchrun --nproc-per-node 4 -m vitclinic train data=photos/
 
-    Keys: model, data, treatments, loss, optimizer, schedule, epochs or steps or max_time, batch_size, accumulate,
+    Keys: model, data, treatments, task, loss, optimizer, schedule, epochs or steps or max_time, batch_size, accumulate,
     clip, ema, precision, compile, checkpoint, validation, test, seed, out, workers, device, logging.
 
     Sections have keys of their own, as in data.limit=500: docs/train.md lists them all. Values are YAML.

@@ -22,6 +22,7 @@ from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
 from vitclinic.probes.digest import network_digest
 from vitclinic.reports.figure import Examined
+from vitclinic.tasks import headlines
 from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
@@ -160,8 +161,9 @@ def _facts_of(run: Run) -> dict[str, str]:
     if status["status"] != "finished":
         facts["Status"] = str(status["status"])
     if test := run.results.get("test"):
-        low, high = test["accuracy_low"], test["accuracy_high"]
-        facts["Test accuracy"] = f"{test['accuracy']:.1%} ({low:.1%} to {high:.1%})"
+        metric = headlines(recipe.task)[0]
+        interval = f" ({metric.show_interval(test)})" if metric.interval else ""
+        facts[f"Test {metric.name}"] = metric.show(test[metric.name]) + interval
     return facts
 
 

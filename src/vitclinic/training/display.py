@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitclinic._core.callback import Callback
+from vitclinic.tasks import Metric, headlines
 from vitclinic.training.run import Run
 from vitclinic.training.trainer import Trainer
 
@@ -35,6 +36,7 @@ class Display(Callback):
         self.reading: TaskID | None = None
         self.training: TaskID | None = None
         self.batch_size = 0
+        self.metrics: list[Metric] = []
         self.started = self.announced = 0.0
 
     def __enter__(self) -> Display:
@@ -51,6 +53,7 @@ class Display(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.batch_size = trainer.recipe.batch_size
+        self.metrics = headlines(trainer.task)
         network, data = trainer.network, trainer.dataset
         count = sum(p.numel() for p in network.parameters())
         resumed = f", resumed at step {trainer.step}" if trainer.step else ""
@@ -80,14 +83,12 @@ class Display(Callback):
             rate = row["timing"]["images_per_second"]
             self.bar.update(self.training, loss=row["loss"], rate=rate, epoch=row["epoch"])
         elif row["kind"] == "val":
+            shown = [f"{metric.name} {metric.show(row[metric.name])}" for metric in self.metrics]
             if self.training is not None:
-                self.bar.update(self.training, val=row["accuracy"])
+                self.bar.update(self.training, val=self.metrics[0].show(row[self.metrics[0].name]))
             if not self.console.is_terminal:
-                self.console.print(
-                    f"epoch {row['epoch']}, step {row['step']}: val accuracy {row['accuracy']:.1%},"
-                    f" nll {row['loss']:.3f}",
-                    soft_wrap=True,
-                )
+                where = f"epoch {row['epoch']}, step {row['step']}"
+                self.console.print(f"{where}: val {', '.join(shown)}", soft_wrap=True)
 
     def on_step(self, trainer: Trainer) -> None:
         if self.training is not None:
@@ -98,7 +99,7 @@ class Display(Callback):
 
 
 class _Facts(ProgressColumn):
-    """Epoch, loss, the last validation accuracy and the speed."""
+    """Epoch, loss, the first metric of the last validation and the speed."""
 
     def render(self, task: Task) -> Text:
         fields = task.fields
@@ -108,7 +109,7 @@ class _Facts(ProgressColumn):
         if "loss" in fields:
             parts.append(f"loss {fields['loss']:.3f}")
         if "val" in fields:
-            parts.append(f"val {fields['val']:.1%}")
+            parts.append(f"val {fields['val']}")
         if "rate" in fields:
             parts.append(f"{fields['rate']:.0f} images/s")
         return Text("  ".join(parts), style="cyan")
@@ -133,10 +134,15 @@ def show_result(run: Run, console: Console) -> None:
 
 def _results_table(run: Run) -> Table:
     table = Table(title="results", title_justify="left")
-    for name in ("split", "accuracy", "95% interval", "nll", "images"):
-        table.add_column(name, justify="left" if name == "split" else "right")
+    metrics = headlines(run.recipe.task)
+    table.add_column("split")
+    for metric in metrics:
+        for name in [metric.name, "95% interval"] if metric.interval else [metric.name]:
+            table.add_column(name, justify="right")
+    table.add_column("images", justify="right")
     for split, score in run.results.items():
-        name = f"{split} (best, at step {score['step']})" if split == "val" else split
-        interval = f"{score['accuracy_low']:.1%} to {score['accuracy_high']:.1%}"
-        table.add_row(name, f"{score['accuracy']:.1%}", interval, f"{score['nll']:.3f}", str(score["count"]))
+        cells = [f"{split} (best, at step {score['step']})" if split == "val" else split]
+        for metric in metrics:
+            cells += [metric.show(score[metric.name]), *([metric.show_interval(score)] if metric.interval else [])]
+        table.add_row(*cells, str(score["count"]))
     return table

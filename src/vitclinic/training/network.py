@@ -27,7 +27,7 @@ def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
     spec = dataset.spec
     statistics = {} if recipe.model.pretrained else dict(zip(("mean", "std"), dataset.statistics, strict=True))
     network = network_for(recipe, spec, recipe.model.pretrained, **statistics)
-    check_fit(network, spec.in_chans, spec.img_size, spec.num_classes)
+    check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
     return network
 
 
@@ -70,13 +70,13 @@ def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
 
 def network_for(recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]) -> Normalised:
     """The network of a recipe for such images, treated, with the weights that its seed draws."""
-    keywords: dict[str, Any] = {
-        "num_classes": spec.num_classes,
-        "in_chans": spec.in_chans,
-        **recipe.model.keywords,
-    }
-    if keywords["num_classes"] != spec.num_classes:
-        raise ModelError(f"model.num_classes is {keywords['num_classes']} and the data has {spec.num_classes} classes.")
+    outputs = recipe.task.num_outputs(spec)
+    keywords: dict[str, Any] = {"num_classes": outputs, "in_chans": spec.in_chans, **recipe.model.keywords}
+    if keywords["num_classes"] != outputs:
+        raise ModelError(
+            f"model.num_classes is {keywords['num_classes']}, and {recipe.task.name} of {spec.num_classes} classes"
+            f" needs {outputs} outputs: leave model.num_classes out."
+        )
     size = spec.img_size[0] if spec.img_size[0] == spec.img_size[1] else spec.img_size
     with torch.random.fork_rng():
         torch.manual_seed(torch_seed("weights", recipe.seed))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
@@ -18,7 +18,7 @@ from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic._core.serialization import read_yaml
 from vitclinic._core.time import Time
 from vitclinic.data import DataConfig
-from vitclinic.tasks.classification import LossConfig
+from vitclinic.tasks import Classification, LossConfig, Task, parse_task
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.treatments import Treatment, Treatments
 
@@ -29,6 +29,7 @@ DEFAULT_EPOCHS = 30
 LENGTHS = ("epochs", "steps", "max_time")
 
 Side = Annotated[int, Field(ge=1)]
+T = TypeVar("T")
 
 
 class ModelConfig(Config):
@@ -86,10 +87,23 @@ def _parse_treatments(value: Any) -> Treatments:
         )
         if not isinstance(entry, str | Treatment) and not plain:
             raise ValueError("write a list, as in [sam] or [{sam: {rho: 0.1}}]")
+    return _with_sentences(Treatments, value)
+
+
+def _parse_task(value: Any) -> Task:
+    return _with_sentences(parse_task, value)
+
+
+def _with_sentences(parse: Callable[[Any], T], value: Any) -> T:
+    """Have a sentence about a part stand beside those about the rest of the recipe."""
     try:
-        return Treatments(value)
+        return parse(value)
     except RecipeError as error:
         raise PydanticCustomError(SENTENCE, "{sentence}", {"sentence": str(error)}) from error
+
+
+def _write_task(task: Task) -> str | dict[str, Any]:
+    return task.plain()
 
 
 def _write_treatments(treatments: Treatments) -> list[str | dict[str, Any]]:
@@ -104,7 +118,10 @@ class Recipe(Config):
     treatments: Annotated[Treatments, PlainValidator(_parse_treatments), PlainSerializer(_write_treatments)] = Field(
         Treatments(), description="names, or {name: {option: value}}"
     )
-    loss: LossConfig = LossConfig()
+    task: Annotated[Task, PlainValidator(_parse_task), PlainSerializer(_write_task)] = Field(
+        Classification(), description="what to learn: a name, or {name: ..., option: value}"
+    )
+    loss: LossConfig = Field(LossConfig(), description="of the task classification")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     epochs: Annotated[float, Field(gt=0)] | None = Field(
@@ -143,7 +160,25 @@ class Recipe(Config):
             raise ValueError(f"give one of {', '.join(LENGTHS)}, not {' and '.join(given)}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of accumulate {self.accumulate}")
+        self._check_task()
         return self
+
+    def _check_task(self) -> None:
+        task = self.task
+        if not isinstance(task, Classification) and self.loss != LossConfig():
+            raise ValueError(f"'loss' belongs to the task classification; the options of {task.name} are under 'task'")
+        if isinstance(task, Classification) and "loss" in task.model_fields_set:
+            raise ValueError("write 'loss', not 'task.loss': it is a key of the recipe")
+        for treatment in self.treatments:
+            if treatment.tasks is not None and task.name not in treatment.tasks:
+                raise ValueError(
+                    f"the treatment {treatment.name} is for {' or '.join(treatment.tasks)}, not for the task {task.name}"
+                )
+
+    @property
+    def resolved_task(self) -> Task:
+        """The task to train, with the recipe's `loss` where it takes one."""
+        return Classification(loss=self.loss) if isinstance(self.task, Classification) else self.task
 
     def add_treatments(self, entries: Sequence[Any]) -> Recipe:
         """Return the recipe with more treatments, after those that it has."""
@@ -183,20 +218,21 @@ def build_recipe(base: str | Path | Mapping[str, Any] | None = None, words: Sequ
 
 
 def laid_over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a recipe changed by another, which has its own way to say how long to train, and on what network."""
+    """Change a part of a recipe by another, which says in its own way how long to train, which network and which task."""
     kept = merge(Recipe, {}, lower)
     changes = merge(Recipe, {}, upper)
     if any(changes.get(length) is not None for length in LENGTHS):
         kept = {key: value for key, value in kept.items() if key not in LENGTHS}
-    if _name(changes) not in (None, _name(kept)):  # the keywords were written for another network
-        kept.pop("model", None)
+    for key in ("model", "task"):  # keywords are written for one network, options for one task
+        if _name(changes, key) not in (None, _name(kept, key)):
+            kept.pop(key, None)
     return merge(Recipe, kept, changes)
 
 
-def _name(recipe: Mapping[str, Any]) -> Any:
-    """The network that a part of a recipe names, if it does."""
-    model = recipe.get("model")
-    return model.get("name") if isinstance(model, Mapping) else None
+def _name(recipe: Mapping[str, Any], key: str) -> Any:
+    """The network or the task that a part of a recipe names, if it does."""
+    part = recipe.get(key)
+    return part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
 
 
 def parse_word(word: str) -> dict[str, Any]:

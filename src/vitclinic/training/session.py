@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 from vitclinic._core.callback import Callback
-from vitclinic.tasks.classification import evaluate
 from vitclinic.training.interrupts import Interrupt
 from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.run import MetricsFile, Row, Run, cut_back
@@ -92,7 +91,7 @@ class Session:
 
     def _improved(self, score: Row) -> list[str]:
         """The checkpoint to write if this validation score is the best so far."""
-        if self.best is not None and score["accuracy"] <= self.best["accuracy"]:
+        if not self.trainer.task.improves(score, self.best):
             return []
         self.best = score
         return ["best"]
@@ -101,14 +100,15 @@ class Session:
         started = time.perf_counter()
         trainer = self.trainer
         self.distributed.share_buffers(trainer.evaluated)
-        score = evaluate(trainer.evaluated, trainer.dataset, split, self.distributed).plain()
+        task = trainer.task
+        score = task.evaluate(trainer.evaluated, trainer.dataset, split, self.distributed)
         rate = score["count"] / (time.perf_counter() - started)
         row = {
             "kind": split,
             "step": trainer.step,
             "epoch": trainer.epoch,
-            "loss": score["nll"],
-            "losses": {"nll": score["nll"]},
+            "loss": score[task.loss_metric],
+            "losses": {task.loss_metric: score[task.loss_metric]},
             "lr": trainer.rate(trainer.step - 1),
             "grad_norm": None,
             **score,

@@ -18,7 +18,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic.data import Batch, Dataset, TrainingStream
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalised
-from vitclinic.tasks.classification import Task
+from vitclinic.tasks import Learner
 from vitclinic.training.network import build_network, treated_augmentation
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.recipe import Recipe
@@ -38,11 +38,11 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Passes:
-    """The training loop's `LossesAndGradients`: of a task, under its wrappers, autocast and loss scaler."""
+    """The training loop's `LossesAndGradients`: of a learner, under its wrappers, autocast and loss scaler."""
 
     def __init__(
         self,
-        task: nn.Module,
+        learner: nn.Module,
         parameters: Sequence[nn.Parameter],
         scaler: torch.amp.GradScaler,
         *,
@@ -51,11 +51,11 @@ class Passes:
         precision: str,
         accumulate: int,
     ) -> None:
-        self.module, self.parameters, self.scaler = task, parameters, scaler
+        self.module, self.parameters, self.scaler = learner, parameters, scaler
         self.ddp = ddp
-        outer = ddp or task
+        outer = ddp or learner
         self.wrapped: nn.Module = torch.compile(outer) if compiled else outer  # type: ignore[assignment]
-        self.alone: nn.Module = torch.compile(task) if compiled and ddp else task  # type: ignore[assignment]
+        self.alone: nn.Module = torch.compile(learner) if compiled and ddp else learner  # type: ignore[assignment]
         self.device = parameters[0].device
         self.precision, self.accumulate = precision, accumulate
 
@@ -162,15 +162,16 @@ class Trainer:
         augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, spec)
 
         self.network: Normalised = network
-        self.task = Task(network, recipe.loss, objectives).to(device, self.dtype).train()
-        self.optimizer = build_optimizer(recipe.optimizer, self.task, network)
+        self.task = recipe.resolved_task
+        self.learner = Learner(network, self.task, objectives).to(device, self.dtype).train()
+        self.optimizer = build_optimizer(recipe.optimizer, self.learner, network)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.passes = Passes(
-            self.task,
+            self.learner,
             self.parameters,
             self.scaler,
-            ddp=self._wrap_in_ddp(self.task),
+            ddp=self._wrap_in_ddp(self.learner),
             compiled=recipe.compile,
             precision=recipe.precision,
             accumulate=recipe.accumulate,
@@ -247,7 +248,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rule": self.rule.state_dict(),
-            "objectives": self.task.objectives.state_dict(),
+            "objectives": self.learner.objectives.state_dict(),
             "raw_network": None if self.ema is None else self.network.state_dict(),
         }
 
@@ -255,7 +256,7 @@ class Trainer:
         self.evaluated.load_state_dict(model)
         if self.ema is not None:
             self.network.load_state_dict(state["raw_network"])
-        self.task.objectives.load_state_dict(state["objectives"])
+        self.learner.objectives.load_state_dict(state["objectives"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.rule.load_state_dict(state["rule"])
@@ -270,16 +271,16 @@ class Trainer:
                 yield range(start, start + self.micro_batch)
 
     def _prepared(self, batch: Batch) -> Batch:
-        batch = batch.to(self.device, self.dtype)
+        batch = self.task.read(batch.to(self.device, self.dtype))
         for transform in self.transforms:
             batch = transform(batch)
         return batch
 
-    def _wrap_in_ddp(self, task: Task) -> DistributedDataParallel | None:
+    def _wrap_in_ddp(self, learner: Learner) -> DistributedDataParallel | None:
         if self.distributed.size == 1:
             return None
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(task, device_ids=ids)
+        return DistributedDataParallel(learner, device_ids=ids)
 
     def _row(self, losses: Losses, norm: Tensor, started: float) -> Row:
         means = self.distributed.sum(lambda: torch.stack([v.double() for v in losses.values()])) / self.distributed.size

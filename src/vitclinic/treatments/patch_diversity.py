@@ -91,6 +91,7 @@ class PatchDiversityTreatment(Treatment):
     paper: ClassVar[str] = "gong2021 Sec. 4, Table 5"
     changes: ClassVar[str] = "adds three losses on the patches; CutMix on patch borders instead of mixup and repeats"
     costs: ClassVar[str] = "no pass more; O(N^2 D) for the N patches' cosines and one linear head on every patch"
+    tasks = ("classification",)
     families: ClassVar[tuple[str, ...] | None] = (
         "timm ViT",
         "timm Swin",

@@ -97,6 +97,8 @@ class Treatment(Config):
     """What it changes, in one line."""
     costs: ClassVar[str] = ""
     """What it costs, in one line."""
+    tasks: ClassVar[tuple[str, ...] | None] = None
+    """The tasks that it makes sense for; None: any."""
     families: ClassVar[tuple[str, ...] | None] = None
     """The families of networks (names of `vitclinic.anatomy`) that it fits; None: any network."""
 
