@@ -171,9 +171,8 @@ class Recipe(Config):
             raise ValueError("write 'loss', not 'task.loss': it is a key of the recipe")
         for treatment in self.treatments:
             if treatment.tasks is not None and task.name not in treatment.tasks:
-                raise ValueError(
-                    f"the treatment {treatment.name} is for {' or '.join(treatment.tasks)}, not for the task {task.name}"
-                )
+                fitting = " or ".join(treatment.tasks)
+                raise ValueError(f"the treatment {treatment.name} is for {fitting}, not for the task {task.name}")
 
     @property
     def resolved_task(self) -> Task:
@@ -218,7 +217,7 @@ def build_recipe(base: str | Path | Mapping[str, Any] | None = None, words: Sequ
 
 
 def laid_over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Change a part of a recipe by another, which says in its own way how long to train, which network and which task."""
+    """Change a part of a recipe by another, which has its own length, network or task instead of the first one's."""
     kept = merge(Recipe, {}, lower)
     changes = merge(Recipe, {}, upper)
     if any(changes.get(length) is not None for length in LENGTHS):

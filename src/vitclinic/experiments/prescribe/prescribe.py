@@ -42,6 +42,8 @@ def plain_recipe(
         raise RecipeError("out= is for one run; say where a prescription goes with --out (Python: out=).")
     if not resolved.test:
         raise RecipeError("test=false leaves the final comparison without its measure; remove it.")
+    if "accuracy" not in {metric.name for metric in resolved.task.metrics}:
+        raise RecipeError(f"prescribe compares accuracies, and the task {resolved.task.name} has none.")
     return resolved.model_copy(update={"seed": 0})
 
 
