@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from vitclinic._core.errors import DataError, RecipeError, RunError
-from vitclinic._core.io import held
+from vitclinic._core.lock import hold_lock
 from vitclinic.cli import main
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.data.corruptions import NINETEEN, Corruption
@@ -135,29 +135,26 @@ def test_a_killed_command_goes_on(source, tmp_path):
 
 
 def test_a_second_process_is_told_to_wait(source, tmp_path):
-    staging = tmp_path / "c" / ".fog-1.partial"
-    staging.mkdir(parents=True)
-    with held(staging), pytest.raises(RunError, match="Another process is writing"):
+    (tmp_path / "c").mkdir()
+    with hold_lock(tmp_path / "c" / ".fog-1.lock", "busy"), pytest.raises(RunError, match="Another process is writing"):
         corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
     (folder,) = corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
     assert len(open_data(str(folder)).test) == 10
 
 
 def test_what_another_process_finishes_in_the_meantime_is_kept(source, tmp_path, monkeypatch):
-    """The copy appears between the look at its place and the hold of the folder that it is made in."""
+    """The copy appears between the look at its place and the lock."""
     calls = []
 
     @contextmanager
-    def late(folder):
-        if not calls:
-            calls.append(folder)
-            monkeypatch.setattr(copying, "held", held)
-            corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
-            folder.mkdir()
-        with held(folder) as there:
-            yield there
+    def late(path, busy):
+        calls.append(path)
+        monkeypatch.setattr(copying, "hold_lock", hold_lock)
+        corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+        with hold_lock(path, busy):
+            yield
 
-    monkeypatch.setattr(copying, "held", late)
+    monkeypatch.setattr(copying, "hold_lock", late)
     (folder,) = corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
     assert calls
     assert len(open_data(str(folder)).test) == 10

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to `path`, a file or a folder."""
+    """Have the disk hold what was written to `path`, a file or a folder; Windows opens no folders."""
+    if os.name == "nt" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,19 +83,3 @@ def publish(staging: Path, target: Path, retired: Path) -> None:
         target.rename(retired)
     staging.rename(target)
     sync(target.parent)
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[bool]:
-    """Hold a folder for this process; a second one gets a sentence instead. Says if it is still in its place."""
-    with write_errors(folder):
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # that some file systems have no locks is no reason not to write
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with a killed owner
-            except BlockingIOError:
-                raise RunError(f"Another process is writing '{folder}'; wait for it or stop it.") from None
-        yield folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor))
-    finally:
-        os.close(descriptor)

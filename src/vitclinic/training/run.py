@@ -7,7 +7,6 @@ has no other word for it.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import math
@@ -24,8 +23,9 @@ import torch
 import yaml
 
 from vitclinic._core.config import validate
-from vitclinic._core.errors import LockedError, RunError
+from vitclinic._core.errors import RunError
 from vitclinic._core.io import write_errors, write_json, write_text
+from vitclinic._core.lock import hold_lock
 from vitclinic.data import Dataset, ImageSpec
 from vitclinic.training.checkpoint import Checkpoints
 from vitclinic.training.recipe import Recipe
@@ -127,15 +127,8 @@ class Run:
         """Hold the directory for this process; a second one gets a sentence instead."""
         with write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / ".lock").open("a+")
-        with file:
-            try:
-                # A POSIX record lock: it is not inherited by worker processes, and goes with a killed owner.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # either, says POSIX, where another process has it
-                raise LockedError(f"Another process is working in '{self.path}'; wait for it or stop it.") from None
-            except OSError as error:
-                raise RunError(f"'{self.path}' cannot be locked: {error.strerror}.") from error
+        busy = f"Another process is working in '{self.path}'; wait for it or stop it."
+        with hold_lock(self.path / ".lock", busy, reentrant=True):
             yield
 
     @property

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
 from vitclinic._core.hashing import fingerprint
-from vitclinic._core.io import held, sync, write_bytes, write_errors, write_json, write_text
+from vitclinic._core.io import sync, write_bytes, write_errors, write_json, write_text
+from vitclinic._core.lock import hold_lock
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.corruptions.corruption import Corruption, Picture, as_pictures
@@ -168,6 +169,7 @@ class Copy:
         self.dataset, self.corruption, self.form = dataset, corruption, form
         self.folder = out / f"{corruption.name}-{corruption.severity}"
         self.staging = out / f".{self.folder.name}.partial"
+        self.lock = out / f".{self.folder.name}.lock"
         self.images = sum(len(split) for split in dataset.splits.values())
 
     @property
@@ -208,19 +210,19 @@ class Copy:
 
     def write(self, progress: Callable[[int], None]) -> None:
         """Make the copy, or what is still to be made of it; `progress` is told how many images are done."""
-        while not self.folder.exists():
+        if not self.folder.exists():
             with write_errors(self.staging):
-                self.staging.mkdir(parents=True, exist_ok=True)
-            with held(self.staging) as still_there:
-                if self.folder.exists():  # another process has finished it in the meantime, and this folder is new
-                    shutil.rmtree(self.staging, ignore_errors=True)
-                elif still_there:
+                self.staging.parent.mkdir(parents=True, exist_ok=True)
+            busy = f"Another process is writing '{self.folder}'; wait for it or stop it."
+            with hold_lock(self.lock, busy):
+                if not self.folder.exists():  # else another process has finished it in the meantime
                     self._write(progress)
         self.check()
         progress(self.images)
 
     def _write(self, progress: Callable[[int], None]) -> None:
         with write_errors(self.staging):
+            self.staging.mkdir(exist_ok=True)
             if not self._is_described(self.staging):
                 for path in self.staging.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -6,14 +6,11 @@ what it changed behind it. Of the same call, the result with more seeds is kept.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import math
-import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -22,6 +19,7 @@ from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.io import write_errors, write_json
+from vitclinic._core.lock import FOREVER, hold_lock
 from vitclinic._core.records import plain_data
 from vitclinic.experiments.pool import Pool
 from vitclinic.experiments.runner import Outcome, Watcher, run_all
@@ -68,7 +66,8 @@ def _place(source: str) -> str:
 
 def keep(file: Path, plain: Mapping[str, Any]) -> None:
     """Write a result and its page, unless the file holds the same with more seeds, of which these would be a part."""
-    with _alone(file.parent):
+    busy = f"Another command is writing '{file}'; wait for it or stop it."
+    with hold_lock(file.with_name(f".{file.name}.lock"), busy, patience=FOREVER):
         seeds = len(plain["seeds"])
         if _seeds_kept(file, plain) > seeds:
             log.warning("'%s' has more seeds and is kept: the result with %d is shown only here.", file, seeds)
@@ -93,18 +92,6 @@ def _runs_agree(stored: Mapping[str, Mapping[str, str]], asked: Mapping[str, Map
     return all(
         run in ("", stored[arm].get(seed) or run) for arm, by_seed in asked.items() for seed, run in by_seed.items()
     )
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two commands that end at a time compare and write one after the other."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # that some file systems have no locks is no reason not to write
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 SCHEMA = 1

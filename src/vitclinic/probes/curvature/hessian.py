@@ -153,12 +153,14 @@ class _SavedBytes:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device; of a machine that does not say it, half of what it has."""
+    """Return the bytes that are free on a device; half of what the machine has, or 2 GB, where it does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = _available(_MEMINFO)
     if available is not None:
         return available
+    if not hasattr(os, "sysconf"):  # Windows
+        return 2 * 2**30
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
