@@ -17,6 +17,7 @@ from tests.anatomy.networks import NETWORKS, Builder, cut, shaken, tiny_vit
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy import Anatomy, taps
 from vitclinic.anatomy.families import recognise
+from vitclinic.functional import scaled_relu
 from vitclinic.treatments import ConvStem, treat
 from vitclinic.treatments.conv_stem import Components
 
@@ -239,11 +240,6 @@ def test_a_projection_without_bias_stays_so() -> None:
 
 
 # Scaled ReLU
-
-
-def scaled_relu(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """ReLU_{alpha, beta}(x) = beta max(x + alpha, 0)."""
-    return beta * (x + alpha).clamp(min=0)
 
 
 def last_block() -> tuple[ConvStem, nn.BatchNorm2d, nn.ReLU]:

@@ -88,7 +88,7 @@ def minibatch_cka(batches: Iterable[Sequence[Tensor]]) -> Tensor:
         >>> minibatch_cka([layers, layers]).shape
         torch.Size([3, 3])
     """
-    return torch.from_numpy(unbiased.mini_batch_cka(batches))
+    return torch.from_numpy(unbiased.mini_batch_cka([x.detach() for x in layers] for layers in batches))
 
 
 def _pair(x: Tensor, y: Tensor) -> unbiased.Matrix:

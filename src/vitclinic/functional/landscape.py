@@ -176,7 +176,7 @@ def condition_number(kernel: Tensor, precision: torch.dtype = torch.float64) -> 
     check_shape(kernel, "m m", "the kernel")
     if len(kernel) < 2 or kernel.shape[0] != kernel.shape[1]:
         raise ValueError(f"the kernel must be square, of two images at least (got {tuple(kernel.shape)}).")
-    return tangent_kernel.conditioning(kernel.double(), torch.finfo(precision).eps).kappa
+    return tangent_kernel.conditioning(kernel.detach().double(), torch.finfo(precision).eps).kappa
 
 
 class Polar(NamedTuple):
