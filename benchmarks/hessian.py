@@ -28,8 +28,8 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitclinic.data import Batch, evaluation_batches, open_data
-from vitclinic.exam.targets import resolve
+from vitclinic.data import Batch, evaluation_batches
+from vitclinic.exam import Examination
 from vitclinic.probes.cost import peak_bytes
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
@@ -187,9 +187,9 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=5)
     parser.add_argument("--tools", nargs="+", choices=list(TOOLS), default=list(TOOLS), help="vitclinic first")
     options = parser.parse_args()
-    target = resolve(options.target, torch.device("cpu"), random_weights="@" not in options.target)
-    batch = next(evaluation_batches(open_data(options.data, size=target.size), "train", options.images))
-    case = Case(target.network.eval(), batch, options.top)
+    subject = Examination(options.data, device="cpu", random_weights="@" not in options.target).open(options.target)
+    batch = next(evaluation_batches(subject.dataset, "train", options.images))
+    case = Case(subject.network.eval(), batch, options.top)
     wide_batch = Batch(batch.images.double(), batch.targets, batch.indices, batch.keys)
     wide = Case(copy.deepcopy(case.network).double(), wide_batch, options.top)
     exact = ours(wide, 1e-10).values

@@ -16,8 +16,8 @@ import argparse
 import numpy as np
 import torch
 
-from vitclinic.data import evaluation_batches, open_data
-from vitclinic.exam.targets import resolve
+from vitclinic.data import evaluation_batches
+from vitclinic.exam import Examination
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Ritz, largest_eigenpairs, quadrature
 from vitclinic.probes.curvature.surface import LossSurface
@@ -27,9 +27,9 @@ TOLERANCE, RANDOM = 1e-3, 40
 
 def spectrum(target: str, data: str, images: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Nodes in descending magnitude, their weights, and the number of parameters."""
-    found = resolve(target, torch.device("cpu"), random_weights="@" not in target)
-    batch = next(evaluation_batches(open_data(data, size=found.size), "train", images))
-    surface = LossSurface(found.network.eval(), [batch])
+    subject = Examination(data, device="cpu", random_weights="@" not in target).open(target)
+    batch = next(evaluation_batches(subject.dataset, "train", images))
+    surface = LossSurface(subject.network.eval(), [batch])
     with surface.measured():
         start = torch.randn(surface.size, generator=torch.Generator().manual_seed(0))
         nodes, weights = quadrature(Hessian(surface).product, start, 120)

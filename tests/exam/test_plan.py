@@ -9,7 +9,8 @@ import pytest
 
 from tests.probes.subjects import subject
 from vitclinic._core.errors import RecipeError
-from vitclinic.exam.planner import Offer, candidates, capped, choose, forms, limits
+from vitclinic.exam.planner import FIRST, Offer, candidates, choose, forms, limits
+from vitclinic.exam.schedule import Step, TimeBudget
 from vitclinic.probes import known_probes, obstacle_to, parse_probes
 
 
@@ -73,13 +74,53 @@ def test_an_option_of_the_users_is_in_every_form() -> None:
     assert forms(probe) == [probe]
 
 
-def test_a_probe_that_can_be_cut_off_is_after_thrice_its_estimate() -> None:
-    flatness, lesion = parse_probes(["flatness", "lesion"])
-    assert capped(flatness, 20.0).budget == 60  # type: ignore[attr-defined]
-    assert capped(flatness, 0.1).budget == 10  # type: ignore[attr-defined]
-    assert capped(lesion, 20.0) is lesion
-    (own,) = parse_probes([{"flatness": {"budget": "2m"}}])
-    assert capped(own, 100.0) is own
+def test_what_comes_first_is_as_thorough_as_leaves_the_others_enough() -> None:
+    accuracy = Offer("accuracy", [1, 2, 4, 9], first=True)
+    assert choose([Offer("b", [3]), accuracy], 10) == {"accuracy": 2, "b": 0}
+    assert accuracy.cost(2) <= FIRST * 10 < accuracy.cost(3)
+    assert choose([accuracy], 0.5) == {}
+    assert choose([accuracy], 20) == {"accuracy": 3}
+
+
+class Clockwork(TimeBudget):
+    """A budget of which so much is left."""
+
+    def __init__(self, budget: float, left: float) -> None:
+        super().__init__(budget)
+        self._left = left
+
+    @property
+    def left(self) -> float:
+        return self._left
+
+
+def step(name: str, seconds: float) -> Step:
+    return Step(0, subject(), parse_probes([name]), seconds)
+
+
+def test_what_can_be_cut_gets_its_estimate_and_its_share_of_what_nobody_claims() -> None:
+    flatness, lesion, sharpness = step("flatness", 10), step("lesion", 10), step("sharpness", 10)
+    clock = Clockwork(100, left=60)
+    assert clock.allow(flatness, [lesion, sharpness]) == pytest.approx(10 + 30 / 2)
+    assert clock.allow(lesion, [flatness]) is None
+    own = Step(0, subject(), parse_probes([{"flatness": {"budget": "2m"}}]), 10)
+    assert clock.allow(own, []) is None
+    assert TimeBudget(None).allow(flatness, []) is None
+    assert Clockwork(100, left=5).allow(flatness, [lesion]) == TimeBudget.LEAST
+
+
+def test_estimates_are_corrected_by_what_was_seen() -> None:
+    clock = Clockwork(100, left=60)
+    clock.note(step("lesion", 10), 20.0)
+    clock.note(step("lesion", math.nan), 1000.0)
+    assert clock.correction == 2
+    assert clock.allow(step("flatness", 10), [step("lesion", 10)]) == pytest.approx(20 + 20)
+
+
+def test_a_plan_is_followed_somewhat_beyond_its_budget() -> None:
+    assert not Clockwork(100, left=-49).is_over
+    assert Clockwork(100, left=-50).is_over
+    assert not TimeBudget(None).is_over
 
 
 def test_the_shared_pass_has_all_images_or_fewer() -> None:

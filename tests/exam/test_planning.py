@@ -13,10 +13,10 @@ import pytest
 import vitclinic
 from tests.probes.subjects import noise, vit
 from tests.probes.subjects import subject as patient
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.records import Scalar
 from vitclinic._core.time import Time
-from vitclinic.exam import Watcher
 from vitclinic.exam.pace import Pace
 from vitclinic.probes import OwningProbe, Result
 from vitclinic.probes.curvature.curvature import Clock
@@ -40,7 +40,7 @@ def network(name: str = "vit") -> Any:
     return patient(name).network
 
 
-class Told(Watcher):
+class Told(Callback):
     def __init__(self) -> None:
         self.measured: list[str] = []
         self.schedule: Any = None
@@ -59,7 +59,7 @@ def test_the_same_call_again_does_nothing_whatever_the_clock_says(monkeypatch: p
     assert first["flatness"].config["images"] == 64
     at_pace(monkeypatch, 100.0)  # now hardly anything would fit
     told = Told()
-    again = vitclinic.examine(network(), **options, watcher=told)
+    again = vitclinic.examine(network(), **options, callbacks=[told])
     assert told.measured == []
     assert again.measurements == first.measurements
     assert again.reused == set(first)
@@ -67,7 +67,7 @@ def test_the_same_call_again_does_nothing_whatever_the_clock_says(monkeypatch: p
 
 def test_a_new_plan_keeps_the_forms_that_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     at_pace(monkeypatch, 0.1)
-    first = vitclinic.examine(network(), noise(300), probes=SOME, budget=300)
+    first = vitclinic.examine(network(), noise(300), probes=SOME, budget=420)
     assert (first["flatness"].config["draws"], first["fgsm"].config["images"]) == (20, 128)
     more = vitclinic.examine(network(), noise(300), probes=SOME, budget=40_000)
     assert set(first) <= more.reused
@@ -82,7 +82,7 @@ def test_all_targets_are_measured_in_the_same_forms(monkeypatch: pytest.MonkeyPa
     alone = vitclinic.examine(network(), noise(300), probes=SOME, budget=500)
     both = vitclinic.examine([network(), network("resnet")], noise(300), probes=SOME, budget=500)
     for probe in both[0]:
-        assert both[0][probe].config == both[1][probe].config
+        assert both[0][probe].terms == both[1][probe].terms
         assert both[0][probe].data == both[1][probe].data
     assert both[0].reused
     assert alone["flatness"] == both[0]["flatness"]
@@ -91,14 +91,14 @@ def test_all_targets_are_measured_in_the_same_forms(monkeypatch: pytest.MonkeyPa
 def test_what_does_not_fit_is_named_with_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     at_pace(monkeypatch, 0.1)
     told = Told()
-    exam = vitclinic.examine(network(), noise(300), probes=SOME, budget=80, watcher=told)
-    assert told.schedule.seconds <= 80
+    exam = vitclinic.examine(network(), noise(300), probes=SOME, budget=140, callbacks=[told])
+    assert told.schedule.seconds <= 140
     assert told.schedule.left_out == {"flatness": pytest.approx(64 * 22 * 0.1), "train_nll": pytest.approx(30)}
     assert "at least 2" in exam.left_out["flatness"]
     with pytest.raises(KeyError, match="'flatness' was not measured: there was no time for it"):
         exam["flatness"]
     assert "Not measured" in exam.examined.facts
-    again = vitclinic.examine(network(), noise(300), probes=SOME, budget=80)  # there is now time, and yet: the same
+    again = vitclinic.examine(network(), noise(300), probes=SOME, budget=140)  # there is now time, and yet: the same
     assert (again.left_out, again.reused) == (exam.left_out, set(exam))
 
 
@@ -198,7 +198,55 @@ def test_a_network_that_fails_in_being_timed_fails_its_probes_once_each() -> Non
     assert {measurement.status for measurement in exam.values()} == {"failed"}
 
 
-def test_a_second_network_that_does_not_take_the_images_is_an_error_before_anything_is_measured() -> None:
-    with pytest.raises(ModelError, match="does not take the data's"):
-        vitclinic.examine([network(), vit(img_size=32)], noise(), probes=["norms"])
+def test_a_network_that_does_not_take_the_images_does_not_keep_the_others_from_being_examined() -> None:
+    exams = vitclinic.examine([vit(img_size=32), network()], noise(), probes=["norms"])
+    assert [exam["norms"].status for exam in exams] == ["ok"]
+    ((name, failure),) = exams.failures.items()
+    assert name == "VisionTransformer"
+    assert "does not take the data's" in str(failure)
+
+
+def test_an_only_network_that_does_not_take_the_images_is_an_error_before_anything_is_measured() -> None:
+    for targets in (vit(img_size=32), [vit(img_size=32)]):
+        with pytest.raises(ModelError, match="does not take the data's"):
+            vitclinic.examine(targets, noise(), probes=["norms"])
     assert list(Path().rglob("*.json")) == []
+
+
+class Overrunning(Endless):
+    """Takes far longer than it says, and can be cut."""
+
+    name = "overrunning"
+    enough: int = 10_000
+
+    def forwards(self, subject: Any) -> float:
+        return 1.0
+
+
+class Cheap(Slow):
+    """Takes next to nothing."""
+
+    name = "cheap"
+    seconds: ClassVar[float] = 0.0
+
+
+def test_what_overruns_is_cut_and_goes_on_last_and_nothing_cheap_is_skipped_for_it() -> None:
+    told = Told()
+    probes = [Overrunning(), Slow(), Cheap()]
+    exam = vitclinic.examine(network(), noise(), probes=probes, budget=6, callbacks=[told])
+    assert told.measured == ["slow", "cheap", "overrunning", "overrunning"] or told.measured == [
+        "slow",
+        "cheap",
+        "overrunning",
+    ]
+    assert exam.left_out == {}
+    assert exam["overrunning"].status == "not_converged"
+    assert (exam["slow"].status, exam["cheap"].status) == ("ok", "ok")
+
+
+def test_accuracy_is_measured_on_all_images_where_the_shared_pass_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "forward", 0.01)
+    monkeypatch.setattr(Pace, "of_shared_pass", lambda self, probes, images: 0.01 * images * len(list(probes)))
+    exam = vitclinic.examine(network(), noise(600), probes=["accuracy", "norms", "fourier"], budget=20)
+    assert exam["accuracy"].provenance.images == 600
+    assert exam["norms"].provenance.images == exam["fourier"].provenance.images < 600

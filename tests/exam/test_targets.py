@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import vitclinic
 from vitclinic._core.errors import ModelError, RecipeError, RunError
-from vitclinic.exam import resolve
+from vitclinic.exam.targets import resolve
 
 CPU = torch.device("cpu")
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}

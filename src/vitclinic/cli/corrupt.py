@@ -57,6 +57,6 @@ def corrupt(
                 limit=limit,
                 size=size,
                 seed=seed,
-                progress=display.on_reading,
+                progress=display.on_progress,
             )
         console.print(f"{len(folders)} corrupted cop{'y' if len(folders) == 1 else 'ies'} in {out}", markup=False)

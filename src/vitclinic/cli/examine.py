@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitclinic._core.errors import RecipeError, VitclinicError
+from vitclinic._core.errors import RecipeError
 from vitclinic.cli.common import PROBE_FAILED, Quiet, Verbose, app, console_for, follows, resumable
 
 if TYPE_CHECKING:
@@ -62,11 +62,10 @@ def examine(
         from rich.markup import escape
 
         from vitclinic._core.distributed import join_processes, pick_device
-        from vitclinic.exam import Examination, Exams
+        from vitclinic.exam import Examination
         from vitclinic.exam.display import Display
 
         console = console_for(verbose, quiet or as_json)
-        patients, mistakes = [], []
         with Display(console) as display, join_processes(pick_device(device)):
             examination = Examination(
                 data,
@@ -85,20 +84,15 @@ def examine(
                 out=out,
                 fresh=fresh,
                 together=True,
-                watcher=display,
+                callbacks=[display],
             )
-            for target in targets:
-                try:
-                    patients.append(examination.patient(target))
-                except VitclinicError as error:  # one target's mistake does not hide the others' results
-                    mistakes.append(error)
-            exams = examination.of_all(patients) if patients else Exams()
+            exams = examination.run_all(targets)
         _show(exams, console, as_json, whole=probes is not None)
-        if exams and not no_report and not follows():
+        if not no_report and not follows():
             page = exams.report(report or _report_path(exams, out), images=not no_images)
             console.print(f"report: [bold]{escape(str(page))}[/]", soft_wrap=True, highlight=False)
-    if mistakes:
-        raise mistakes[0]
+    for error in exams.failures.values():
+        raise error
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
         raise typer.Exit(PROBE_FAILED)
 

@@ -75,7 +75,7 @@ def demo(
         with Display(console) as training:
             runs = train_both(path, callbacks=[training])
         with ExamDisplay(console) as examining:
-            done = compare(*runs, path / "report.html", watcher=examining)
+            done = compare(*runs, path / "report.html", callbacks=[examining])
         show_exams(done.exams, console, whole=False)
         for finding in done.expected:
             console.print(f"[bold]{escape(finding.title)}[/]: {escape(finding.statement)}", soft_wrap=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from vitclinic._core.hashing import fingerprint
 from vitclinic.data.dataset import Dataset, Split
 from vitclinic.data.source import SPLITS
 
+LOADER = "loader"
+"""The name of a data set that came from one."""
 LARGEST = 4 * 2**30
 """Bytes of images that are kept in memory at most."""
 TOLERANCE = 1e-3
@@ -76,7 +78,7 @@ def load_batches(
         >>> len(dataset.test), dataset.size, dataset.classes
         (4, (8, 8), ('0', '1', '2'))
     """
-    loaders = data if is_split_mapping(data) else {"test": data}
+    loaders: Mapping[str, Iterable[Any]] = data if is_split_mapping(data) else {"test": data}
     read = {split: _read(loader, limit, normalization, normalized) for split, loader in loaders.items()}
     shapes = {split: images.x_bhwc.shape[1:] for split, (images, _) in read.items()}
     if len(set(shapes.values())) > 1:
@@ -89,7 +91,7 @@ def load_batches(
     height, width, channels = next(iter(shapes.values()))
     digest = fingerprint([(split, images.digest) for split, (images, _) in sorted(read.items())])
     return Dataset(
-        name="loader",
+        name=LOADER,
         classes=_classes(loaders.values(), [labels for _, labels in read.values()]),
         size=(height, width),
         channels=channels,
@@ -99,7 +101,7 @@ def load_batches(
     )
 
 
-def is_split_mapping(data: Any) -> bool:
+def is_split_mapping(data: Any) -> TypeGuard[Mapping[str, Iterable[Any]]]:
     """Tell `{"train": loader, "test": loader}` from a batch that is a mapping."""
     return isinstance(data, Mapping) and bool(data) and set(data) <= set(SPLITS)
 

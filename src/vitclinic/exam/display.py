@@ -13,10 +13,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.records import Finding, Measurement, Status
 from vitclinic._core.time import spoken
 from vitclinic.exam.exam import MARK, Exam, all_rows, columns, key_rows
-from vitclinic.exam.schedule import Schedule, Step, Watcher
+from vitclinic.exam.schedule import Schedule, Step
 from vitclinic.probes import Subject, seen_by
 
 _STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "failed": "red"}
@@ -24,7 +25,7 @@ _STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "f
 _RUNNING = "[bold]running[/]"
 
 
-class Display(Watcher):
+class Display(Callback):
     """Shows reading and measuring on `console`. Use as a context manager around an examination."""
 
     def __init__(self, console: Console) -> None:
@@ -51,9 +52,6 @@ class Display(Watcher):
     def __exit__(self, *exception: object) -> None:
         self.live.stop()
 
-    def on_reading(self, what: str, done: int, total: int) -> None:
-        self.on_progress(what, done, total)
-
     def on_schedule(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.cells = {(step.label, step.place): "" for step in schedule.steps}
@@ -64,12 +62,12 @@ class Display(Watcher):
         if schedule.left_out:
             self._say(_left_out(schedule))
 
-    def on_step(self, step: Step) -> None:
+    def on_exam_step(self, step: Step) -> None:
         self.cells[step.label, step.place] = _RUNNING
         self.started[step.label, step.place] = time.monotonic()
         self.statuses = []
 
-    def on_progress(self, what: str, done: int, total: int) -> None:
+    def on_progress(self, what: str, done: float, total: float) -> None:
         if what not in self.tasks:
             self.tasks[what] = self.bar.add_task(escape(what), total=total)
         self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
@@ -87,7 +85,7 @@ class Display(Watcher):
             estimate = "" if math.isnan(step.seconds) else f" (estimated {step.seconds:.1f} s)"
             self._say(f"{step.label} ({escape(step.subject.name)}): {_words(found)} after {seconds:.1f} s{estimate}")
 
-    def on_skipped(self, step: Step, reason: str) -> None:
+    def on_skip(self, step: Step, reason: str) -> None:
         self.cells[step.label, step.place] = "[yellow]no time left[/]"
 
     def _say(self, text: str) -> None:
@@ -104,7 +102,7 @@ class Display(Watcher):
         for label in dict.fromkeys(step.label for step in self.schedule.steps if step.seconds != 0):
             estimate = sum(step.seconds for step in self.schedule.steps if step.label == label)
             row = (self._cell(label, place) for place in range(len(self.schedule.subjects)))
-            table.add_row(label, *row, spoken(estimate))
+            table.add_row(label, *row, spoken(estimate) if math.isfinite(estimate) else "")
         return Group(table, self.bar)
 
     def _cell(self, label: str, place: int) -> str:
@@ -130,7 +128,8 @@ def _headline(schedule: Schedule) -> str:
     within = "" if schedule.budget is None else f" of a budget of {spoken(schedule.budget)}"
     stored = sum(map(len, schedule.stored))
     known = f"; {stored} measurement{'s' * (stored != 1)} from before" if stored else ""
-    return f"{names} on {' and '.join(seen)}: about {spoken(schedule.seconds)}{within}{known}"
+    about = f": about {spoken(schedule.seconds)}{within}" if math.isfinite(schedule.seconds) else ""
+    return f"{names} on {' and '.join(seen)}{about}{known}"
 
 
 def _plan_lines(schedule: Schedule) -> list[str]:
@@ -143,7 +142,8 @@ def _plan_lines(schedule: Schedule) -> list[str]:
         which = f" ({', '.join(probe.name for probe in steps[0].probes)})" if label != probe.name else ""
         own = view is not subject or subject is not schedule.subjects[steps[0].place]
         images = f" on {_images(view)}" if own else ""
-        lines.append(f"  {label}{which}{images}: {spoken(sum(step.seconds for step in steps))}")
+        estimate = sum(step.seconds for step in steps)
+        lines.append(f"  {label}{which}{images}" + (f": {spoken(estimate)}" if math.isfinite(estimate) else ""))
     return lines
 
 

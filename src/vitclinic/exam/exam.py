@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import PrivateAttr
 
-from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.errors import RecipeError, VitclinicError, did_you_mean
 from vitclinic._core.records import Finding, Measurement, Scalar
 from vitclinic.exam.reporting import examined
 from vitclinic.reports.figure import Examined
@@ -178,6 +178,13 @@ class Exam(Mapping[str, Measured]):
 
 class Exams(list[Exam]):
     """The exams of several networks, which are compared with the first of them."""
+
+    failures: dict[str, VitclinicError]
+    """Why some targets could not be examined, by their names."""
+
+    def __init__(self, exams: Iterable[Exam] = ()) -> None:
+        super().__init__(exams)
+        self.failures = {}
 
     @classmethod
     def of(cls, exams: Iterable[Exam]) -> Exams:

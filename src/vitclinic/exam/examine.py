@@ -1,157 +1,130 @@
-"""Pictures of measurements as PNG files, in a folder beside the measurement: `PROBE-KEY/NAME.png`."""
+"""The verb `examine`: probes on one or several networks, every result stored as soon as it is there."""
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
-from vitclinic._core.config import validate
+from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import ALONE, Distributed, pick_device
-from vitclinic._core.errors import RecipeError
-from vitclinic._core.images import png
-from vitclinic._core.io import write_bytes, write_errors
+from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic._core.records import Measurement
 from vitclinic._core.time import spoken
-from vitclinic.data import DataConfig, Dataset, open_data
+from vitclinic.data import DataConfig, Dataset, load_batches, open_data
 from vitclinic.data.decoding import Size
 from vitclinic.exam.exam import Exam, Exams, Measured
-from vitclinic.exam.planner import Patient, Plan, Planner, candidates
-from vitclinic.exam.schedule import Schedule, Step, Watcher
-from vitclinic.exam.store import Store, is_final
-from vitclinic.exam.targets import Target, resolve
-from vitclinic.probes import OwningProbe, Probe, StreamingProbe, Subject, measure
+from vitclinic.exam.pictures import draw
+from vitclinic.exam.planner import Entry, Plan, Planner, candidates
+from vitclinic.exam.schedule import Schedule, Step, TimeBudget
+from vitclinic.exam.store import ExamRecord, Store
+from vitclinic.exam.targets import Target, open_subject
+from vitclinic.probes import Probe, StreamingProbe, Subject, find_normalization, measure
+from vitclinic.probes.loading import Data, is_loader
 from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
 
 
-def draw(probe: Probe, measurement: Measurement, file: Path, anew: bool) -> Path | None:
-    """Write the pictures of a measurement that is stored as `file`; returns their folder, None if there are none.
+class Options(TypedDict, total=False):
+    """Keywords of `examine`; see there."""
 
-    Unless they are to be drawn `anew`, pictures that are there already are left. A probe that cannot draw is a message:
-    its numbers are stored.
-    """
-    if measurement.status not in ("ok", "not_converged"):
-        return None
-    try:
-        pictures = dict(probe.pictures(measurement))
-    except Exception as error:  # a probe may raise anything
-        log.info("%s cannot draw", probe.name, exc_info=error)
-        log.warning("There are no pictures of %s: %s: %s", probe.name, type(error).__name__, error)
-        return None
-    if not pictures:
-        return None
-    folder = file.with_suffix("")
-    write_pictures(folder, pictures, anew)
-    return folder
-
-
-def write_pictures(folder: Path, pictures: Mapping[str, NDArray[np.uint8]], anew: bool = True) -> list[Path]:
-    """Each picture [H, W, 3] as a PNG named after it; characters that are not for file names become hyphens."""
-    with write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, picture in pictures.items():
-        files.append(folder / f"{_file_name(name)}.png")
-        if anew or not files[-1].exists():
-            write_bytes(files[-1], png(picture))
-    return files
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "picture"
-
-
-class Case:
-    """`found` is what was stored before, `made` what is measured now, `skipped` why something is not: by probe."""
-
-    def __init__(self, patient: Patient, probes: Sequence[Probe], limit: int | None) -> None:
-        self.patient, self.probes, self.limit = patient, probes, limit
-        self.files: dict[str, Path] = {probe.name: patient.path(probe, limit) for probe in probes}
-        self.found: dict[str, Measurement] = {}
-        self.made: dict[str, Measurement] = {}
-        self.skipped: dict[str, str] = {}
-        patient.subject.scratch.update({name: path.with_suffix(".partial") for name, path in self.files.items()})
-
-    def stored(self, fresh: bool) -> dict[str, Measurement]:
-        """What is stored and may be reused: if nothing may, unfinished work goes, too."""
-        if fresh:
-            for path in self.patient.subject.scratch.values():
-                path.unlink(missing_ok=True)
-            return {}
-        store, limit = self.patient.store, self.limit
-        stored = {probe.name: store.find(probe, self.patient.seen(probe, limit)) for probe in self.probes}
-        return {name: measurement for name, measurement in stored.items() if measurement is not None}
-
-    def to_do(self, kind: type[Probe]) -> list[Probe]:
-        """The probes of that kind whose measurements are missing."""
-        return [probe for probe in self.probes if isinstance(probe, kind) and probe.name not in self.found]
-
-    def store(self, measurement: Measurement) -> None:
-        """Write a measurement. Unfinished work stays where it helps: after a failure, or if time had run out."""
-        measurement.write(self.files[measurement.probe])
-        if is_final(measurement):
-            self.patient.subject.scratch[measurement.probe].unlink(missing_ok=True)
-
-
-What = str | Path | Run | nn.Module
-Data = str | DataConfig | Dataset
+    probes: Sequence[str | Mapping[str, Any] | Probe] | str | None
+    budget: str | float | None
+    quick: bool
+    full: bool
+    settings: Mapping[str, Mapping[str, Any]] | None
+    split: str
+    limit: int | None
+    size: int | None
+    batch_size: int
+    seed: int
+    device: str
+    random_weights: bool
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+    normalized: bool | None
+    out: str | Path | None
+    fresh: bool
+    together: bool
+    callbacks: Iterable[Callback]
 
 
 @overload
-def examine(targets: What, data: Data | None = None, **options: Any) -> Exam: ...
+def examine(  # type: ignore[overload-overlap]  (a text is one target, not a sequence of them)
+    targets: Target, data: Data | None = None, **options: Unpack[Options]
+) -> Exam: ...
 @overload
-def examine(targets: Sequence[What], data: Data | None = None, **options: Any) -> Exams: ...
-def examine(targets: What | Sequence[What], data: Data | None = None, **options: Any) -> Exam | Exams:
+def examine(targets: Sequence[Target], data: Data | None = None, **options: Unpack[Options]) -> Exams: ...
+def examine(targets: Target | Sequence[Target], data: Data | None = None, **options: Unpack[Options]) -> Exam | Exams:
     """Measure one network (an `Exam`) or several (`Exams`, a list of them) on some data, within five minutes.
 
-    Example:
-        >>> exam = examine(network, data="photos/", budget="2m")  # doctest: +SKIP
-        >>> exam["norms"].scalars["weight_norm"].value  # doctest: +SKIP
-        >>> exam["fourier"].figure()  # doctest: +SKIP
-        >>> exam.report("report.html")  # doctest: +SKIP
+    Args:
+        targets: A network, a run or one of its checkpoints, or what `vitclinic examine` takes: a run directory,
+            `timm:NAME`, `timm:NAME@FILE`, `torchvision:NAME`, `hf:NAME`, `module:function`. Or a list of them: one that
+            cannot be examined is then found in `Exams.failures`, and the others are measured.
+        data: A torch DataLoader or any other iterable of `(images, labels)`, `{"train": loader, "test": loader}`, a
+            `Dataset`, a folder, or a name of `vitclinic list datasets`; of a run, its own unless given.
+        probes: Names, `{name: {option: value}}` or probes, all of which are measured; unless given, those that fit
+            into the budget.
+        budget: Seconds, or a time such as "20m", for all targets together.
+        quick: Measure only what one pass over the images shows.
+        full: Measure all that applies, whatever it takes.
+        settings: Options of some of the probes, `{name: {option: value}}`.
+        split: Which images to measure on: "train", "val" or "test"; some probes have their own say in that.
+        limit: Use at most so many images, the same share of each class.
+        size: Pixels a side, where the network takes any.
+        batch_size: Images at a time; halved when memory runs out.
+        seed: Of whatever is random in measuring.
+        device: "auto", "cpu" or "cuda".
+        random_weights: Do not ask for pretrained weights of a library's network.
+        mean: What a network given as a module has its input normalized by, for each channel, if it does not normalize
+            itself.
+        std: Likewise.
+        normalized: The loader's images are normalized, by `mean` and `std` or by the network's own preprocessing.
+            Without this word, images outside of [0, 1] are an error.
+        out: Where results go, instead of a run's `exams/` or `./exams`.
+        fresh: Measure again what is stored.
+        together: All processes of torch.distributed's group, each of which calls this, measure together.
+        callbacks: Who hears of progress.
 
-    `targets` are networks that take pixels in [0, 1], or TARGETs (see `vitclinic.exam.targets`); `data` is what
-    `open_data` takes or returns, for a run by default its own. Options are those of `Examination`.
+    Returns:
+        The exam: a mapping of probes to measurements, with `findings`, `figure` and `report`.
+
+    Raises:
+        VitclinicError: If the one target, the only usable one, or an option is wrong. A probe that fails is a
+            measurement that says so.
+
+    Example:
+        >>> import timm, torch, vitclinic
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> exam = vitclinic.examine(model, data=loader, probes=["norms"], out="/tmp/exams")  # doctest: +SKIP
+        >>> exam["norms"].scalars["weight_norm"].value  # doctest: +SKIP
     """
     examination = Examination(data, **options)
-    if isinstance(targets, str | Path | Run | nn.Module):
-        return examination.of(targets)
+    if isinstance(targets, Target):
+        return examination.run([examination.open(targets)])[0]
     if not targets:
         raise RecipeError("There is nothing to examine: name a target.")
-    return examination.of_all([examination.patient(target) for target in targets])
+    return examination.run_all(targets)
 
 
 class Examination:
-    """What is measured, on what and where it is stored: the same for all targets.
-
-    Which probes: those that fit into `budget` (five minutes for all targets together, unless given), in forms that do;
-    or the `quick` ones, which share one pass; or, in `full`, all; or `probes`, as names or {name: {option: value}}, and
-    within a budget only if one is given. `settings` are options of some of them, {name: {option: value}}.
-
-    `split` and `limit` (at most so many images) say what of the data is used (many probes have their own say in that),
-    `size` at how many pixels a side if the network leaves that open; `out` is where results go instead of `exams/`;
-    with `fresh` stored results are not reused; `random_weights` is for library targets. With `together` all processes
-    of torch.distributed's group, each of which does this, measure together, and the leading one stores; else a process
-    measures by itself.
-    """
+    """What is measured, on what and where it is stored: the same for all targets. Options are those of `examine`."""
 
     def __init__(
         self,
         data: Data | None = None,
         *,
-        probes: Sequence[Any] | None = None,
+        probes: Sequence[str | Mapping[str, Any] | Probe] | str | None = None,
         budget: str | float | None = None,
         quick: bool = False,
         full: bool = False,
@@ -163,152 +136,230 @@ class Examination:
         seed: int = 0,
         device: str = "auto",
         random_weights: bool = False,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        normalized: bool | None = None,
         out: str | Path | None = None,
         fresh: bool = False,
         together: bool = False,
-        watcher: Watcher | None = None,
+        callbacks: Iterable[Callback] = (),
     ) -> None:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
             _check_count(name, count)
-        self.data = data
-        named = [probes] if isinstance(probes, str) else probes
-        self.probes, self.budget = candidates(named, budget, quick, full, settings or {})
+        self.data = str(data) if isinstance(data, Path) else data
+        self.probes, self.budget = candidates(
+            [probes] if isinstance(probes, str) else probes, budget, quick, full, settings or {}
+        )
+        self.is_timed = full or self.budget is not None
         self.split, self.limit, self.size = split, limit, size
         self.batch_size, self.seed, self.fresh = batch_size, seed, fresh
         self.device = pick_device(device)
         self.random_weights = random_weights
+        self.mean, self.std, self.normalized = mean, std, normalized
         self.out = None if out is None else Path(out)
-        self.watcher = watcher or Watcher()
+        self.callback = CallbackList(callbacks)
         self.distributed = Distributed.current() if together else ALONE
-        self._opened = cache(self._open)
+        self._open_source = cache(self._open_uncached)
+        self._loaded: dict[str, Dataset] = {}
 
-    def of(self, what: What) -> Exam:
-        """The exam of one target."""
-        return self.of_all([self.patient(what)])[0]
-
-    def patient(self, what: What) -> Patient:
-        """A target with its images, ready to be examined."""
-        target = resolve(what, self.device, self.random_weights)
-        subject = self.subject(target)
-        patient = Patient(target, subject, Store.of(subject, target.run, self.out))
-        planned = self.budget is not None or self.fresh
-        if planned or not all(patient.path(probe, None).is_file() for probe in self.probes):
+    def open(self, target: Target) -> Subject:
+        """Return the subject that a target names: its network, with the images that it will be measured on."""
+        normalization = None
+        if isinstance(target, nn.Module):
+            normalization = find_normalization(target, self.mean, self.std, self.normalized)
+        subject = open_subject(
+            target,
+            self._open_data,
+            device=self.device,
+            random_weights=self.random_weights,
+            normalization=normalization,
+            split=self.split,
+            limit=self.limit,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            progress=self.callback.on_progress,
+            distributed=self.distributed,
+        )
+        store = Store(subject, self.out)
+        if self.is_timed or self.fresh or not all(store.has(probe) for probe in self.probes):
             subject.outputs  # noqa: B018 (a network that does not take these images is an error before all else)
-        return patient
+        return subject
 
-    def of_all(self, patients: Sequence[Patient]) -> Exams:
-        """The exams of all patients, for which there is one plan; the first is what the others are compared with."""
-        planner = Planner(patients, self.probes, fresh=self.fresh, limited=self.limit is not None)
-        plan = validate(Plan, self.distributed.leader_only(lambda: self._plan(planner).model_dump(mode="json")))
-        probes = [planner.restored(entry) for entry in plan.entries]
-        cases = [Case(patient, probes, plan.limit) for patient in patients]
-        for case in cases:
-            case.found = self.distributed.leader_only(partial(case.stored, self.fresh))
-        schedule = self._schedule(cases, plan)
-        self.watcher.on_schedule(schedule)
-        ends = math.inf if self.budget is None else time.monotonic() + self.budget
-        for number, step in enumerate(schedule.steps):
-            if number and self.distributed.any(time.monotonic() >= ends):
-                self._skip(cases[step.place], step)
-            else:
-                self._take(cases[step.place], step)
-        return Exams.of([self._exam(case, schedule) for case in cases])
+    def run_all(self, targets: Iterable[Target]) -> Exams:
+        """Examine all targets that can be; the mistakes of the others are `Exams.failures`, or raised if all have."""
+        subjects: list[Subject] = []
+        failures: dict[str, VitclinicError] = {}
+        for target in targets:
+            try:
+                subjects.append(self.open(target))
+            except VitclinicError as error:  # one target's mistake does not hide the others' results
+                failures[_name(target)] = error
+                log.info("%s cannot be examined", _name(target), exc_info=error)
+        if not subjects:
+            raise next(iter(failures.values()))
+        exams = self.run(subjects)
+        exams.failures = failures
+        return exams
 
-    def _plan(self, planner: Planner) -> Plan:
-        return planner.fixed() if self.budget is None else planner.within(self.budget)
+    def run(self, subjects: Sequence[Subject]) -> Exams:
+        """Examine all subjects by one plan; the first is what the others are compared with."""
+        records = [ExamRecord(subject, self.out) for subject in subjects]
+        plan, probes, repeated = self._plan(records)
+        for record in records:
+            record.expect(probes, {entry.probe: entry.limit for entry in plan.entries})
+            record.found = self.distributed.leader_only(partial(record.read, self.fresh, repeated))
+        schedule = self._schedule(records, plan)
+        self.callback.on_schedule(schedule)
+        self._follow(schedule, records)
+        return Exams.of([self._exam(record, schedule) for record in records])
 
-    def _schedule(self, cases: Sequence[Case], plan: Plan) -> Schedule:
-        """What is to be done: the shared pass of each, then probe by probe, so that what is cut off is so in all."""
+    def _plan(self, records: Sequence[ExamRecord]) -> tuple[Plan, list[Probe], bool]:
+        """Return the plan, its probes, and whether the same was planned before; named probes need no plan."""
+        if not self.is_timed:
+            unknown = [math.nan] * len(records)
+            return (
+                Plan(entries=[Entry(probe=p.name, options={}, seconds=unknown) for p in self.probes]),
+                self.probes,
+                False,
+            )
+        planner = Planner(
+            [record.store for record in records], self.probes, fresh=self.fresh, limited=self.limit is not None
+        )
+        if self.budget is None:
+            return self.distributed.leader_only(planner.plan_all), self.probes, False
+        plan, repeated = self.distributed.leader_only(partial(planner.plan_within, self.budget))
+        return plan, [planner.restore(entry) for entry in plan.entries], repeated
+
+    def _schedule(self, records: Sequence[ExamRecord], plan: Plan) -> Schedule:
+        """List the passes of all subjects, then the other probes from cheap to dear, each for all subjects."""
         steps = []
-        for place, case in enumerate(cases):
-            if shared := case.to_do(StreamingProbe):
-                steps.append(Step(place, case.patient.seen(shared[0], plan.limit), shared, plan.shared[place]))
-        for entry in plan.entries:
-            for place, case in enumerate(cases):
-                for probe in case.to_do(OwningProbe):
-                    if probe.name == entry.probe:
-                        steps.append(Step(place, case.patient.subject, [probe], entry.seconds[place]))
-        stored = [list(case.found) for case in cases]
-        return Schedule([case.patient.subject for case in cases], steps, stored, self.budget, plan.left_out)
+        for limit in dict.fromkeys(entry.limit for entry in plan.entries):
+            for place, record in enumerate(records):
+                shared = [p for p in record.missing if isinstance(p, StreamingProbe) and record.limits[p.name] == limit]
+                if shared:
+                    seconds = plan.seconds_of_pass(limit, place)
+                    steps.append(Step(place, record.store.view(shared[0], limit), shared, seconds, limit))
+        owning = [
+            Step(place, record.subject, [probe], entry.seconds[place])
+            for entry in sorted(plan.entries, key=lambda entry: _total(entry.seconds))
+            for place, record in enumerate(records)
+            for probe in record.missing
+            if probe.name == entry.probe and not isinstance(probe, StreamingProbe)
+        ]
+        stored = [list(record.found) for record in records]
+        return Schedule([record.subject for record in records], [*steps, *owning], stored, self.budget, plan.left_out)
 
-    def _take(self, case: Case, step: Step) -> None:
+    def _follow(self, schedule: Schedule, records: Sequence[ExamRecord]) -> None:
+        """Take the steps of a schedule; what was cut for want of time goes on last."""
+        clock = TimeBudget(self.budget)
+        cut: list[Step] = []
+        for number, step in enumerate(schedule.steps):
+            rest = schedule.steps[number + 1 :]
+            over, allowed = self.distributed.leader_only(lambda: (clock.is_over, clock.allow(step, rest)))  # noqa: B023
+            if number and over:
+                self._skip(records[step.place], step)
+            elif not self._take(records[step.place], step, allowed, clock):
+                cut.append(step)
+        for number, step in enumerate(cut):
+            left = self.distributed.leader_only(lambda: clock.left / (len(cut) - number))  # noqa: B023
+            if left >= clock.LEAST:
+                self._take(records[step.place], step, left, clock)
+
+    def _take(self, record: ExamRecord, step: Step, allowed: float | None, clock: TimeBudget) -> bool:
+        """Measure, store and tell. Returns whether the step came to its end."""
+        taken = step if allowed is None else step.cut_to(allowed)
+
         def keep(measurement: Measurement) -> None:
-            self.distributed.leader_only(partial(case.store, measurement))
-            self.watcher.on_measurement(step, measurement)
+            self.distributed.leader_only(partial(record.write, measurement))
+            self.callback.on_measurement(step, measurement)
 
-        self.watcher.on_step(step)
-        case.made |= {found.probe: found for found in measure(step.subject, step.probes, keep)}
+        self.callback.on_exam_step(step)
+        started = time.monotonic()
+        made = {found.probe: found for found in measure(taken.subject, taken.probes, keep)}
+        record.made |= made
+        ended = allowed is None or all(found.status != "not_converged" for found in made.values())
+        if ended:
+            clock.note(step, time.monotonic() - started)
+        return ended
 
-    def _skip(self, case: Case, step: Step) -> None:
+    def _skip(self, record: ExamRecord, step: Step) -> None:
         reason = f"the budget of {spoken(self.budget or 0)} had run out; the same again goes on."
-        case.skipped |= {probe.name: reason for probe in step.probes}
-        self.watcher.on_skipped(step, reason)
+        record.skipped |= {probe.name: reason for probe in step.probes}
+        self.callback.on_skip(step, reason)
 
-    def _exam(self, case: Case, schedule: Schedule) -> Exam:
-        subject, files = case.patient.subject, case.files
-        measurements = case.found | case.made
-        probes = [probe for probe in case.probes if probe.name in measurements]
+    def _exam(self, record: ExamRecord, schedule: Schedule) -> Exam:
+        subject, files = record.subject, record.files
+        measurements = record.found | record.made
+        probes = [probe for probe in record.probes if probe.name in measurements]
         pictures = self.distributed.leader_only(
             lambda: {
                 probe.name: folder
                 for probe in probes
-                if (folder := draw(probe, measurements[probe.name], files[probe.name], probe.name in case.made))
+                if (folder := draw(probe, measurements[probe.name], files[probe.name], probe.name in record.made))
             }
         )
         return Exam(
             name=subject.name,
             subject=subject.digest,
-            folder=case.patient.store.folder,
+            folder=record.store.folder,
             measurements={probe.name: Measured.of(measurements[probe.name], subject.name) for probe in probes},
             files={probe.name: files[probe.name] for probe in probes},
-            reused=frozenset(case.found),
+            reused=frozenset(record.found),
             pictures=pictures,
-            run=case.patient.target.run,
-            left_out=case.skipped | {name: _no_time(seconds) for name, seconds in schedule.left_out.items()},
+            run=subject.run,
+            left_out=record.skipped | {name: _no_time(seconds) for name, seconds in schedule.left_out.items()},
         )
 
-    def subject(self, target: Target) -> Subject:
-        """The target's network with the images that it will be measured on."""
-        return Subject(
-            target.network,
-            self._dataset(target),
-            name=target.name,
-            split=self.split,
-            limit=self.limit,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            output_names=target.output_names,
-            training=target.training,
-            progress=self.watcher.on_progress,
-            distributed=self.distributed,
-        )
-
-    def _dataset(self, target: Target) -> Dataset:
-        data = self.data if self.data is not None else target.data
+    def _open_data(self, own: DataConfig | None, name: str, size: Size | None, channels: int | None) -> Dataset:
+        """Open the data for a network that was trained on `own`, and takes images of that size and depth."""
+        data = self.data if self.data is not None else own
         if data is None:
-            raise RecipeError(f"Say on which data to examine '{target.name}' (--data; a run has its own).")
+            raise RecipeError(f"Say on which data to examine '{name}' (--data; a run has its own).")
+        if is_loader(data):
+            return self._read_loader(data)
         if isinstance(data, Dataset):
             return data
-        if isinstance(data, str) and target.data is not None and _same_place(data, target.data.source):
-            data = target.data  # with the run's own splits: its test images are then those it has not seen
-        config = data if isinstance(data, DataConfig) else DataConfig(source=data)
-        size = target.size if target.size is not None else self.size and (self.size, self.size)
-        return self._opened(config.model_dump_json(), size or None, target.channels)
+        if isinstance(data, str) and own is not None and _same_place(data, own.source):
+            data = own  # with the run's own splits: its test images are then those it has not seen
+        config = data if isinstance(data, DataConfig) else DataConfig(source=str(data))
+        wanted = size if size is not None else self.size and (self.size, self.size)
+        return self._open_source(config.model_dump_json(), wanted or None, channels)
 
-    def _open(self, config: str, size: Size | None, channels: int | None) -> Dataset:
-        """Once for all targets that see the data alike."""
+    def _read_loader(self, data: Any) -> Dataset:
+        """Read a loader once for all targets."""
+        if "loader" not in self._loaded:
+            normalization = None
+            if self.mean is not None and self.std is not None:
+                normalization = find_normalization(nn.Module(), self.mean, self.std, None)
+            self._loaded["loader"] = load_batches(
+                data, limit=self.limit, normalization=normalization, normalized=self.normalized
+            )
+        return self._loaded["loader"]
+
+    def _open_uncached(self, config: str, size: Size | None, channels: int | None) -> Dataset:
+        """Open a source once for all targets that see it alike."""
         opened = partial(
             open_data,
             DataConfig.model_validate_json(config),
             size=size,
             channels=channels,
-            progress=self.watcher.on_reading,
+            progress=self.callback.on_progress,
         )
         return self.distributed.leader_first(opened)
 
 
+def _total(seconds: Sequence[float]) -> float:
+    return sum(each for each in seconds if math.isfinite(each))
+
+
 def _no_time(seconds: float) -> str:
     return f"there was no time for it: at least {spoken(max(1, seconds))}."
+
+
+def _name(target: Target) -> str:
+    if isinstance(target, nn.Module):
+        return type(target).__name__
+    return str(target.path if isinstance(target, Run) else target)
 
 
 def _check_count(name: str, count: Any) -> None:

@@ -1,7 +1,9 @@
 """Which probes, and how thorough, within a budget of time.
 
-Every probe is first planned in its cheapest form, in the order of what it tells; then, round by round and in the same
-order, what is left of the budget makes them more thorough. What does not fit is left out by name.
+What a reader looks for first, the accuracy, is planned on all images if that is affordable. Then every probe is planned
+in its cheapest form, in the order of what it tells; then, round by round and in the same order, what is left of the
+budget makes them more thorough. What does not fit is left out by name. A part of the budget is kept back, because
+estimates are only estimates (see `schedule.TimeBudget` for what happens when they prove wrong).
 
 A plan that was made once is remembered, so that the same command does the same again however the timings fall out; and
 a form in which a probe is stored already is kept, for it costs nothing.
@@ -14,7 +16,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +29,51 @@ from vitclinic._core.records import Number, plain_data
 from vitclinic._core.time import seconds
 from vitclinic.exam.pace import Pace
 from vitclinic.exam.store import Store
-from vitclinic.exam.targets import Target
-from vitclinic.probes import Probe, StreamingProbe, Subject, known_probes, parse_probes, usual_probes
+from vitclinic.probes import Probe, StreamingProbe, known_probes, parse_probes, usual_probes
+
+log = logging.getLogger(__name__)
 
 BUDGET = "5m"
 """Unless the user gives one: what an exam of all targets together may take."""
 
 LIMITS = (64, 256, 1024, 4096)
-"""Images of the shared pass in its cheaper forms, unless the user has said how many."""
+"""Images of a pass in its cheaper forms, unless the user has said how many."""
 
-SHARED = "shared pass"
-"""The name of the offer that all streaming probes are."""
+PLANNED = 0.8
+"""Share of the budget that is planned."""
+FIRST = 0.4
+"""Share of what is planned that the probes with `on_all_images` may take."""
 
-_PATIENCE, _LEAST = 3, 10
-"""A probe that can be cut off is, after so many times its estimate, and no sooner than after so many seconds."""
+WHOLE, SHARED = "pass over all images", "shared pass"
+"""The names of the offers that all streaming probes together are."""
+
+SCHEMA = 2
+"""Of stored plans: one of another schema is not looked for."""
 
 
 class Entry(Config):
-    """A probe with its options, and what its own work takes for each target (NaN where that is not known)."""
+    """A probe with its options, and what its own work takes for each subject (NaN where that is not known)."""
 
     probe: str
     options: dict[str, Any]
     seconds: list[Number]
+    limit: int | None = None
+    """Images of the pass, of a streaming probe."""
 
 
 class Plan(Config):
-    """What is measured, in order; streaming probes share a pass of at most `limit` images."""
+    """What is measured, in the order of what it tells; streaming probes of the same limit share a pass."""
 
-    limit: int | None = None
-    shared: list[Number]
-    """Seconds of that pass for each target."""
     entries: list[Entry]
+    passes: dict[str, list[Number]] = Field(default_factory=dict)
+    """Seconds of each pass for each subject, by its limit as text."""
     left_out: dict[str, Number] = Field(default_factory=dict)
     """Seconds of the cheapest form of what does not fit."""
+
+    def seconds_of_pass(self, limit: int | None, place: int) -> float:
+        """Return what the pass of so many images takes for a subject; NaN where that is not known."""
+        found = self.passes.get(str(limit))
+        return math.nan if found is None else found[place]
 
 
 def candidates(
@@ -127,7 +140,7 @@ def forms(probe: Probe) -> list[Probe]:
 
 
 def limits(images: int) -> list[int | None]:
-    """How many images the shared pass may have: cheaper numbers first, at last all (None)."""
+    """Return how many images a pass may have: cheaper numbers first, at last all (None)."""
     return [*(limit for limit in LIMITS if limit < images), None]
 
 
@@ -140,23 +153,26 @@ class Offer:
     """What each form costs, the cheapest first; NaN counts as nothing, for what cannot be timed fails at once."""
     stored: int | None = None
     """The most thorough form of which something is stored."""
+    first: bool = False
+    """Taken before all others, in the most thorough form that leaves them enough."""
 
     def cost(self, form: int) -> float:
         return 0.0 if math.isnan(self.seconds[form]) else self.seconds[form]
 
 
 def choose(offers: Sequence[Offer], budget: float) -> dict[str, int]:
-    """The form of each offer that is taken, by its name; offers are in the order of what they tell.
+    """Return the form of each offer that is taken, by its name; offers are in the order of what they tell.
 
     Example:
         >>> choose([Offer("a", [1, 5]), Offer("b", [2, 3]), Offer("c", [9])], budget=7)
         {'a': 1, 'b': 0}
+        >>> choose([Offer("a", [1, 2, 9], first=True), Offer("b", [2, 3])], budget=7)
+        {'a': 1, 'b': 1}
     """
     taken: dict[str, int] = {}
     left = budget
-    for offer in offers:
-        kept = offer.stored is not None and offer.cost(offer.stored) <= left
-        form = offer.stored if kept and offer.stored is not None else 0
+    for offer in sorted(offers, key=lambda offer: not offer.first):
+        form = _starting_form(offer, left, budget)
         if offer.cost(form) <= left:
             taken[offer.name] = form
             left -= offer.cost(form)
@@ -171,177 +187,161 @@ def choose(offers: Sequence[Offer], budget: float) -> dict[str, int]:
     return taken
 
 
-def capped(probe: Probe, longest: float) -> Probe:
-    """The probe with a budget of its own, if it can have one and was not given any: its estimate may be wrong."""
-    if "budget" not in type(probe).model_fields or "budget" in probe.model_fields_set or math.isnan(longest):
-        return probe
-    return validate(type(probe), {**given(probe), "budget": max(_LEAST, math.ceil(_PATIENCE * longest))})
-
-
-def streaming(probes: Sequence[Probe]) -> list[Probe]:
-    return [probe for probe in probes if isinstance(probe, StreamingProbe)]
-
-
-def owning(probes: Sequence[Probe]) -> list[Probe]:
-    return [probe for probe in probes if not isinstance(probe, StreamingProbe)]
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Patient:
-    """A network to be examined, with its images and where its measurements are kept."""
-
-    target: Target
-    subject: Subject
-    store: Store
-
-    @cached_property
-    def pace(self) -> Pace:
-        return Pace(self.subject)
-
-    def seen(self, probe: Probe, limit: int | None) -> Subject:
-        """What a probe is given: a limit that the plan has chosen is that of the shared pass."""
-        if limit is None or not isinstance(probe, StreamingProbe):
-            return self.subject
-        return self.subject.on(self.subject.split, limit)
-
-    def path(self, probe: Probe, limit: int | None) -> Path:
-        """Where the measurement is, or will be."""
-        return self.store.path(probe, self.seen(probe, limit))
+def _starting_form(offer: Offer, left: float, budget: float) -> int:
+    """Return the form that is stored, if it fits; the best affordable one of what comes first; else the cheapest."""
+    if offer.stored is not None and offer.cost(offer.stored) <= left:
+        return offer.stored
+    if not offer.first:
+        return 0
+    return max((form for form in range(len(offer.seconds)) if offer.cost(form) <= FIRST * budget), default=0)
 
 
 class Planner:
-    """Plans the examination of all patients by these probes, which are in the order of what they tell.
+    """Plans the exam of some subjects by these probes, which are in the order of what they tell."""
 
-    With `fresh`, nothing counts as stored; `limited` says that the number of images is not the plan's to choose.
-    """
+    def __init__(self, stores: Sequence[Store], probes: Sequence[Probe], *, fresh: bool, limited: bool) -> None:
+        """Make a planner.
 
-    def __init__(self, patients: Sequence[Patient], probes: Sequence[Probe], *, fresh: bool, limited: bool) -> None:
-        self.patients, self.probes, self.fresh = patients, probes, fresh
-        self.streaming, self.owning = streaming(probes), owning(probes)
-        images = max(len(patient.subject) for patient in patients)
+        Args:
+            stores: One for each subject.
+            probes: What may be measured.
+            fresh: Nothing counts as stored.
+            limited: The number of images is the user's choice, not the plan's.
+        """
+        self.stores, self.probes, self.fresh = stores, probes, fresh
+        self.paces = [Pace(store.subject) for store in stores]
+        images = max(len(store.subject) for store in stores)
         self.limits: list[int | None] = [None] if limited else limits(images)
 
-    def fixed(self) -> Plan:
-        """All probes as they are, whatever they take."""
-        return self._plan(self.probes, None)
+    def plan_all(self) -> Plan:
+        """Plan all probes as they are, whatever they take."""
+        return self._estimated([(probe, None) for probe in self.probes])
 
-    def within(self, budget: float) -> Plan:
-        """What fits into so many seconds: as it was planned before, if it was."""
+    def plan_within(self, budget: float) -> tuple[Plan, bool]:
+        """Plan what fits into so many seconds. Returns the plan, and whether it had been made before."""
         path = self._path(budget)
-        plan = None if self.fresh else _read(path)
-        if plan is None:
-            plan = self._planned(budget)
-            with write_errors(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(plan.model_dump(mode="json"), indent=2, allow_nan=False) + "\n")
-        return plan
+        stored = None if self.fresh else _read(path)
+        if stored is not None:
+            return stored, True
+        plan = self._plan(budget)
+        with write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(plan.model_dump(mode="json"), indent=2, allow_nan=False) + "\n")
+        return plan, False
 
-    def restored(self, entry: Entry) -> Probe:
-        """The probe that an entry of a plan stands for."""
-        budget = entry.options.get("budget")
+    def restore(self, entry: Entry) -> Probe:
+        """Return the probe that an entry of a plan stands for."""
         for form in forms(next(probe for probe in self.probes if probe.name == entry.probe)):
             if _options(form) == entry.options:
                 return form
-            if {**_options(form), "budget": budget} == entry.options:
-                return validate(type(form), {**given(form), "budget": budget})
-        raise RecipeError(f"A plan has {entry.probe} in a form that is not known.")
+        raise RecipeError(f"A stored plan has {entry.probe} with options that it does not have; say --fresh.")
 
-    def _planned(self, budget: float) -> Plan:
-        variants = {probe.name: forms(probe) for probe in self.owning}
+    def _plan(self, budget: float) -> Plan:
+        variants = {probe.name: forms(probe) for probe in self.probes if not isinstance(probe, StreamingProbe)}
         offers = self._offers(variants)
-        taken = choose(offers, budget)
+        taken = choose(offers, PLANNED * budget)
         if not taken:
             least = min(offers, key=lambda offer: offer.cost(0))
             raise RecipeError(
                 f"Nothing fits into {budget:g} seconds: the {least.name} alone takes about"
                 f" {math.ceil(least.cost(0))} (--budget {max(1, math.ceil(least.cost(0) * 2))}s)."
             )
-        limit = self.limits[taken.get(SHARED, 0)]
-        chosen: list[Probe] = []
-        for probe in self.probes:
-            if isinstance(probe, StreamingProbe):
-                chosen += [probe] if SHARED in taken else []
-            elif probe.name in taken:
-                form = variants[probe.name][taken[probe.name]]
-                chosen.append(capped(form, max(patient.pace.of(form) for patient in self.patients)))
+        chosen: list[tuple[Probe, int | None]] = []
         left_out: dict[str, float] = {}
-        for offer in offers:
-            if offer.name not in taken:
-                names = [probe.name for probe in self.streaming] if offer.name == SHARED else [offer.name]
-                left_out |= dict.fromkeys(names, offer.cost(0))
-        return self._plan(chosen, limit).model_copy(update={"left_out": left_out})
+        costs = {offer.name: offer.cost(0) for offer in offers}
+        for probe in self.probes:
+            offer = _pass_of(probe) if isinstance(probe, StreamingProbe) else probe.name
+            if offer not in taken:
+                left_out[probe.name] = costs[offer]
+            elif isinstance(probe, StreamingProbe):
+                chosen.append((probe, self.limits[taken[offer]]))
+            else:
+                chosen.append((variants[probe.name][taken[offer]], None))
+        return self._estimated(chosen).model_copy(update={"left_out": left_out})
 
-    def _offers(self, variants: dict[str, list[Probe]]) -> list[Offer]:
-        offers: list[Offer] = []
+    def _offers(self, variants: Mapping[str, list[Probe]]) -> list[Offer]:
+        offers: dict[str, Offer] = {}
         for probe in self.probes:
             if not isinstance(probe, StreamingProbe):
-                offers.append(self._offer(probe.name, variants[probe.name]))
-            elif all(offer.name != SHARED for offer in offers):
-                offers.append(self._shared_offer())
-        return offers
+                offers[probe.name] = self._offer(probe.name, variants[probe.name])
+            elif (name := _pass_of(probe)) not in offers:
+                offers[name] = self._offer_pass(name)
+        return list(offers.values())
 
     def _offer(self, name: str, variants: list[Probe]) -> Offer:
-        costs = [sum(self._seconds(patient, form) for patient in self.patients) for form in variants]
-        kept = [form for form, probe in enumerate(variants) if any(self._stored(p, probe) for p in self.patients)]
+        places = range(len(self.stores))
+        costs = [sum(self._seconds(place, form) for place in places) for form in variants]
+        kept = [form for form, probe in enumerate(variants) if any(self._is_stored(p, probe) for p in places)]
         return Offer(name, costs, max(kept, default=None))
 
-    def _shared_offer(self) -> Offer:
-        costs = [sum(self._shared_seconds(patient, limit) for patient in self.patients) for limit in self.limits]
+    def _offer_pass(self, name: str) -> Offer:
+        probes = [probe for probe in self.probes if isinstance(probe, StreamingProbe) and _pass_of(probe) == name]
+        places = range(len(self.stores))
+        costs = [sum(self._seconds_of_pass(place, probes, limit) for place in places) for limit in self.limits]
         kept = [
             form
             for form, limit in enumerate(self.limits)
-            if any(self._stored(patient, probe, limit) for patient in self.patients for probe in self.streaming)
+            if any(self._is_stored(place, probe, limit) for place in places for probe in probes)
         ]
-        return Offer(SHARED, costs, max(kept, default=None))
+        return Offer(name, costs, max(kept, default=None), first=name == WHOLE)
 
-    def _plan(self, probes: Sequence[Probe], limit: int | None) -> Plan:
+    def _estimated(self, chosen: Sequence[tuple[Probe, int | None]]) -> Plan:
+        """Make the plan of these probes with their limits, with what each takes."""
+        places = range(len(self.stores))
+        passes: dict[int | None, list[Probe]] = {}
+        for probe, limit in chosen:
+            if isinstance(probe, StreamingProbe):
+                passes.setdefault(limit, []).append(probe)
         return Plan(
-            limit=limit,
-            shared=[self._shared_seconds(patient, limit, probes) for patient in self.patients],
             entries=[
                 Entry(
                     probe=probe.name,
                     options=_options(probe),
-                    seconds=[self._seconds(patient, probe) for patient in self.patients],
+                    seconds=[self._seconds(place, probe) for place in places],
+                    limit=limit,
                 )
-                for probe in probes
+                for probe, limit in chosen
             ],
+            passes={
+                str(limit): [self._seconds_of_pass(place, probes, limit) for place in places]
+                for limit, probes in passes.items()
+            },
         )
 
-    def _seconds(self, patient: Patient, probe: Probe) -> float:
-        """Of what is not stored of a probe's own work."""
-        return 0.0 if self._stored(patient, probe) else patient.pace.of(probe)
+    def _seconds(self, place: int, probe: Probe) -> float:
+        """Return what a probe's own work takes, if it is not stored."""
+        return 0.0 if self._is_stored(place, probe) else self.paces[place].of(probe)
 
-    def _shared_seconds(self, patient: Patient, limit: int | None, probes: Sequence[Probe] | None = None) -> float:
-        missing = [
-            probe
-            for probe in (self.streaming if probes is None else streaming(probes))
-            if not self._stored(patient, probe, limit)
-        ]
-        images = len(patient.subject) if limit is None else min(limit, len(patient.subject))
-        return patient.pace.of_shared_pass(missing, images) if missing else 0.0
+    def _seconds_of_pass(self, place: int, probes: Sequence[Probe], limit: int | None) -> float:
+        missing = [probe for probe in probes if not self._is_stored(place, probe, limit)]
+        count = len(self.stores[place].subject)
+        images = count if limit is None else min(limit, count)
+        return self.paces[place].of_shared_pass(missing, images) if missing else 0.0
 
-    def _stored(self, patient: Patient, probe: Probe, limit: int | None = None) -> bool:
-        return not self.fresh and patient.path(probe, limit).is_file()
+    def _is_stored(self, place: int, probe: Probe, limit: int | None = None) -> bool:
+        return not self.fresh and self.stores[place].has(probe, limit)
 
     def _path(self, budget: float) -> Path:
-        """Where the plan is remembered: by all that it depends on but the clock."""
-        networks = [(p.subject.digest, p.subject.data_digest, p.subject.seed) for p in self.patients]
+        """Return where the plan is remembered: by all that it depends on but the clock."""
+        subjects = [store.subject for store in self.stores]
+        networks = [(subject.digest, subject.data_digest, subject.seed) for subject in subjects]
         probes = [(probe.name, probe.revision, [_options(form) for form in forms(probe)]) for probe in self.probes]
-        return self.patients[0].store.folder / f"{fingerprint(budget, networks, probes, self.limits)[:12]}.plan"
+        key = fingerprint(SCHEMA, budget, networks, probes, self.limits)
+        return self.stores[0].folder / f"{key[:12]}.plan"
+
+
+def _pass_of(probe: StreamingProbe) -> str:
+    return WHOLE if probe.on_all_images else SHARED
 
 
 def _options(probe: Probe) -> dict[str, Any]:
-    """The options that were given, as a plan has them."""
+    """Return the options that were given, as a plan has them."""
     options: dict[str, Any] = plain_data(given(probe), probe.name)
     return options
 
 
 def _read(path: Path) -> Plan | None:
-    """The plan at `path`, if there is one that can be read."""
+    """Return the plan at `path`, if there is one that can be read."""
     if not path.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Where measurements are kept, and finding one that has been made already.
+"""Where a subject's measurements are kept, and finding one that has been made already.
 
 A run directory keeps those of its network in `exams/`; those of other networks are in `exams/NAME-DIGEST/` of the
 current directory, or wherever the user says. A file is named after its probe and the digest of what the result
@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vitclinic._core.errors import RunError
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import SCHEMA, Measurement
 from vitclinic._core.time import seconds
-from vitclinic.probes import Probe, Subject, conditions_of, known_probes, seen_by
-from vitclinic.training import Run
+from vitclinic.probes import Probe, StreamingProbe, Subject, conditions_of, known_probes, seen_by
 
 log = logging.getLogger(__name__)
 
@@ -41,31 +41,39 @@ def read_measurement(path: Path) -> Measurement:
 
 
 class Store:
-    """A folder of measurements."""
+    """The measurements of one subject on disk.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    A `limit` is the number of images that a plan has chosen for a streaming probe; other probes choose their own.
+    """
 
-    @classmethod
-    def of(cls, subject: Subject, run: Run | None, out: Path | None) -> Store:
-        """The store of a subject, which is that of its run if it has one."""
-        if run is not None and out is None:
-            return cls(run.path / "exams")
-        short = re.sub(r"@.*/", "@", subject.name)  # of a file of weights, its name
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", short).strip("-.")[:80] or "network"
-        return cls((out or Path("exams")) / f"{name}-{subject.digest[:8]}")
+    def __init__(self, subject: Subject, out: Path | None = None) -> None:
+        self.subject = subject
+        self.folder = _folder(subject, out)
 
-    def path(self, probe: Probe, subject: Subject) -> Path:
-        """Where the measurement of `subject` by `probe` is, or will be."""
-        subject = seen_by(probe, subject)
+    def view(self, probe: Probe, limit: int | None = None) -> Subject:
+        """Return what a probe is given: the subject, with at most `limit` images for a streaming probe."""
+        if limit is None or not isinstance(probe, StreamingProbe):
+            return self.subject
+        return self.subject.on(self.subject.split, limit)
+
+    def path(self, probe: Probe, limit: int | None = None) -> Path:
+        """Return where the measurement by `probe` is, or will be."""
+        subject = seen_by(probe, self.view(probe, limit))
         options = probe.model_dump(mode="json", exclude_defaults=True, exclude={"budget"})
         identity = [probe.revision, options, conditions_of(probe, subject), subject.seed]
         key = fingerprint(SCHEMA, probe.name, subject.digest, subject.data_digest, *identity)
         return self.folder / f"{probe.name}-{key[:12]}.json"
 
-    def find(self, probe: Probe, subject: Subject) -> Measurement | None:
-        """The stored measurement, if it can be reused; a damaged one is made anew, with a message."""
-        path = self.path(probe, subject)
+    def has(self, probe: Probe, limit: int | None = None) -> bool:
+        """Tell whether something is stored, of whatever status."""
+        return self.path(probe, limit).is_file()
+
+    def find(self, probe: Probe, limit: int | None = None, *, however_short: bool = False) -> Measurement | None:
+        """Return the stored measurement, if it can be reused; a damaged one is made anew, with a message.
+
+        One that was cut for want of time is reused by a probe that has no more, or `however_short` its time was.
+        """
+        path = self.path(probe, limit)
         if not path.is_file():
             return None
         try:
@@ -74,17 +82,77 @@ class Store:
             log.warning("%s It is measured anew.", error)
             return None
         # The batch may have been halved since the path was named, and the result be another's.
-        same = stored.conditions == conditions_of(probe, subject)
-        return stored if same and stored.status in REUSED and _far_enough(stored, probe) else None
+        same = stored.conditions == conditions_of(probe, seen_by(probe, self.view(probe, limit)))
+        usable = same and stored.status in REUSED
+        return stored if usable and (however_short or _is_far_enough(stored, probe)) else None
+
+    def write(self, measurement: Measurement, path: Path) -> None:
+        """Store a measurement. Unfinished work stays where it helps: after a failure, or if time had run out."""
+        measurement.write(path)
+        if is_final(measurement):
+            partial_path(path).unlink(missing_ok=True)
+
+
+class ExamRecord:
+    """What is stored, made and left undone of one subject in the course of an exam."""
+
+    def __init__(self, subject: Subject, out: Path | None) -> None:
+        self.subject, self.store = subject, Store(subject, out)
+        self.probes: list[Probe] = []
+        self.limits: Mapping[str, int | None] = {}
+        self.files: dict[str, Path] = {}
+        self.found: dict[str, Measurement] = {}
+        self.made: dict[str, Measurement] = {}
+        self.skipped: dict[str, str] = {}
+
+    def expect(self, probes: Sequence[Probe], limits: Mapping[str, int | None]) -> None:
+        """Note what is to be measured, a streaming probe on at most so many images, and where it goes."""
+        self.probes = list(probes)
+        self.limits = limits
+        self.files = {probe.name: self.store.path(probe, self.limits[probe.name]) for probe in probes}
+        self.subject.scratch.update({name: partial_path(path) for name, path in self.files.items()})
+
+    def read(self, fresh: bool, repeated: bool) -> dict[str, Measurement]:
+        """Return what is stored and may be reused: if nothing may, unfinished work goes, too."""
+        if fresh:
+            for path in self.subject.scratch.values():
+                path.unlink(missing_ok=True)
+            return {}
+        stored = {
+            probe.name: self.store.find(probe, self.limits[probe.name], however_short=repeated) for probe in self.probes
+        }
+        return {name: measurement for name, measurement in stored.items() if measurement is not None}
+
+    def write(self, measurement: Measurement) -> None:
+        """Store a measurement."""
+        self.store.write(measurement, self.files[measurement.probe])
+
+    @property
+    def missing(self) -> list[Probe]:
+        """The probes whose measurements are not stored."""
+        return [probe for probe in self.probes if probe.name not in self.found]
+
+
+def partial_path(path: Path) -> Path:
+    """Return where the unfinished work of the measurement at `path` lies."""
+    return path.with_suffix(".partial")
 
 
 def is_final(measurement: Measurement) -> bool:
-    """Whether more time would not change it: then its unfinished work is of no more use."""
+    """Tell whether more time would not change it: then its unfinished work is of no more use."""
     return measurement.status == "ok" or (measurement.status == "not_converged" and _allowed(measurement) == math.inf)
 
 
-def _far_enough(stored: Measurement, probe: Probe) -> bool:
-    """Whether it has come to its end, or had as long as `probe` may take."""
+def _folder(subject: Subject, out: Path | None) -> Path:
+    if subject.run is not None and out is None:
+        return Path(subject.run.path) / "exams"
+    short = re.sub(r"@.*/", "@", subject.name)  # of a file of weights, its name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", short).strip("-.")[:80] or "network"
+    return (out or Path("exams")) / f"{name}-{subject.digest[:8]}"
+
+
+def _is_far_enough(stored: Measurement, probe: Probe) -> bool:
+    """Tell whether it has come to its end, or had as long as `probe` may take."""
     wanted = getattr(probe, "budget", None)
     return is_final(stored) or _allowed(stored) >= (math.inf if wanted is None else seconds(wanted))
 

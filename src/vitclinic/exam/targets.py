@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,11 +20,12 @@ from torch import nn
 
 from vitclinic._core.errors import ModelError, RecipeError, did_you_mean
 from vitclinic._core.hashing import fingerprint
-from vitclinic.data import DataConfig
+from vitclinic.data import DataConfig, Dataset, Normalization
 from vitclinic.data.decoding import Size
 from vitclinic.exam.libraries import from_hugging_face, from_timm, from_torchvision, seeded
 from vitclinic.models import Normalised
-from vitclinic.probes import PastWeights, Training
+from vitclinic.probes import PastWeights, Subject, Training
+from vitclinic.probes.loading import name_classes
 from vitclinic.probes.subject import check_ready
 from vitclinic.training import Run, load
 from vitclinic.training.callbacks import read_projections
@@ -65,9 +67,15 @@ RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model
 """Keywords of the libraries' factories, which say what the rest of a target says already."""
 
 
+OpenDataset = Callable[[DataConfig | None, str, Size | None, int | None], Dataset]
+
+Target = str | Path | Run | nn.Module
+"""What can be examined."""
+
+
 @dataclass(frozen=True)
-class Target:
-    """A network to examine, and what its images must be where that is not left to the data."""
+class Network:
+    """A network that has not met its images yet, and what these must be where that is not left to the data."""
 
     name: str
     network: nn.Module
@@ -97,17 +105,51 @@ class Target:
         return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))
 
 
-def resolve(target: str | Path | Run | nn.Module, device: torch.device, random_weights: bool = False) -> Target:
-    """The target that was meant, its network in eval mode on `device` (a network given as such stays as it is)."""
+def open_subject(
+    target: Target,
+    open_dataset: OpenDataset,
+    *,
+    device: torch.device,
+    random_weights: bool = False,
+    normalization: Normalization | None = None,
+    **options: Any,
+) -> Subject:
+    """Return the subject that a target names.
+
+    Args:
+        target: A network, which stays as it is, or whatever names one; that is then in eval mode on `device`.
+        open_dataset: Opens the data, given what a run was trained on, the network's name, and the size and channels of
+            its images where these are fixed.
+        device: Where to put the network.
+        random_weights: Do not ask for pretrained weights of a library's network.
+        normalization: What the input of a network given as a module is normalized by, if it does not do it itself.
+        options: Other arguments of `Subject`.
+    """
+    found = resolve(target, device, random_weights)
+    dataset = open_dataset(found.data, found.name, found.size, found.channels)
+    network = found.network if normalization is None else Normalised(found.network, *normalization)
+    return Subject(
+        network,
+        name_classes(dataset, network, options.get("seed", 0)),
+        name=found.name,
+        output_names=found.output_names,
+        training=found.training,
+        run=found.run,
+        **options,
+    )
+
+
+def resolve(target: Target, device: torch.device, random_weights: bool = False) -> Network:
+    """Return the network that a target names, in eval mode on `device`; one given as such stays as it is."""
     if isinstance(target, nn.Module):
-        return Target(type(target).__name__, target)
+        return Network(type(target).__name__, target)
     found = _resolve(str(target.path if isinstance(target, Run) else target), random_weights)
     check_ready(found.network, found.name)
     found.network.eval().to(device)
     return found
 
 
-def _resolve(text: str, random_weights: bool) -> Target:
+def _resolve(text: str, random_weights: bool) -> Network:
     before, _, after = text.rpartition("@")
     for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
         if folder and (Path(folder).expanduser() / "recipe.yaml").is_file():
@@ -117,17 +159,17 @@ def _resolve(text: str, random_weights: bool) -> Target:
         return _from_library(text, library, rest, random_weights)
     if colon and library and rest:
         network = _call(text, library, rest)
-        return Target(text, network, channels=_channels(network))
+        return Network(text, network, channels=_channels(network))
     raise RecipeError(f"'{text}' is not a target: {_advice(text)}")
 
 
-def _run(text: str, folder: Path, checkpoint: str) -> Target:
+def _run(text: str, folder: Path, checkpoint: str) -> Network:
     run = Run.open(folder)
     height, width = run.data_facts["size"]
-    return Target(text, load(folder, checkpoint or None), (height, width), run.data_facts["channels"], run)
+    return Network(text, load(folder, checkpoint or None), (height, width), run.data_facts["channels"], run)
 
 
-def _from_library(text: str, library: str, rest: str, random_weights: bool) -> Target:
+def _from_library(text: str, library: str, rest: str, random_weights: bool) -> Network:
     described, at, file = rest.partition("@")
     if at and random_weights:
         raise RecipeError(f"'{text}' names a file of weights; leave out --random-weights.")
@@ -146,7 +188,7 @@ def _from_library(text: str, library: str, rest: str, random_weights: bool) -> T
     else:
         build = from_timm if library == "timm" else from_torchvision
         network, size = build(name, keywords, path, pretrained)
-    return Target(text, network, size, len(network.mean))
+    return Network(text, network, size, len(network.mean))
 
 
 def _keywords(query: str, text: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,6 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.records import Finding, Measurement, Scalar
 from vitclinic.exam import Exams, examine
 from vitclinic.exam.findings.rule import Evidence, high, low, shown
-from vitclinic.exam.schedule import Watcher
 from vitclinic.reports.page import write_report
 from vitclinic.training import Run, resume, train
 
@@ -67,9 +66,9 @@ def train_both(out: str | Path, *, callbacks: Sequence[Callback] = ()) -> tuple[
     return plain, treated
 
 
-def compare(plain: Run, treated: Run, page: str | Path, watcher: Watcher | None = None) -> Compared:
+def compare(plain: Run, treated: Run, page: str | Path, callbacks: Iterable[Callback] = ()) -> Compared:
     """Examine both networks, and write one page about them."""
-    exams = examine([plain, treated], budget=BUDGET, watcher=watcher)
+    exams = examine([plain, treated], budget=BUDGET, callbacks=callbacks)
     found = expected(exams[0], exams[1])
     networks = [exams[0].examined, replace(exams[1].examined, findings=[*exams[1].findings, *found])]
     return Compared(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))

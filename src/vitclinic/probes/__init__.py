@@ -28,7 +28,7 @@ from vitclinic.probes.features.lesion import Lesion
 from vitclinic.probes.features.sparsity import Sparsity
 from vitclinic.probes.features.token_similarity import TokenSimilarity
 from vitclinic.probes.features.variance import Variance
-from vitclinic.probes.loading import load_subject
+from vitclinic.probes.loading import find_normalization, load_subject
 from vitclinic.probes.norms import Norms
 from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import (
@@ -93,6 +93,7 @@ __all__ = [
     "block_structure",
     "cka_between",
     "conditions_of",
+    "find_normalization",
     "known_probes",
     "left_as_it_was",
     "load_subject",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class ProbeCollection:
         self._subject.dataset = self._all_images(self._subject.dataset)
         vars(self._subject).pop("data_digest", None)
         outcomes = {name: self._obstacles.get(name) or self._desk.outcome(name) for name in self.probes}
-        mode = "train" if self._training else "eval"
+        mode: Literal["eval", "train"] = "train" if self._training else "eval"
         return {
             name: recorded(
                 self.probes[name],

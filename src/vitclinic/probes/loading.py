@@ -12,6 +12,7 @@ from torch import nn
 
 from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, open_data
+from vitclinic.data.loader import LOADER
 from vitclinic.models import Normalised
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.subject import Subject, as_logits
@@ -60,8 +61,7 @@ def load_subject(
     else:
         dataset = open_data(data if isinstance(data, DataConfig) else str(data))
     network = model if normalization is None else Normalised(model, *normalization)
-    if is_loader(data):
-        dataset = _with_classes(dataset, network, options.get("seed", 0))
+    dataset = name_classes(dataset, network, options.get("seed", 0))
     return Subject(network, dataset, name=name or type(model).__name__, split=split, limit=limit, **options)
 
 
@@ -85,11 +85,13 @@ def find_normalization(
     return Normalization(list(own["mean"]), list(own["std"]))
 
 
-def _with_classes(dataset: Dataset, network: nn.Module, seed: int) -> Dataset:
-    """Name as many classes as the network has outputs, where the loader has no names and its labels allow it.
+def name_classes(dataset: Dataset, network: nn.Module, seed: int) -> Dataset:
+    """Name as many classes as the network has outputs, where a loader has no names and its labels allow it.
 
     Some classes may have no image among those that were read.
     """
+    if dataset.name != LOADER:
+        return dataset
     if dataset.classes != tuple(map(str, range(len(dataset.classes)))) or not len(dataset.classes):
         return dataset
     count = _count_outputs(network, dataset, seed)

@@ -202,6 +202,9 @@ class Tally:
 class StreamingProbe(Probe):
     """A probe that shares a forward pass with others: eval mode, no gradients, all images once, in order."""
 
+    on_all_images: ClassVar[bool] = False
+    """Planned first, and on all images if at all affordable: readers look for its number before any other."""
+
     def forwards(self, subject: Subject) -> float:
         return 0.0
 

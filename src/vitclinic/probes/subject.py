@@ -67,7 +67,8 @@ class Subject:
     `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
     `output_names` are the classes that the network's outputs mean, and `training` how it was trained, where that is
     known. `scratch` has, by the names of probes, the files where they may keep unfinished work (see `Partial`).
-    With several processes (`distributed`), each of which has this subject, probes divide their work among them.
+    `run` is the training run that it comes from, for those who know runs. With several processes (`distributed`), each
+    of which has this subject, probes divide their work among them.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Subject:
         scratch: dict[str, Path] | None = None,
         progress: Progress = lambda what, done, total: None,
         distributed: Distributed = ALONE,
+        run: Any = None,
     ) -> None:
         check_ready(network, name)
         self.network = network
@@ -102,6 +104,7 @@ class Subject:
         self.scratch = {} if scratch is None else scratch
         self.progress = progress
         self.distributed = distributed
+        self.run = run
 
     def on(self, split: str, limit: int | None = None, *, strict: bool = False) -> Subject:
         """Return the same network with at most `limit` images of that split; the same object for the same question.
@@ -154,6 +157,7 @@ class Subject:
             scratch=self.scratch,
             progress=self.progress,
             distributed=self.distributed,
+            run=self.run,
         )
         view._origin = self._origin  # what is true of the network is found out once
         return view

@@ -49,6 +49,7 @@ class Accuracy(StreamingProbe):
     }
     revision: ClassVar[int] = 3  # the interval of the ECE
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+    on_all_images: ClassVar[bool] = True
 
     bins: Annotated[int, Field(ge=1)] = Field(15, description="bins of the confidence")
 
