@@ -138,12 +138,29 @@ def test_hugging_face_from_a_local_folder(tmp_path):
         resolve(f"hf:{tmp_path}/none", CPU)
 
 
+def test_without_a_network_weights_come_from_the_cache_of_the_hub(tmp_path, monkeypatch):
+    torch.manual_seed(3)
+    network = timm.create_model("test_vit")
+    stored = tmp_path / "models--timm--test_vit.r160_in1k"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("abc")
+    (stored / "snapshots" / "abc").mkdir(parents=True)
+    save_file(network.state_dict(), stored / "snapshots" / "abc" / "model.safetensors")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("vitclinic.exam.libraries._is_offline", lambda: True)
+    found = resolve("timm:test_vit", CPU).network.backbone.state_dict()
+    assert all(torch.equal(value, found[key]) for key, value in network.state_dict().items())
+    with pytest.raises(ModelError, match=r"its cache has no weights of timm/test_vit2\.r160_in1k"):
+        resolve("timm:test_vit2", CPU)
+
+
 def test_without_weights_the_sentence_says_what_to_do(monkeypatch):
     def offline(name, *, pretrained, **keywords):
         if pretrained:
             raise ConnectionError("Max retries exceeded\nand a page of details")
         return vitclinic.models.create_model(name, **keywords)
 
+    monkeypatch.setattr("vitclinic.exam.libraries._is_offline", lambda: False)
     monkeypatch.setattr("vitclinic.exam.libraries.create_model", offline)
     with pytest.raises(ModelError) as caught:
         resolve("timm:resnet18", CPU)

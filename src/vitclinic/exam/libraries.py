@@ -8,16 +8,16 @@ import pickle
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
+from timm.models import get_pretrained_cfg
 from torch import Tensor, nn
 
 from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, did_you_mean
@@ -124,9 +124,12 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
         if file is not None and not file.is_file():
             raise missing(file)
         raise RecipeError(f"'{file}' does not say which network it is of; write timm:NAME@{file}.")
-    network = _built(
-        f"timm:{name}", lambda weights: create_model(name, pretrained=weights, **keywords), pretrained, keywords
-    )
+
+    def build(pretrained: bool) -> Normalised:
+        cached = {"pretrained_cfg_overlay": {"file": _cached_weights(name)}} if pretrained and _is_offline() else {}
+        return create_model(name, pretrained=pretrained, **cached, **keywords)
+
+    network = _built(f"timm:{name}", build, pretrained, keywords)
     if file is not None:
         fill(network.backbone, file, note=facts.get("note", ""))
     published = getattr(network.backbone, "pretrained_cfg", None) or {}
@@ -161,18 +164,19 @@ def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> 
     except ImportError:
         raise MissingExtraError(f"hf:{name}", "hf") from None
     auto: Any = transformers.AutoModelForImageClassification
+    only = {"local_files_only": _is_offline()}
     with _published(f"hf:{name}", keywords), seeded():
         if pretrained:
-            backbone = auto.from_pretrained(name, **keywords)
+            backbone = auto.from_pretrained(name, **only, **keywords)
         else:
-            backbone = auto.from_config(transformers.AutoConfig.from_pretrained(name, **keywords))
-    mean, std = _processing(transformers, name)
+            backbone = auto.from_config(transformers.AutoConfig.from_pretrained(name, **only, **keywords))
+    mean, std = _processing(transformers, name, only)
     return Normalised(backbone, mean, std), _size(getattr(backbone.config, "image_size", None))
 
 
-def _processing(transformers: Any, name: str) -> tuple[Sequence[float], Sequence[float]]:
+def _processing(transformers: Any, name: str, only: Mapping[str, bool]) -> tuple[Sequence[float], Sequence[float]]:
     try:
-        processor = transformers.AutoImageProcessor.from_pretrained(name, use_fast=True)
+        processor = transformers.AutoImageProcessor.from_pretrained(name, use_fast=True, **only)
     except (OSError, ValueError, ImportError):
         log.warning("hf:%s has no preprocessor_config.json; its pixels are scaled to [-1, 1].", name)
         return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -214,8 +218,7 @@ def _published(
     `find_fault` is called after a failure, to raise where it has another reason.
     """
     try:
-        with _hub_without_waiting():
-            yield
+        yield
     except Exception as error:  # urllib's, httpx's and the hub's errors have no common base
         find_fault()
         asked = f"{target} with these keywords" if keywords else target
@@ -230,16 +233,36 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _hub_without_waiting() -> AbstractContextManager[Any]:
-    """Where the hub's name does not resolve, only its cache is asked: its client would try for a minute."""
+def _is_offline() -> bool:
+    """Tell whether the hub's name does not resolve: its client would try for a minute, so only its cache is asked."""
     from huggingface_hub import constants
 
     try:
         if not getproxies():  # behind a proxy, names may resolve only there
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
-        return mock.patch.object(constants, "HF_HUB_OFFLINE", True)
-    return nullcontext()
+        return True
+    return False
+
+
+def _cached_weights(name: str) -> str | None:
+    """Return the file of a timm network's weights in the hub's cache; None if timm has them from elsewhere.
+
+    Raises:
+        OSError: The hub has the weights, and its cache has not.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    published = get_pretrained_cfg(name, allow_unregistered=True)
+    if published is None or not published.hf_hub_id:
+        return None
+    repository, _, revision = published.hf_hub_id.partition("@")
+    names = [published.hf_hub_filename] if published.hf_hub_filename else ["model.safetensors", "pytorch_model.bin"]
+    for file in names:
+        found = try_to_load_from_cache(repository, file, revision=revision or None)
+        if isinstance(found, str):
+            return found
+    raise OSError(f"the hub cannot be reached, and its cache has no weights of {repository}")
 
 
 def _size(size: Any) -> Size | None:

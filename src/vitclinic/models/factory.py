@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import timm
 import torch
@@ -67,8 +66,6 @@ def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-_building = threading.Lock()
-
 
 def create_model(
     name: str,
@@ -120,8 +117,7 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
 def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
     """timm's network; what it refuses for a reason of its signature only is tried again in another way."""
     try:
-        with _building:
-            return _create(name, pretrained, keywords)
+        return _create(name, pretrained, keywords)
     except TypeError as error:
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and unexpected[1] == "img_size":
@@ -140,18 +136,32 @@ def _create(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
     except TypeError as error:
         if "multiple values for keyword" not in str(error):
             raise
-    # Some entry points write `dict(patch_size=16, **kwargs)`: call them bare, and add our keywords where the
-    # class is called.
-    module = sys.modules[model_entrypoint(name).__module__]
-    build = module.build_model_with_cfg
+    name, _, tag = name.partition(".")
+    built = _entry_point(name, keywords)(pretrained=pretrained, pretrained_cfg=tag or None)
+    return built
 
-    def with_our_keywords(*arguments: Any, **theirs: Any) -> nn.Module:
-        network: nn.Module = build(*arguments, **{**theirs, **keywords})
+
+def _entry_point(name: str, keywords: dict[str, Any]) -> Callable[..., nn.Module]:
+    """Return timm's entry point, changed so that `keywords` replace its own arguments of the network's class.
+
+    Some entry points write `dict(patch_size=16, **kwargs)`, which cannot be overridden from outside. This is a copy of
+    the functions of its module in which those that build the class add our keywords; timm itself stays as it is.
+    """
+    module = sys.modules[model_entrypoint(name).__module__]
+    namespace = dict(vars(module))
+
+    def build(*arguments: Any, **theirs: Any) -> nn.Module:
+        network: nn.Module = module.build_model_with_cfg(*arguments, **{**theirs, **keywords})
         return network
 
-    with mock.patch.object(module, "build_model_with_cfg", with_our_keywords):
-        built = timm.create_model(name, pretrained=pretrained)
-    return built
+    for key, value in vars(module).items():
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            copied = FunctionType(value.__code__, namespace, value.__name__, value.__defaults__, value.__closure__)
+            copied.__kwdefaults__ = value.__kwdefaults__
+            namespace[key] = copied
+    namespace["build_model_with_cfg"] = build
+    entry_point: Callable[..., nn.Module] = namespace[name]
+    return entry_point
 
 
 def _per_channel(values: Sequence[float], channels: int) -> list[float]:
