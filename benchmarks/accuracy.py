@@ -83,7 +83,7 @@ def bare_loop(data: Dataset, seed: int) -> float:
 
 def ours(source: str, seed: int, out: Path) -> float:
     """Test accuracy that the run reports (its best checkpoint on val)."""
-    recipe = build_recipe("cifar10", [f"data={source}", f"seed={seed}", "validation.every=4", f"out={out}"])
+    recipe = build_recipe("cifar10", {"data": source, "seed": seed, "validation.every": 4, "out": out})
     if not (out / "recipe.yaml").exists():
         train(recipe)
     elif Run.open(out).status["status"] != "finished":
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/accuracy"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    data = open_data(build_recipe("cifar10", [f"data={options.data}"]).data)
+    data = open_data(build_recipe("cifar10", {"data": options.data}).data)
     stored = options.out / "bare.json"
     bare: dict[str, float] = json.loads(stored.read_text()) if stored.exists() else {}
     pairs = []

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from vitclinic.anatomy import Anatomy, AttentionMap, record_attention, stream
 from vitclinic.data import Dataset, evaluation_batches, open_data
 from vitclinic.experiments.study import Pool
-from vitclinic.training import Run, build_recipe, load
+from vitclinic.training import Run, build_recipe, load_model
 
 Numbers = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "remedies.json"
@@ -172,7 +172,7 @@ def measured(run: Run, group: str, data: Dataset) -> Numbers:
         return {**numbers, "step": run.status["step"]}
     numbers["test_accuracy"] = run.results["test"]["accuracy"]
     for measure in MEASURES[group]:
-        numbers |= measure(load(run.path, "last"), data)
+        numbers |= measure(load_model(run.path, "last"), data)
     return numbers
 
 

@@ -33,7 +33,7 @@ def main() -> None:
     picture = Path(__file__).resolve().parent / "demo.svg"
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         with display:
-            run = train("shapes", "out=runs/demo", callbacks=[display])
+            run = train("shapes", out="runs/demo", callbacks=[display])
         show_result(run, console)
     picture.write_text(console.export_svg(title="vitclinic"), encoding="utf-8")
 

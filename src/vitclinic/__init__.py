@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vitclinic.experiments.prescribe.prescribe import prescribe
     from vitclinic.experiments.study.conduct import study
     from vitclinic.models import create_model
-    from vitclinic.training import Recipe, Run, build_recipe, load, resume, train
+    from vitclinic.training import Recipe, Run, build_recipe, load_model, resume, train
     from vitclinic.treatments import treat
 
 __version__ = version("vitclinic")
@@ -43,7 +43,7 @@ _HOMES = {
     "Recipe": "vitclinic.training",
     "Run": "vitclinic.training",
     "build_recipe": "vitclinic.training",
-    "load": "vitclinic.training",
+    "load_model": "vitclinic.training",
     "resume": "vitclinic.training",
     "train": "vitclinic.training",
     "treat": "vitclinic.treatments",
@@ -66,7 +66,7 @@ __all__ = [
     "create_model",
     "examine",
     "functional",
-    "load",
+    "load_model",
     "open_data",
     "prescribe",
     "report",

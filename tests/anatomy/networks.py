@@ -118,7 +118,7 @@ def _huggingface() -> dict[str, Builder]:
     }
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """A network that carries its own normalisation, as vitclinic's do."""
 
     def __init__(self, backbone: nn.Module) -> None:
@@ -144,7 +144,7 @@ _SPECIAL: dict[str, Builder] = {
     "vit, no position": lambda: tiny_vit(pos_embed="none"),
     "vit, post-norm": lambda: tiny_vit(block_fn=timm.models.vision_transformer.ResPostBlock),
     "vit, layer scale and drop path": lambda: tiny_vit(init_values=1e-5, drop_path_rate=0.2),
-    "vit, normalised": lambda: Normalised(tiny_vit()),
+    "vit, normalised": lambda: Normalized(tiny_vit()),
     "swin, not square, padded": lambda: timm.models.SwinTransformer(
         img_size=(72, 104),
         window_size=4,

@@ -17,7 +17,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from tests.anatomy.networks import NETWORKS, Normalised, cut, shaken, tiny_vit
+from tests.anatomy.networks import NETWORKS, Normalized, cut, shaken, tiny_vit
 from vitclinic._core import registry as plugins
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic.anatomy import Anatomy, Family, out_of, register_family, taps
@@ -97,7 +97,7 @@ def test_an_unknown_network_is_described_and_can_be_registered() -> None:
     ):
         assert part in str(caught.value)
     register_family(documented_family())
-    anatomy = Anatomy.of(Normalised(MyNet()))
+    anatomy = Anatomy.of(Normalized(MyNet()))
     assert [unit.name for unit in anatomy.units] == ["stem", "blocks.0.conv", "blocks.1.conv", "head"]
 
 
@@ -114,10 +114,10 @@ def test_a_family_can_come_from_another_package(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "wrap",
     [
-        Normalised,
+        Normalized,
         nn.DataParallel,
         partial(torch.compile, backend="eager"),
-        lambda network: nn.DataParallel(torch.compile(Normalised(network), backend="eager")),
+        lambda network: nn.DataParallel(torch.compile(Normalized(network), backend="eager")),
     ],
     ids=["normalised", "data parallel", "compiled", "all of them"],
 )
@@ -148,7 +148,7 @@ def test_a_network_under_ddp_is_read_through_its_wrapper(tmp_path: Path) -> None
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(Normalised(tiny_vit()))
+        wrapped = nn.parallel.DistributedDataParallel(Normalized(tiny_vit()))
         anatomy = Anatomy.of(wrapped)
         with taps({"x": anatomy.units[2].output}, grad=True) as seen:
             wrapped(torch.rand(2, 3, 32, 48))
@@ -268,7 +268,7 @@ class Headed(nn.Module):
 def test_a_backbone_with_a_head_of_its_own_is_no_wrapper() -> None:
     with pytest.raises(UnknownStructureError, match=r"Headed, whose children are backbone \(VisionTransformer\), head"):
         Anatomy.of(Headed(tiny_vit()))
-    scaled = Normalised(tiny_vit())
+    scaled = Normalized(tiny_vit())
     scaled.temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(UnknownStructureError):
         Anatomy.of(scaled)

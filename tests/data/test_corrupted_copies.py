@@ -79,7 +79,7 @@ def test_a_copy_of_a_test_split_can_be_examined_and_says_that_it_cannot_be_train
     ):
         corrupt_data(str(folder), tmp_path / "again", split="train")
     with pytest.raises(DataError, match="no training images; it can be examined, not trained on"):
-        vitclinic.train(None, f"data={folder}", "steps=1", f"out={tmp_path / 'run'}")
+        vitclinic.train(data=folder, steps=1, out=tmp_path / "run")
 
 
 def test_a_limit_is_a_part_of_the_same_copy(source, tmp_path):

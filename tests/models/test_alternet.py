@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models.test_preact_resnet import conv_parameters
-from vitclinic import load, train
+from vitclinic import load_model, train
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy, record_attention
 from vitclinic.models import alternating, create_model
@@ -238,7 +238,7 @@ def test_two_steps_of_training(tmp_path):
     }
     run = train(recipe)
     assert [row["step"] for row in run.metrics if row["kind"] == "train"][-1] == 2
-    network = load(run.path)
+    network = load_model(run.path)
     assert pattern(network.backbone) == ["C", "CM", "CM", "CMCM"]
     assert network(torch.rand(2, 1, 8, 8)).shape == (2, 10)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy
-from vitclinic.models import BuildUp, Normalised, alternate, create_model
+from vitclinic.models import BuildUp, Normalized, alternate, create_model
 from vitclinic.models.msa_block import MsaBlock, PostActMsaBlock
 
 OPTIONS = {"heads": (1, 2, 2, 4), "head_width": 4, "window": 3}
@@ -53,7 +53,7 @@ def proposals(rule, answers):
 
 
 def core(network):
-    return network.backbone if isinstance(network, Normalised) else network
+    return network.backbone if isinstance(network, Normalized) else network
 
 
 def test_all_improve_alternates_through_every_stage():
@@ -124,7 +124,7 @@ def test_a_proposal_changes_its_block_only(name):
     blocks = {"layer4.3", "layer4.1"}
     replaced = {key for key, module in core(candidate).named_modules() if isinstance(module, kind)}
     assert replaced == blocks
-    inside = tuple(f"{'backbone.' if isinstance(network, Normalised) else ''}{block}." for block in blocks)
+    inside = tuple(f"{'backbone.' if isinstance(network, Normalized) else ''}{block}." for block in blocks)
     kept = {key: value for key, value in before.items() if not key.startswith(inside)}
     after = {key: value for key, value in candidate.state_dict().items() if not key.startswith(inside)}
     assert kept.keys() == after.keys()

@@ -80,3 +80,15 @@ def test_a_network_that_does_not_fit_the_images():
         check_fit(network, 3, (8, 8), 1000)
     with pytest.raises(ModelError, match="1000"):
         check_fit(create_model("resnet18", channels=[4, 4, 8, 8]), 3, (32, 32), 10)
+
+
+def test_without_normalization_it_is_timms_own_network():
+    torch.manual_seed(0)
+    bare = create_model("vit_tiny_fitted", img_size=16, depth=1, num_classes=3, normalize=False).eval()
+    torch.manual_seed(0)
+    whole = create_model("vit_tiny_fitted", img_size=16, depth=1, num_classes=3).eval()
+    pixels = torch.rand(2, 3, 16, 16)
+    assert type(bare).__module__.startswith("timm.")
+    assert torch.equal(whole(pixels), bare((pixels - whole.mean) / whole.std))
+    with pytest.raises(ModelError, match="mean and std are to normalize by"):
+        create_model("resnet18", normalize=False, mean=[0.5] * 3)

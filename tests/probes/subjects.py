@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.anatomy.networks import shaken
 from vitclinic.data import Dataset, Split
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 from vitclinic.probes import Subject
 
 CLASSES = 5
@@ -57,7 +57,7 @@ def vit(**keywords) -> nn.Module:
 
 
 NETWORKS = {
-    "vit": lambda: Normalised(vit(drop_rate=0.1), [0.5] * 3, [0.25] * 3),
+    "vit": lambda: Normalized(vit(drop_rate=0.1), [0.5] * 3, [0.25] * 3),
     "resnet": lambda: timm.create_model("resnet18", channels=(8, 8, 16, 16), layers=(1, 1, 1, 1), num_classes=CLASSES),
     "mixer": lambda: timm.models.MlpMixer(img_size=SIZE, patch_size=4, embed_dim=16, num_blocks=2, num_classes=CLASSES),
     "torchvision vit": lambda: torchvision.models.VisionTransformer(SIZE, 4, 2, 2, 16, 32, num_classes=CLASSES),

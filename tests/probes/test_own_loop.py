@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from vitclinic._core.errors import DataError, RecipeError
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 from vitclinic.probes import (
     CKA,
     DoesNotApply,
@@ -145,7 +145,7 @@ def test_a_loader_that_normalizes_is_handled_when_told(images, labels):
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
     outside = DataLoader(TensorDataset((images - mean) / std, labels), batch_size=8)
     inside = DataLoader(TensorDataset(images, labels), batch_size=8)
-    expected = numbers(Norms()(Normalised(build(), MEAN, STD), inside))
+    expected = numbers(Norms()(Normalized(build(), MEAN, STD), inside))
     for given, normalized in ((outside, None), (outside, True), (inside, None), (inside, False)):
         found = numbers(Norms()(build(), given, mean=MEAN, std=STD, normalized=normalized))
         assert found[0] == pytest.approx(expected[0], rel=1e-5)

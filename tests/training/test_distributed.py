@@ -75,7 +75,7 @@ def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, toleranc
 def test_scores_of_two_processes_are_those_of_the_network_they_store(recipe, tmp_path):
     """BatchNorm and averaged weights: every process must score the same network."""
     from vitclinic.tasks import Classification
-    from vitclinic.training import load
+    from vitclinic.training import load_model
 
     model = {"name": "resnet18", "channels": [4, 4, 8, 8]}
     file = tmp_path / "recipe.yaml"
@@ -84,7 +84,7 @@ def test_scores_of_two_processes_are_those_of_the_network_they_store(recipe, tmp
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     run = Run(tmp_path / "run")
-    score = Classification().evaluate(load(run.path), open_data(run.recipe.data), "val", ALONE)
+    score = Classification().evaluate(load_model(run.path), open_data(run.recipe.data), "val", ALONE)
     assert score["correct"] == run.results["val"]["correct"]
     assert score["nll"] == pytest.approx(run.results["val"]["nll"], rel=1e-5)
 

@@ -8,7 +8,7 @@ import torch
 from vitclinic._core.callback import Callback
 from vitclinic.data import TrainingStream, open_data
 from vitclinic.data.dataset import DataConfig
-from vitclinic.training import build_recipe, load, train
+from vitclinic.training import build_recipe, load_model, train
 from vitclinic.training.network import build_network
 
 
@@ -97,7 +97,7 @@ def test_fp16_overflow_is_skipped_by_the_scaler(tiny):
 @pytest.mark.slow
 def test_compiled_training_gives_an_ordinary_network(tiny):
     run = train(tiny(compile=True, steps=2))
-    assert load(run.path)(torch.rand(1, 1, 8, 8)).shape == (1, 10)
+    assert load_model(run.path)(torch.rand(1, 1, 8, 8)).shape == (1, 10)
 
 
 @pytest.mark.parametrize("change", [{"loss": "sigmoid"}, {"schedule": "linear"}, {"optimizer": "lamb"}, {"clip": None}])
@@ -137,7 +137,7 @@ def test_the_best_checkpoint_is_the_one_tested(tiny):
     from vitclinic._core.distributed import ALONE
     from vitclinic.tasks import Classification
 
-    score = Classification().evaluate(load(run.path), open_data(run.recipe.data), "test", ALONE)
+    score = Classification().evaluate(load_model(run.path), open_data(run.recipe.data), "test", ALONE)
     assert {**score, "step": run.results["val"]["step"]} == run.results["test"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic.training import Run, load, resume, train
+from vitclinic.training import Run, load_model, resume, train
 
 
 def test_a_finished_run_holds_everything(tiny):
@@ -27,13 +27,13 @@ def test_a_finished_run_holds_everything(tiny):
 
 def test_load_gives_the_trained_network_back(tiny):
     run = train(tiny())
-    network = load(run.path)
+    network = load_model(run.path)
     assert not network.training
     pixels = torch.rand(4, 1, 8, 8)
-    assert torch.equal(network(pixels), load(run.path, "best")(pixels))
-    assert load(run.path, "last")(pixels).shape == (4, 10)
+    assert torch.equal(network(pixels), load_model(run.path, "best")(pixels))
+    assert load_model(run.path, "last")(pixels).shape == (4, 10)
     with pytest.raises(RunError, match="no checkpoint 'epoch-3'"):
-        load(run.path, "epoch-3")
+        load_model(run.path, "epoch-3")
 
 
 def test_a_run_without_out_gets_a_name_of_its_own(tiny, tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ def test_nothing_is_written_over(tiny, tmp_path):
 
 
 def test_not_a_run(tmp_path):
-    for action in (resume, load, Run.open):
+    for action in (resume, load_model, Run.open):
         with pytest.raises(RunError, match=r"no recipe\.yaml"):
             action(tmp_path)
 
@@ -132,8 +132,8 @@ def test_a_resumed_run_keeps_its_recipe(tiny):
     run = Run.open(tiny()["out"])
     assert run.status["status"] == "failed"
     with pytest.raises(RecipeError, match="seed cannot change"):
-        resume(run.path, "seed=4")
-    assert resume(run.path, "workers=1").status["status"] == "finished"
+        resume(run.path, ["seed=4"])
+    assert resume(run.path, workers=1).status["status"] == "finished"
 
 
 def test_moved_data_can_be_named_anew(tiny, tmp_path, picture):
@@ -150,8 +150,8 @@ def test_moved_data_can_be_named_anew(tiny, tmp_path, picture):
         train(tiny(data=str(tmp_path / "set")), callbacks=[Stop()])
     (tmp_path / "set").rename(tmp_path / "moved")
     with pytest.raises(RecipeError, match="out cannot change"):
-        resume(tmp_path / "run", f"data={tmp_path / 'moved'}", "out=elsewhere")
-    assert resume(tmp_path / "run", f"data={tmp_path / 'moved'}").status["status"] == "finished"
+        resume(tmp_path / "run", {"out": "elsewhere"}, data=tmp_path / "moved")
+    assert resume(tmp_path / "run", data=tmp_path / "moved").status["status"] == "finished"
 
 
 def test_a_directory_whose_making_was_cut_off_can_be_used(tiny, tmp_path):
@@ -185,4 +185,4 @@ def test_very_few_images_of_one_class_train(tiny, tmp_path, picture, count):
         picture(number, (8, 8)).save(tmp_path / "set" / "only" / f"{number}.png")
     run = train(tiny(data=str(tmp_path / "set")))
     assert run.status["status"] == "finished"
-    assert load(run.path)(torch.rand(1, 3, 8, 8)).shape == (1, 1)
+    assert load_model(run.path)(torch.rand(1, 3, 8, 8)).shape == (1, 1)

@@ -8,7 +8,7 @@ from torch import nn
 
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
-from vitclinic.training import load, resume, train
+from vitclinic.training import load_model, resume, train
 from vitclinic.treatments import Objective, Treatment, register
 from vitclinic.treatments.treatment import TREATMENTS
 
@@ -114,7 +114,7 @@ def test_all_seams_in_one_run(tiny):
 
 def test_a_treated_network_loads_back(tiny):
     run = train(tiny(treatments=ALL))
-    assert isinstance(load(run.path).backbone.head, Scaled)
+    assert isinstance(load_model(run.path).backbone.head, Scaled)
 
 
 def test_a_treated_run_resumes_exactly(tiny, tmp_path):

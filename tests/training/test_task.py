@@ -10,7 +10,7 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
 from vitclinic.tasks import Classification, Metric, Task, known_tasks, parse_task, register
 from vitclinic.tasks.task import TASKS
-from vitclinic.training import Run, build_recipe, load, resume, train
+from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.run import without_timing
 
 
@@ -58,7 +58,7 @@ def test_a_task_of_ones_own_trains_and_selects_by_its_own_number(tiny, brightnes
     assert set(status["results"]["test"]) == {"error", "squared_error", "count", "step"}
     assert all(row["loss"] == row["squared_error"] for row in rows)
     assert {name for row in run.metrics if row["kind"] == "train" for name in row["losses"]} == {"squared"}
-    assert load(run.path)(torch.rand(2, 1, 8, 8)).shape == (2, 1)
+    assert load_model(run.path)(torch.rand(2, 1, 8, 8)).shape == (2, 1)
 
 
 def test_a_task_of_ones_own_resumes_to_the_same_numbers(tiny, brightness, tmp_path):
@@ -120,7 +120,7 @@ def test_an_installed_package_adds_a_task(monkeypatch):
     class Point:
         name, value, group, dist = "brightness", "package:Brightness", "vitclinic.tasks", None
 
-        def load(self):
+        def load_model(self):
             return Brightness
 
     monkeypatch.setattr(TASKS, "_known", dict(TASKS._known))

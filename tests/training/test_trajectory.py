@@ -96,7 +96,7 @@ def test_rows_of_another_size_and_damaged_ones_are_sentences(tiny, tmp_path):
         train(tiny(logging={"trajectory": 20}), callbacks=[StopsAt(4)])
     run = Run(tmp_path / "run")
     with pytest.raises(RecipeError, match="projections of size 20"):
-        resume(run.path, "logging.trajectory=30")
+        resume(run.path, {"logging.trajectory": 30})
     (run.path / FILE).write_bytes(b"PK nothing")
     with pytest.raises(RunError, match="cannot be read"):
         resume(run.path)

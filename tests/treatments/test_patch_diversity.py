@@ -18,8 +18,8 @@ from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Augment, Batch, DataConfig, ImageSpec, open_data
 from vitclinic.tasks import Classification, Learner
-from vitclinic.training import load, resume, train
-from vitclinic.training.recipe import build_recipe
+from vitclinic.training import load_model, resume, train
+from vitclinic.training.overrides import build_recipe
 from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import (
     PatchDiversity,
@@ -290,7 +290,7 @@ def test_a_run_saves_and_loads_back_without_the_mixing_head(tmp_path):
     assert state["objectives"]["patch_mixing.head.weight"].shape == (10, 32)
     assert state["objectives"]["patch_mixing.head.bias"].abs().sum() > 0
     assert not any("head" in name and "backbone" not in name for name in model)
-    network = load(run.path, "last")
+    network = load_model(run.path, "last")
     assert all(torch.equal(value, model[name]) for name, value in network.state_dict().items())
     assert sum(len(module._forward_hooks) for module in network.modules()) == 0
 

@@ -10,7 +10,7 @@ import torch
 
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import TreatmentError
-from vitclinic.training import Recipe, build_recipe, load, resume, train
+from vitclinic.training import Recipe, build_recipe, load_model, resume, train
 from vitclinic.treatments import known_treatments, treatments_of
 
 VIT = {"name": "vit_tiny_fitted", "patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 2}
@@ -82,7 +82,7 @@ def test_a_treated_run_resumes_and_loads_back_exactly(tmp_path: Path, treatments
     assert cut.state.keys() == whole.state.keys()
     assert all(torch.equal(value, whole.state[name]) for name, value in cut.state.items())
 
-    network = load(run.path, "last")
+    network = load_model(run.path, "last")
     assert treatments_of(network) == whole.treated
     assert set(whole.treated) <= set(names(treatments))
     assert all(torch.equal(value, whole.state[name]) for name, value in network.state_dict().items())
@@ -115,6 +115,6 @@ def test_what_does_not_fit_is_said_before_anything_is_made(
 
 def test_the_order_of_treatments_is_kept(tmp_path: Path) -> None:
     run = train(recipe(tmp_path / "run", ["context_broadcasting", "conv_stem"]))
-    assert treatments_of(load(run.path)) == ("context_broadcasting", "conv_stem")
+    assert treatments_of(load_model(run.path)) == ("context_broadcasting", "conv_stem")
     other = build_recipe({**run.recipe.plain(), "treatments": ["conv_stem", "context_broadcasting"]})
     assert other.digest("") != run.recipe.digest("")

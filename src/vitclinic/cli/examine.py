@@ -118,7 +118,7 @@ def _names(probes: str | None) -> list[str] | None:
 
 def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
     """`probe.option=value` as {probe: {option: value}}."""
-    from vitclinic.training.recipe import parse_yaml
+    from vitclinic.training.overrides import parse_yaml
 
     options: dict[str, dict[str, Any]] = {}
     for word in words:

@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]]
 
 def list_recipes() -> Rows:
     """Shipped recipes with what their headers say: a description, then `key: value` lines."""
-    from vitclinic.training.recipe import shipped_recipes
+    from vitclinic.training.overrides import shipped_recipes
 
     return [{"name": name, **recipe_header(text)} for name, text in shipped_recipes().items()]
 

@@ -49,7 +49,7 @@ def prescribe(
     with resumable("every trial that has ended is stored"):
         from vitclinic.experiments.prescribe import prescribe as try_treatments
         from vitclinic.experiments.prescribe.display import Display, show_prescription
-        from vitclinic.training.recipe import parse_yaml
+        from vitclinic.training.overrides import parse_yaml
 
         console = console_for(verbose, quiet)
         first: list[str] = []

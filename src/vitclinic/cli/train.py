@@ -47,9 +47,9 @@ def train(
         raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
     with Display(console) as display:
         if resume is not None:
-            run = resume_run(resume, *changes, callbacks=[display])
+            run = resume_run(resume, changes, callbacks=[display])
         else:
-            run = train_run(recipe, *changes, callbacks=[display])
+            run = train_run(recipe, changes, callbacks=[display])
     finish(run, console)
 
 

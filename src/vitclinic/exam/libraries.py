@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, did_you_mean
 from vitclinic.data.decoding import Size
-from vitclinic.models import Normalised, create_model
+from vitclinic.models import Normalized, create_model
 from vitclinic.models.factory import IMAGENET_MEAN, IMAGENET_STD
 
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
@@ -106,7 +106,7 @@ log = logging.getLogger(__name__)
 
 N = TypeVar("N", bound=nn.Module)
 
-Loaded = tuple[Normalised, Size | None]
+Loaded = tuple[Normalized, Size | None]
 """A network, and the size of its images where only one will do."""
 
 
@@ -125,7 +125,7 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
             raise missing(file)
         raise RecipeError(f"'{file}' does not say which network it is of; write timm:NAME@{file}.")
 
-    def build(pretrained: bool) -> Normalised:
+    def build(pretrained: bool) -> Normalized:
         cached = {"pretrained_cfg_overlay": {"file": _cached_weights(name)}} if pretrained and _is_offline() else {}
         return create_model(name, pretrained=pretrained, **cached, **keywords)
 
@@ -154,7 +154,7 @@ def from_torchvision(name: str, keywords: dict[str, Any], file: Path | None, pre
         fill(backbone, file)
     transforms = published.transforms() if pretrained else None
     mean, std = getattr(transforms, "mean", IMAGENET_MEAN), getattr(transforms, "std", IMAGENET_STD)
-    return Normalised(backbone, mean, std), _size(getattr(backbone, "image_size", None))
+    return Normalized(backbone, mean, std), _size(getattr(backbone, "image_size", None))
 
 
 def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> Loaded:
@@ -171,7 +171,7 @@ def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> 
         else:
             backbone = auto.from_config(transformers.AutoConfig.from_pretrained(name, **only, **keywords))
     mean, std = _processing(transformers, name, only)
-    return Normalised(backbone, mean, std), _size(getattr(backbone.config, "image_size", None))
+    return Normalized(backbone, mean, std), _size(getattr(backbone.config, "image_size", None))
 
 
 def _processing(transformers: Any, name: str, only: Mapping[str, bool]) -> tuple[Sequence[float], Sequence[float]]:

@@ -23,15 +23,15 @@ from vitclinic._core.hashing import fingerprint
 from vitclinic.data import DataConfig, Dataset, Normalization
 from vitclinic.data.decoding import Size
 from vitclinic.exam.libraries import from_hugging_face, from_timm, from_torchvision, seeded
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import name_classes
 from vitclinic.probes.subject import check_ready
-from vitclinic.training import Run, load
+from vitclinic.training import Run, load_model
 from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import treated_augmentation
 from vitclinic.training.optimizer import decayed_parameters
-from vitclinic.training.recipe import parse_yaml
+from vitclinic.training.overrides import parse_yaml
 
 
 def past_weights(run: Run) -> PastWeights:
@@ -96,7 +96,7 @@ class Network:
     @property
     def training(self) -> Training | None:
         """How a run was trained."""
-        if self.run is None or not isinstance(self.network, Normalised):
+        if self.run is None or not isinstance(self.network, Normalized):
             return None
         recipe = self.run.recipe
         augment, _ = treated_augmentation(recipe.data.augment, recipe.treatments, self.network.backbone, self.run.spec)
@@ -127,7 +127,7 @@ def open_subject(
     """
     found = resolve(target, device, random_weights)
     dataset = open_dataset(found.data, found.name, found.size, found.channels)
-    network = found.network if normalization is None else Normalised(found.network, *normalization)
+    network = found.network if normalization is None else Normalized(found.network, *normalization)
     return Subject(
         network,
         name_classes(dataset, network, options.get("seed", 0)),
@@ -166,7 +166,7 @@ def _resolve(text: str, random_weights: bool) -> Network:
 def _run(text: str, folder: Path, checkpoint: str) -> Network:
     run = Run.open(folder)
     height, width = run.data_facts["size"]
-    return Network(text, load(folder, checkpoint or None), (height, width), run.data_facts["channels"], run)
+    return Network(text, load_model(folder, checkpoint or None), (height, width), run.data_facts["channels"], run)
 
 
 def _from_library(text: str, library: str, rest: str, random_weights: bool) -> Network:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from vitclinic.reports.page import write_report
 from vitclinic.training import Run, resume, train
 
 RECIPE = "shapes"
-SHORTER = ("data.source=shapes:2500", "epochs=4")
+SHORTER = {"data.source": "shapes:2500", "epochs": 4}
 """Of the recipe, so that two trainings and an exam fit into five minutes on two cores."""
 TREATMENTS = ("conv_stem", "patch_diversity")
 BUDGET = "60s"
@@ -61,8 +60,8 @@ class Compared:
 
 def train_both(out: str | Path, *, callbacks: Sequence[Callback] = ()) -> tuple[Run, Run]:
     """The plain network and the treated one in `out`; goes on where it was stopped."""
-    plain = _trained(Path(out) / "plain", [], callbacks)
-    treated = _trained(Path(out) / "treated", [f"treatments=[{', '.join(TREATMENTS)}]"], callbacks)
+    plain = _trained(Path(out) / "plain", (), callbacks)
+    treated = _trained(Path(out) / "treated", TREATMENTS, callbacks)
     return plain, treated
 
 
@@ -74,11 +73,10 @@ def compare(plain: Run, treated: Run, page: str | Path, callbacks: Iterable[Call
     return Compared(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))
 
 
-def _trained(path: Path, words: list[str], callbacks: Sequence[Callback]) -> Run:
+def _trained(path: Path, treatments: Sequence[str], callbacks: Sequence[Callback]) -> Run:
     """The run at `path`: as it ended, gone on with, or new. A signal that stopped it is raised."""
     if not (path / "recipe.yaml").is_file():
-        out = json.dumps(str(path), ensure_ascii=False)  # words are YAML, to which a path may mean something else
-        run = train(RECIPE, *SHORTER, f"out={out}", *words, callbacks=callbacks)
+        run = train(RECIPE, SHORTER, treatments=treatments, out=path, callbacks=callbacks)
     elif (run := Run.open(path)).status["status"] not in ("finished", "diverged"):
         run = resume(path, callbacks=callbacks)
     if run.status["status"] == "interrupted":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,8 +59,7 @@ class Pool:
     def _train(self, recipe: Recipe, path: Path, callbacks: Sequence[Callback]) -> Run:
         if (path / "recipe.yaml").is_file():
             # Where the same data lies by now, and what changes no number, is the asking recipe's to say.
-            words = [f"data.source={json.dumps(recipe.data.source)}", f"device={recipe.device}"]
-            run = resume(path, *words, callbacks=callbacks)
+            run = resume(path, {"data.source": recipe.data.source}, device=recipe.device, callbacks=callbacks)
         else:
             run = train(recipe.model_copy(update={"out": str(path)}), callbacks=callbacks)
         if run.status["status"] not in ENDED:

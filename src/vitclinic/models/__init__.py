@@ -2,13 +2,13 @@
 
 from vitclinic.models import factory as _fitted  # noqa: F401  (registers its network with timm)
 from vitclinic.models.alternet import AlterNet, BuildUp, alternate, alternating
-from vitclinic.models.factory import Normalised, check_fit, create_model
+from vitclinic.models.factory import Normalized, check_fit, create_model
 from vitclinic.models.preact_resnet import PreActResNet
 
 __all__ = [
     "AlterNet",
     "BuildUp",
-    "Normalised",
+    "Normalized",
     "PreActResNet",
     "alternate",
     "alternating",

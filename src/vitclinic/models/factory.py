@@ -1,4 +1,4 @@
-"""A network that takes pixels in [0, 1]: its normalisation is part of it."""
+"""A network that takes pixels in [0, 1]: its normalization is part of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal, overload
 
 import timm
 import torch
@@ -18,8 +18,8 @@ from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import evaluating
 
 
-class Normalised(nn.Module):
-    """`backbone((x - mean) / std)`.
+class Normalized(nn.Module):
+    """A network that normalizes its own input: `backbone((x - mean) / std)`.
 
     Attacks, corruptions and measurements then all work on pixels, and no mean or standard deviation can be
     forgotten or applied twice.
@@ -43,7 +43,7 @@ _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_d
 
 
 def fitted_patch(side: int) -> int:
-    """The largest patch, up to 16, that divides the image into at least 8 x 8 patches.
+    """Return the largest patch, up to 16, that divides an image of `side` pixels into at least 8 x 8 patches.
 
     Example:
         >>> [fitted_patch(side) for side in (8, 28, 32, 64, 96, 224)]
@@ -67,39 +67,83 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
+@overload
 def create_model(
     name: str,
     *,
     img_size: int | tuple[int, int] | None = None,
+    pretrained: bool = False,
+    normalize: Literal[True] = True,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    pretrained: bool = False,
     **keywords: Any,
-) -> Normalised:
-    """A timm network (or one of ours: they are in timm's registry) that normalises its own input.
+) -> Normalized: ...
 
-    `img_size` is handed to networks that take it and ignored by those that run at any size; all other
-    keywords go to timm. Mean and standard deviation are the network's published ones unless given.
+
+@overload
+def create_model(
+    name: str,
+    *,
+    img_size: int | tuple[int, int] | None = None,
+    pretrained: bool = False,
+    normalize: Literal[False],
+    **keywords: Any,
+) -> nn.Module: ...
+
+
+def create_model(
+    name: str,
+    *,
+    img_size: int | tuple[int, int] | None = None,
+    pretrained: bool = False,
+    normalize: bool = True,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **keywords: Any,
+) -> nn.Module:
+    """Create a network of timm's registry, in which ours are, too.
+
+    Args:
+        name: As `vitclinic list models` has it.
+        img_size: Pixels a side, or height and width; ignored by networks that run at any size.
+        pretrained: Load timm's published weights.
+        normalize: Wrap the network so that it takes pixels in [0, 1]; False returns timm's network as it is.
+        mean: Of each channel, to normalize by; the network's published one unless given.
+        std: Of each channel; the network's published one unless given.
+        **keywords: Everything else goes to timm: `num_classes`, `in_chans`, `patch_size`, `depth` ...
+
+    Raises:
+        ModelError: Where there is no such network, or it does not take a keyword.
 
     Example:
         >>> network = create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, depth=2, num_classes=10)
         >>> network(torch.rand(1, 3, 32, 32)).shape
         torch.Size([1, 10])
+        >>> type(network).__name__, type(create_model("resnet18", normalize=False)).__name__
+        ('Normalized', 'ResNet')
     """
+    if not normalize and (mean is not None or std is not None):
+        raise ModelError("mean and std are to normalize by: remove them, or normalize=False.")
     if not is_model(name):
         raise ModelError(f"There is no model '{name}'.{did_you_mean(name, list_models())} See `vitclinic list models`.")
     if img_size is not None:
         keywords["img_size"] = list(img_size) if isinstance(img_size, tuple) else img_size
     backbone = _build(name, pretrained, keywords)
+    if not normalize:
+        return backbone
     channels = int(keywords.get("in_chans", 3))
     published = getattr(backbone, "pretrained_cfg", None) or {}
     mean = mean if mean is not None else published.get("mean", IMAGENET_MEAN)
     std = std if std is not None else published.get("std", IMAGENET_STD)
-    return Normalised(backbone, _per_channel(mean, channels), _per_channel(std, channels))
+    return Normalized(backbone, _per_channel(mean, channels), _per_channel(std, channels))
 
 
 def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes: int) -> None:
-    """Run the network once on an image of the data's shape, so that a misfit is a sentence now."""
+    """Run the network once on images of the data's shape.
+
+    Raises:
+        ModelError: Where it does not take them, or has another number of outputs than `classes`.
+    """
     try:
         parameter = next(network.parameters())
         with torch.no_grad(), evaluating(network):

@@ -13,7 +13,7 @@ from torch import nn
 from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, open_data
 from vitclinic.data.loader import LOADER
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 from vitclinic.probes.restoring import left_as_it_was
 from vitclinic.probes.subject import Subject, as_logits
 
@@ -60,7 +60,7 @@ def load_subject(
         dataset = data
     else:
         dataset = open_data(data if isinstance(data, DataConfig) else str(data))
-    network = model if normalization is None else Normalised(model, *normalization)
+    network = model if normalization is None else Normalized(model, *normalization)
     dataset = name_classes(dataset, network, options.get("seed", 0))
     return Subject(network, dataset, name=name or type(model).__name__, split=split, limit=limit, **options)
 

@@ -129,7 +129,7 @@ def show_result(run: Run, console: Console) -> None:
         return
     console.print(_results_table(run))
     console.print(f"run directory: [bold]{path}[/]", soft_wrap=True)
-    console.print(f'use it: network = vitclinic.load("{path}")', soft_wrap=True)
+    console.print(f'use it: network = vitclinic.load_model("{path}")', soft_wrap=True)
 
 
 def _results_table(run: Run) -> Table:

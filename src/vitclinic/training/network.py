@@ -12,14 +12,14 @@ from torch import nn
 from vitclinic._core.errors import ModelError
 from vitclinic.data import Augment, Dataset, ImageSpec
 from vitclinic.data.randomness import torch_seed
-from vitclinic.models import Normalised, check_fit, create_model
+from vitclinic.models import Normalized, check_fit, create_model
 from vitclinic.training.checkpoint import load_network_state
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Run
 from vitclinic.treatments import Treatment, operate
 
 
-def build_network(recipe: Recipe, dataset: Dataset) -> Normalised:
+def build_network(recipe: Recipe, dataset: Dataset) -> Normalized:
     """The network to train: of the data's size, channels and classes, with its treatments' surgery.
 
     From scratch it normalises by the training images' own mean and standard deviation.
@@ -56,10 +56,21 @@ def _said(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
-    """The trained network of a run directory, in evaluation mode, taking pixels in [0, 1].
+def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
+    """Load the trained network of a run directory.
 
-    `checkpoint` is `best`, `last`, `previous` or `epoch-N`; the best one there is unless given.
+    Args:
+        path: The run directory.
+        checkpoint: `best`, `last`, `previous` or `epoch-N`; the best one there is unless given.
+
+    Returns:
+        The network in evaluation mode, taking pixels in [0, 1].
+
+    Raises:
+        RunError: Where this is no run, or its checkpoint is not there or damaged.
+
+    Example:
+        >>> network = load_model("runs/first")  # doctest: +SKIP
     """
     run = Run.open(path)
     network = network_for(run.recipe, run.spec)
@@ -68,7 +79,7 @@ def load(path: str | Path, checkpoint: str | None = None) -> Normalised:
     return network.eval()
 
 
-def network_for(recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]) -> Normalised:
+def network_for(recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]) -> Normalized:
     """The network of a recipe for such images, treated, with the weights that its seed draws."""
     outputs = recipe.task.num_outputs(spec)
     keywords: dict[str, Any] = {"num_classes": outputs, "in_chans": spec.in_chans, **recipe.model.keywords}

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from torch import nn
 
 from vitclinic._core.config import Config
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(steps?|epochs?|%)?")
 
@@ -86,7 +86,7 @@ class OptimizerConfig(Config):
     nesterov: bool = Field(False, description="sgd")
 
 
-def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalised) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalized) -> torch.optim.Optimizer:
     groups = parameter_groups(task, network, config.weight_decay)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
@@ -100,7 +100,7 @@ def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalise
     return optimizer
 
 
-def parameter_groups(task: nn.Module, network: Normalised, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups of trainable parameters: decayed, and not (biases, norms, tokens and position embeddings)."""
     decayed = {id(p) for p in decayed_parameters(network)}
     inside = {id(p) for p in network.parameters()}
@@ -115,7 +115,7 @@ def parameter_groups(task: nn.Module, network: Normalised, weight_decay: float) 
     return [group for group in groups if group["params"]]
 
 
-def decayed_parameters(network: Normalised) -> list[nn.Parameter]:
+def decayed_parameters(network: Normalized) -> list[nn.Parameter]:
     """The parameters of a network that weight decay acts on: matrices and kernels that are not tokens.
 
     What a network lists in `no_weight_decay()`, as timm's do, is left alone, and so is every parameter whose

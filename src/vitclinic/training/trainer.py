@@ -17,7 +17,7 @@ from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import RecipeError
 from vitclinic.data import Batch, Dataset, TrainingStream
 from vitclinic.data.randomness import torch_seed
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 from vitclinic.tasks import Learner
 from vitclinic.training.network import build_network, treated_augmentation
 from vitclinic.training.optimizer import Schedule, build_optimizer
@@ -161,7 +161,7 @@ class Trainer:
         self.transforms = [transform for transform in transforms if transform is not None]
         augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, spec)
 
-        self.network: Normalised = network
+        self.network: Normalized = network
         self.task = recipe.resolved_task
         self.learner = Learner(network, self.task, objectives).to(device, self.dtype).train()
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network)

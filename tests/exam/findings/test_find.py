@@ -11,7 +11,7 @@ import pytest
 from tests.exam.findings.made import exam, layers, steps, transformer
 from tests.exam.findings.test_rules import CASES
 from vitclinic.exam.findings import find, known_rules
-from vitclinic.training.recipe import build_recipe
+from vitclinic.training.overrides import build_recipe
 from vitclinic.treatments import known_treatments
 
 ROOT = Path(__file__).parents[3]

@@ -86,7 +86,7 @@ def test_a_treatment_that_truly_helps_is_found_and_prescribed(first, tmp_path):
     assert found.statement in text
     prescribed = build_recipe(found.folder / "prescription.yaml")
     assert prescribed == build_recipe({**RECIPE, "treatments": ["helping"]}) == found.recipe
-    run = train(found.folder / "prescription.yaml", "steps=2", f"out={tmp_path / 'run'}")
+    run = train(found.folder / "prescription.yaml", steps=2, out=tmp_path / "run")
     assert run.status["status"] == "finished"
 
     stored = json.loads((found.folder / "prescription.json").read_text())

@@ -76,7 +76,7 @@ def test_the_hidden_square_is_central_and_half_as_wide():
 
 def test_the_mean_of_a_network_that_says_nothing_is_that_of_the_training_images():
     network = trained(cnn)
-    alike = nn.Sequential(network)  # no Normalised any more
+    alike = nn.Sequential(network)  # no Normalized any more
     found = found_by("occlusion", Subject(alike, digits(), limit=100), value="mean")
     mean = digits().statistics[0][0]
     hidden = []

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitclinic.data import evaluation_batches, open_data
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 from vitclinic.probes import Subject
 
 
@@ -34,7 +34,7 @@ def digits():
 def trained(build, epochs: int = 6) -> nn.Module:
     """A network that recognises digits; left as it is by all tests."""
     torch.manual_seed(0)
-    network = Normalised(build(), [0.3], [0.4]).train()
+    network = Normalized(build(), [0.3], [0.4]).train()
     (batch,) = evaluation_batches(digits(), "train", 10_000)
     optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
     for _ in range(epochs):

@@ -21,7 +21,7 @@ from vitclinic.data.splits import training_count
 from vitclinic.data.survey import survey
 from vitclinic.experiments.study.study import Study, parse_study
 from vitclinic.training import Recipe
-from vitclinic.training.recipe import laid_over, parse_yaml
+from vitclinic.training.overrides import overlay, parse_yaml
 
 
 @dataclass(frozen=True)
@@ -132,4 +132,4 @@ def _on_base(base: Any) -> Any:
             f"There is no base '{name}' for a study.{did_you_mean(name, known)} Known: {', '.join(known)}."
         )
     below = parse_yaml(known[name].read_text(encoding="utf-8"), f"the base '{name}'")
-    return laid_over(below, {key: value for key, value in base.items() if key != "like"})
+    return overlay(below, {key: value for key, value in base.items() if key != "like"})

@@ -32,7 +32,7 @@ from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic.anatomy import Kind
 from vitclinic.probes import parse_probes
 from vitclinic.training import Recipe, build_recipe
-from vitclinic.training.recipe import laid_over, merge
+from vitclinic.training.overrides import merge, overlay
 
 Two = Field(min_length=2, max_length=2)
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -283,11 +283,11 @@ class Study(Config):
     def recipes(self, words: Sequence[str] = (), scale: ScaleName = "cpu") -> dict[str, Recipe]:
         """The recipe of each arm, without a seed of its own, changed by `key=value` words."""
         particular = self.at(scale)
-        base = laid_over(self.base, particular.base)
+        base = overlay(self.base, particular.base)
         found = {}
         for name, changes in self.all_arms():
             try:
-                recipe = build_recipe(laid_over(laid_over(base, changes), particular.arms.get(name, {})), words)
+                recipe = build_recipe(overlay(overlay(base, changes), particular.arms.get(name, {})), words)
                 _refuse_own_keys(recipe)
             except RecipeError as error:
                 raise RecipeError(f"The arm '{name}' of {self.claim}: {error}") from None

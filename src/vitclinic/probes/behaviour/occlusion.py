@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.models import Normalised
+from vitclinic.models import Normalized
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
 from vitclinic.probes.estimates import accuracy, drop
 from vitclinic.probes.probe import DoesNotApply, Result, register
@@ -66,7 +66,7 @@ def _middle(side: int) -> slice:
 
 def mean_colour(subject: Subject) -> Tensor:
     """What is zero once the network has normalised it; where that is not known, the mean of the training images."""
-    if isinstance(subject.network, Normalised):
+    if isinstance(subject.network, Normalized):
         return subject.network.mean.flatten()
     if not len(subject.dataset.train):
         raise DoesNotApply("the network does not say its mean colour, and the data has no training images with one.")

@@ -1,0 +1,178 @@
+"""From a name, a file or plain data, and changes to it, to a validated recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vitclinic._core.config import Config, section, validate
+from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.serialization import read_yaml
+from vitclinic.training.recipe import LENGTHS, Recipe
+from vitclinic.treatments import Treatments
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Return the recipes that come with the package: their texts by name."""
+    folder = resources.files("vitclinic") / "recipes"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
+    return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
+
+
+Overrides = Mapping[str, Any] | Sequence[str]
+"""Changes to a recipe: `{"optimizer.lr": 3e-4}`, nested plain data, or words such as `optimizer.lr=3e-4`."""
+
+
+def build_recipe(
+    base: Recipe | str | Path | Mapping[str, Any] | None = None, overrides: Overrides | None = None, **keys: Any
+) -> Recipe:
+    """Build a validated recipe.
+
+    Args:
+        base: A shipped recipe's name, a YAML file, plain data, a recipe, or nothing but the defaults.
+        overrides: What to change of it. The values of words are YAML, as on the command line; those of a mapping are
+            taken as they are.
+        **keys: Keys of a recipe, which win over `overrides`; one that is None is not given.
+
+    Raises:
+        RecipeError: Where a key is unknown, a value cannot be, or keys contradict each other.
+
+    Example:
+        >>> build_recipe({"data": "digits"}, ["data.limit=100", "optimizer.lr=3e-4"]).optimizer.lr
+        0.0003
+        >>> build_recipe("digits", {"optimizer.lr": 3e-4, "data": {"limit": 100}}, epochs=2).data.limit
+        100
+    """
+    given = {key: value for key, value in keys.items() if value is not None}
+    changes = merge(Recipe, _changes(overrides), _changes(given))
+    if isinstance(base, Recipe):
+        if not changes:
+            return base
+        base = base.plain()
+    lower = merge(Recipe, {}, to_plain(base) if isinstance(base, Mapping) else _read(base))
+    return validate(Recipe, overlay(lower, changes))
+
+
+def _changes(overrides: Overrides | None) -> dict[str, Any]:
+    """Turn overrides into one tree of plain data; later ones win."""
+    if isinstance(overrides, str):
+        raise RecipeError(f"Overrides are a mapping or a list of 'key=value' words (got the text '{overrides}').")
+    if isinstance(overrides, Mapping):
+        trees = [nest(key, to_plain(value)) for key, value in overrides.items()]
+    else:
+        trees = [parse_word(word) for word in overrides or ()]
+    changes: dict[str, Any] = {}
+    for tree in trees:
+        changes = merge(Recipe, changes, tree)
+    return changes
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """Return `{"a": {"b": value}}` for the key `a.b`."""
+    tree = value
+    for part in reversed(key.strip().split(".")):
+        tree = {part: tree}
+    return dict(tree)
+
+
+def to_plain(value: Any) -> Any:
+    """Return a Python value as a recipe file would have it: paths as text, tuples as lists."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not isinstance(value, Treatments):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def overlay(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Change a part of a recipe by another, which has its own length, network or task instead of the first one's."""
+    kept = merge(Recipe, {}, lower)
+    changes = merge(Recipe, {}, upper)
+    if any(changes.get(length) is not None for length in LENGTHS):
+        kept = {key: value for key, value in kept.items() if key not in LENGTHS}
+    for key in ("model", "task"):  # keywords are written for one network, options for one task
+        if _name(changes, key) not in (None, _name(kept, key)):
+            kept.pop(key, None)
+    return merge(Recipe, kept, changes)
+
+
+def _name(recipe: Mapping[str, Any], key: str) -> Any:
+    """The network or the task that a part of a recipe names, if it does."""
+    part = recipe.get(key)
+    return part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
+
+
+def parse_word(word: str) -> dict[str, Any]:
+    """Return `{"a": {"b": 1}}` for the word `a.b=1`; the value is YAML."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"'{word}' is not of the form key=value.")
+    return nest(key, parse_yaml(text, f"the value of '{key}'"))
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """Return the plain data of a YAML text, `what` for short.
+
+    Raises:
+        RecipeError: Where it is no YAML.
+    """
+    try:
+        value = read_yaml(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{what} is not YAML: {reason}") from error
+    return _numbers(value)
+
+
+def _numbers(value: Any) -> Any:
+    """YAML 1.1 takes `1e-3` for a string; everybody means the number."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def merge(config: type[Config], lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `lower` changed by `upper`, section by section; a bare value for a section sets its main key."""
+    merged = dict(lower)
+    for key, value in upper.items():
+        inner = section(config, key)
+        if inner is not None and value is not None:
+            expanded = inner.expand(value)
+            merged[key] = merge(inner, merged.get(key, {}), expanded) if isinstance(expanded, Mapping) else value
+        else:
+            merged[key] = value
+    return merged
+
+
+def _read(base: str | Path | None) -> dict[str, Any]:
+    if base is None:
+        return {}
+    shipped = shipped_recipes()
+    if str(base) in shipped:
+        text = shipped[str(base)]
+    elif Path(base).is_file():
+        text = Path(base).read_text(encoding="utf-8")
+    elif Path(base).is_dir():
+        raise RecipeError(f"'{base}' is a folder, not a recipe; to train on it write data={base}.")
+    else:
+        raise RecipeError(
+            f"There is no recipe '{base}', shipped or as a file.{did_you_mean(str(base), shipped)}"
+            f" Shipped: {', '.join(shipped)}."
+        )
+    plain = parse_yaml(text, f"'{base}'") or {}
+    if not isinstance(plain, dict):
+        raise RecipeError(f"'{base}' holds {type(plain).__name__}, expected keys and values.")
+    return plain
