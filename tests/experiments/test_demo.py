@@ -99,7 +99,7 @@ def test_both_are_trained_once_where_they_are_wanted(small, monkeypatch):
     plain, treated = train_both(small)
     assert (plain.path, treated.path) == (small / "plain", small / "treated")
     assert (plain.recipe.treatments.written, treated.recipe.treatments.written) == ([], ["conv_stem"])
-    assert plain.recipe.model_copy(update={"treatments": ["conv_stem"], "out": treated.recipe.out}) == treated.recipe
+    assert plain.recipe.add_treatments(["conv_stem"]).model_copy(update={"out": treated.recipe.out}) == treated.recipe
 
     def never(*parts, **more):
         raise AssertionError("trained again")
