@@ -25,8 +25,9 @@ class Registry(Generic[T]):
     """The classes of one noun by their `name`, each a strict config whose fields are its options.
 
     Example:
+        >>> from typing import ClassVar
         >>> class Paint(Config):
-        ...     name = "paint"
+        ...     name: ClassVar[str] = "paint"
         ...     coats: int = 1
         >>> paints = Registry[Paint]("paint", "example.paints", (Paint,))
         >>> _ = paints.register(Paint)
