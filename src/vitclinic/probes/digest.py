@@ -26,6 +26,12 @@ _LIBRARIES = sys.stdlib_module_names | {"numpy", "timm", "torch", "torchvision",
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INTERNAL = frozenset(vars(nn.Module()))
 """Where every module keeps its parts, flags and hooks."""
+RENAMED = {
+    "vitclinic.models.factory.Normalised": "vitclinic.models.normalised.Normalised",
+    "vitclinic.models.factory.Normalized": "vitclinic.models.normalised.Normalised",
+    "vitclinic.treatments.variant_attention.Neighbourhood": "vitclinic.treatments.neighbourhood.Neighbourhood",
+}
+"""Of what networks are made of, names of today and of 0.1: what was stored of a network is found under its digest."""
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -37,9 +43,17 @@ def network_digest(network: nn.Module) -> str:
     (`mymodule.function(x)`) does not.
     """
     identity = _Identity(network)
-    identity.add(re.sub(r" at 0x[0-9a-f]+", "", repr(network)))
+    identity.add(_printed(network))
     identity.add(network)
     return identity.digest.hexdigest()
+
+
+def _printed(network: nn.Module) -> str:
+    """Return what the network prints as, without memory addresses, and with the names of 0.1."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(network))
+    for today, before in RENAMED.items():
+        text = re.sub(rf"\b{today.rpartition('.')[2]}\(", f"{before.rpartition('.')[2]}(", text)
+    return text
 
 
 class _Identity:
@@ -113,7 +127,13 @@ def _of_library(value: type | FunctionType) -> bool:
 def _name(value: Any) -> str:
     named = value if hasattr(value, "__qualname__") else type(value)
     library = not isinstance(named, type | FunctionType) or _of_library(named)
-    return f"{named.__module__}.{named.__qualname__}" if library else str(named.__qualname__)
+    if not library:
+        return str(named.__qualname__)
+    full = f"{named.__module__}.{named.__qualname__}"
+    for today, before in RENAMED.items():
+        if full == today or full.startswith(f"{today}."):
+            return before + full[len(today) :]
+    return full
 
 
 def _hooks(module: nn.Module) -> list[Any]:
