@@ -10,6 +10,8 @@ from pydantic import AfterValidator
 
 _TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?\s*(?:(\d+(?:\.\d+)?)m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)s?)?")
 
+_UNITS = ((86400, "days"), (3600, "h"), (60, "min"))
+
 
 def seconds(text: str | int | float) -> float:
     """`90`, `"90s"`, `"3m"`, `"1h30m"` as seconds.
@@ -25,12 +27,12 @@ def seconds(text: str | int | float) -> float:
     return 3600 * hours + 60 * minutes + rest
 
 
-def spoken(span: float) -> str:
-    """Seconds as one says them.
+def format_duration(span: float) -> str:
+    """Write seconds as one says them.
 
     Example:
-        >>> spoken(0.2), spoken(42.4), spoken(200), spoken(9000)
-        ('under 1 s', '42 s', '3 min', '2.5 h')
+        >>> [format_duration(span) for span in (0.2, 42.4, 200, 1800, 9000, 400_000)]
+        ['under 1 s', '42 s', '3.3 min', '30 min', '2.5 h', '4.6 days']
     """
     if not math.isfinite(span):
         return "an unknown time"
@@ -38,7 +40,9 @@ def spoken(span: float) -> str:
         return "under 1 s"
     if span < 90:
         return f"{round(span)} s"
-    return f"{round(span / 60)} min" if span < 5400 else f"{span / 3600:.1f} h"
+    size, unit = next(pair for pair in _UNITS if span >= 1.5 * pair[0])
+    amount = span / size
+    return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}".replace(".0 ", " ")
 
 
 def _checked_time(value: str | int | float) -> str | int | float:

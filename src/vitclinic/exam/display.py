@@ -15,7 +15,7 @@ from rich.table import Table
 
 from vitclinic._core.callback import Callback
 from vitclinic._core.records import Finding, Measurement, Status
-from vitclinic._core.time import spoken
+from vitclinic._core.time import format_duration
 from vitclinic.exam.exam import MARK, Exam, all_rows, columns, key_rows
 from vitclinic.exam.schedule import Schedule, Step
 from vitclinic.probes import Subject, seen_by
@@ -102,7 +102,7 @@ class Display(Callback):
         for label in dict.fromkeys(step.label for step in self.schedule.steps if step.seconds != 0):
             estimate = sum(step.seconds for step in self.schedule.steps if step.label == label)
             row = (self._cell(label, place) for place in range(len(self.schedule.subjects)))
-            table.add_row(label, *row, spoken(estimate) if math.isfinite(estimate) else "")
+            table.add_row(label, *row, format_duration(estimate) if math.isfinite(estimate) else "")
         return Group(table, self.bar)
 
     def _cell(self, label: str, place: int) -> str:
@@ -125,10 +125,10 @@ def _headline(schedule: Schedule) -> str:
     seen = list(dict.fromkeys(f"{_images(each)} of [bold]{escape(each.dataset.name)}[/]" for each in subjects))
     if not any(step.seconds != 0 for step in schedule.steps):
         return f"{names}: all that applies is stored"
-    within = "" if schedule.budget is None else f" of a budget of {spoken(schedule.budget)}"
+    within = "" if schedule.budget is None else f" of a budget of {format_duration(schedule.budget)}"
     stored = sum(map(len, schedule.stored))
     known = f"; {stored} measurement{'s' * (stored != 1)} from before" if stored else ""
-    about = f": about {spoken(schedule.seconds)}{within}" if math.isfinite(schedule.seconds) else ""
+    about = f": about {format_duration(schedule.seconds)}{within}" if math.isfinite(schedule.seconds) else ""
     return f"{names} on {' and '.join(seen)}{about}{known}"
 
 
@@ -143,7 +143,9 @@ def _plan_lines(schedule: Schedule) -> list[str]:
         own = view is not subject or subject is not schedule.subjects[steps[0].place]
         images = f" on {_images(view)}" if own else ""
         estimate = sum(step.seconds for step in steps)
-        lines.append(f"  {label}{which}{images}" + (f": {spoken(estimate)}" if math.isfinite(estimate) else ""))
+        lines.append(
+            f"  {label}{which}{images}" + (f": {format_duration(estimate)}" if math.isfinite(estimate) else "")
+        )
     return lines
 
 
@@ -152,7 +154,9 @@ def _words(status: Status) -> str:
 
 
 def _left_out(schedule: Schedule) -> str:
-    rest = ", ".join(f"{name} (at least {spoken(max(1, seconds))})" for name, seconds in schedule.left_out.items())
+    rest = ", ".join(
+        f"{name} (at least {format_duration(max(1, seconds))})" for name, seconds in schedule.left_out.items()
+    )
     return f"[yellow]no time for[/] {rest}: give a longer --budget, or --probes {','.join(schedule.left_out)}"
 
 

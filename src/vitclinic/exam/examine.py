@@ -17,7 +17,7 @@ from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import ALONE, Distributed, pick_device
 from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic._core.records import Measurement
-from vitclinic._core.time import spoken
+from vitclinic._core.time import format_duration
 from vitclinic.data import DataConfig, Dataset, load_batches, open_data
 from vitclinic.data.decoding import Size
 from vitclinic.exam.exam import Exam, Exams, Measured
@@ -283,7 +283,7 @@ class Examination:
         return ended
 
     def _skip(self, record: ExamRecord, step: Step) -> None:
-        reason = f"the budget of {spoken(self.budget or 0)} had run out; the same again goes on."
+        reason = f"the budget of {format_duration(self.budget or 0)} had run out; the same again goes on."
         record.skipped |= {probe.name: reason for probe in step.probes}
         self.callback.on_skip(step, reason)
 
@@ -353,7 +353,7 @@ def _total(seconds: Sequence[float]) -> float:
 
 
 def _no_time(seconds: float) -> str:
-    return f"there was no time for it: at least {spoken(max(1, seconds))}."
+    return f"there was no time for it: at least {format_duration(max(1, seconds))}."
 
 
 def _name(target: Target) -> str:

@@ -58,18 +58,6 @@ def interval(scalar: Scalar) -> str:
     return "" if scalar.low is None or scalar.high is None else f"{number(scalar.low)} to {number(scalar.high)}"
 
 
-def seconds(duration: float) -> str:
-    """A time that something took.
-
-    Example:
-        >>> seconds(0.032), seconds(5.0432), seconds(312.0), seconds(9000.0)
-        ('0.03 s', '5.0 s', '5.2 min', '2.5 h')
-    """
-    if duration < 120:
-        return f"{duration:.2f} s" if duration < 1 else f"{duration:.1f} s"
-    return f"{duration / 60:.1f} min" if duration < 7200 else f"{duration / 3600:.1f} h"
-
-
 def setting(value: Any) -> str:
     """An option's value in one line.
 

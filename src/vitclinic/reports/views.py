@@ -9,8 +9,9 @@ from string import ascii_uppercase
 from typing import Any
 
 from vitclinic._core.records import Finding, Scalar
+from vitclinic._core.time import format_duration
 from vitclinic.reports.figure import Examined
-from vitclinic.reports.formatting import interval, number, seconds, setting
+from vitclinic.reports.formatting import interval, number, setting
 from vitclinic.reports.sections import of_probe
 from vitclinic.reports.summary import Cell, Row, summary
 from vitclinic.reports.theme import of_network
@@ -128,7 +129,7 @@ def records(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]]:
             "colour": of_network(place),
             "status": _WORDS[one.status].lower(),
             "images": number(float(one.provenance.images)),
-            "time": seconds(one.provenance.duration),
+            "time": format_duration(one.provenance.duration),
             "date": one.provenance.date.replace("T", " ").replace("Z", " UTC"),
             "seed": one.provenance.seed,
             "device": one.provenance.device,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import AfterValidator, Field
+from timm.optim import param_groups_weight_decay
 from torch import nn
 
 from vitclinic._core.config import Config
@@ -101,34 +102,28 @@ def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalize
 
 
 def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of trainable parameters: decayed, and not (biases, norms, tokens and position embeddings)."""
-    decayed = {id(p) for p in decayed_parameters(network)}
-    inside = {id(p) for p in network.parameters()}
-    decay: list[nn.Parameter] = []
-    keep: list[nn.Parameter] = []
-    for parameter in task.parameters():
-        if not parameter.requires_grad:
-            continue
-        decays = id(parameter) in decayed if id(parameter) in inside else parameter.ndim > 1
-        (decay if decays else keep).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": keep, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    """Return two groups of trainable parameters: decayed, and not (biases, norms, tokens and position embeddings).
+
+    Decayed ones come first, and are a group of their own without a decay too: stored optimizers are in this order.
+    """
+    exempt = {id(p) for p in network.backbone.parameters()} - {id(p) for p in decayed_parameters(network)}
+    names = [name for name, parameter in task.named_parameters() if id(parameter) in exempt]
+    groups = param_groups_weight_decay(task, 1.0, no_weight_decay_list=names)
+    return [{**group, "weight_decay": weight_decay * group["weight_decay"]} for group in reversed(groups)]
 
 
 def decayed_parameters(network: Normalized) -> list[nn.Parameter]:
-    """The parameters of a network that weight decay acts on: matrices and kernels that are not tokens.
+    """Return the parameters of a network that weight decay acts on: matrices and kernels that are not tokens.
 
     What a network lists in `no_weight_decay()`, as timm's do, is left alone, and so is every parameter whose
-    name says that it is a token or an embedding of positions.
+    name says that it is a token or an embedding of positions: other libraries' networks list none.
     """
     backbone = network.backbone
     listed = getattr(backbone, "no_weight_decay", None)
     exempt = set(listed()) if callable(listed) else set()
-    return [
-        parameter
-        for name, parameter in backbone.named_parameters()
-        if parameter.requires_grad and parameter.ndim > 1 and name not in exempt and not _is_token(name)
-    ]
+    exempt |= {name for name, _ in backbone.named_parameters() if _is_token(name)}
+    groups = param_groups_weight_decay(backbone, 1.0, no_weight_decay_list=exempt)
+    return [parameter for group in groups if group["weight_decay"] for parameter in group["params"]]
 
 
 def _is_token(name: str) -> bool:

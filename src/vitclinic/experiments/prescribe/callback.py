@@ -32,13 +32,3 @@ class Watcher:
 
     def on_tried(self, tried: Tried, kept: Sequence[str]) -> None:
         """A rung has ended; these arms go on."""
-
-
-def written_time(seconds: float) -> str:
-    """
-    >>> written_time(7.4), written_time(100), written_time(5000)
-    ('8 s', '1.7 min', '1.4 h')
-    """
-    if seconds < 90:
-        return f"{max(1, -(-seconds // 1)):.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vitclinic._core.time import format_duration
 from vitclinic.experiments.prescribe.arms import PLAIN, Arm
-from vitclinic.experiments.prescribe.callback import Watcher, written_time
+from vitclinic.experiments.prescribe.callback import Watcher
 from vitclinic.experiments.prescribe.ledger import Decided
 from vitclinic.experiments.prescribe.plan import Stage
 from vitclinic.experiments.prescribe.prescription import Prescription
@@ -58,15 +59,15 @@ class Display(Watcher):
             what = "fresh seeds, on test" if stage.name == "final" else f"{seeds}, on val"
             what = f"{stage.seeds} {what}" if stage.name == "final" else what
             self._say(
-                f"  {stage.name}: {stage.arms} arms x {what}, {written_time(stage.seconds)} a trial,"
-                f" about {written_time(stage.planned)}"
+                f"  {stage.name}: {stage.arms} arms x {what}, {format_duration(stage.seconds)} a trial,"
+                f" about {format_duration(stage.planned)}"
             )
         rest = sum(stage.planned for stage in plan)
-        self._say(f"about {written_time(rest)} in all, of a budget of {written_time(budget)}")
+        self._say(f"about {format_duration(rest)} in all, of a budget of {format_duration(budget)}")
 
     def on_stage(self, decided: Decided) -> None:
         steps = ", ".join(f"{escape(arm.name)} {decided.steps[arm.name]}" for arm in decided.arms)
-        self._say(f"[bold]{decided.stage.name}[/], {written_time(decided.stage.seconds)} a trial; steps: {steps}")
+        self._say(f"[bold]{decided.stage.name}[/], {format_duration(decided.stage.seconds)} a trial; steps: {steps}")
 
     def on_progress(self, done: float, total: float) -> None:
         self._advance("trials", done, total)

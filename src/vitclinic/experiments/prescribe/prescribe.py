@@ -11,10 +11,10 @@ from typing import Any
 from vitclinic._core.errors import DataError, RecipeError, RunError
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.io import write_errors
-from vitclinic._core.time import seconds
+from vitclinic._core.time import format_duration, seconds
 from vitclinic.data import Dataset, open_data
 from vitclinic.experiments.prescribe.arms import PLAIN, Arm, Entry, Trials, candidates, pairs
-from vitclinic.experiments.prescribe.callback import Watcher, written_time
+from vitclinic.experiments.prescribe.callback import Watcher
 from vitclinic.experiments.prescribe.costs import Costs
 from vitclinic.experiments.prescribe.ledger import FILE, Decided, Ledger
 from vitclinic.experiments.prescribe.plan import Stage, halved, make_plan, most_candidates, needed_budget, shrunk
@@ -302,9 +302,11 @@ class _Prescriber:
     def _too_small(self, overhead: float, longest: float, least: float) -> str:
         """What would be needed instead; a tenth more than the sum, for measuring."""
         one, all_ = (1.1 * needed_budget(n, overhead, longest, least) for n in (1, len(self.wanted)))
-        more = f", and about {written_time(all_)} for all {len(self.wanted)} treatments" if len(self.wanted) > 1 else ""
+        more = (
+            f", and about {format_duration(all_)} for all {len(self.wanted)} treatments" if len(self.wanted) > 1 else ""
+        )
         return (
-            f"A budget of {written_time(self.budget)} is too small: a step takes {self.costs.plain.step:.2g} s,"
+            f"A budget of {format_duration(self.budget)} is too small: a step takes {self.costs.plain.step:.2g} s,"
             f" and a trial is to have {self.costs.least_steps()} steps at least. Comparing one treatment needs about"
-            f" {written_time(one)}{more}; or give a smaller network, or fewer images (data.limit)."
+            f" {format_duration(one)}{more}; or give a smaller network, or fewer images (data.limit)."
         )

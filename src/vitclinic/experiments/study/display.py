@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from vitclinic._core.statistics import t_interval
+from vitclinic._core.time import format_duration
 from vitclinic.experiments.runner import Outcome, Watcher
 from vitclinic.experiments.study.conduct import Result
 from vitclinic.experiments.study.costs import ASSUMPTION, ArmCost, Plan
@@ -52,7 +53,7 @@ class Display(Watcher):
         words = [f"run {min(int(done) + 1, total)} of {total}"]
         words += [f"{self.diverged} diverged"] * (self.diverged > 0) + [f"{self.failed} failed"] * (self.failed > 0)
         left = self.left.after(done, total, time.monotonic())
-        told = "" if left is None else f"about {written(left)} left"
+        told = "" if left is None else f"about {format_duration(left)} left"
         self.bar.update(self.task, completed=done, total=total, description=", ".join(words), left=told)
 
 
@@ -80,20 +81,6 @@ class TimeLeft:
         return round(self.seconds / self.trained * (total - done), 1) if self.trained > 0 else None
 
 
-def written(seconds: float) -> str:
-    """A time as one says it.
-
-    Example:
-        >>> written(30), written(600), written(7200), written(400000)
-        ('30 s', '10 min', '2.0 h', '4.6 days')
-    """
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
 Rows = Sequence[dict[str, str]]
 
 _COLOURS = {"reproduced": "green", "not reproduced": "red", "undecided": "yellow"}
@@ -114,7 +101,7 @@ def show_result(result: Result, console: Console) -> None:
         _say(console, f"[red]failed:[/] {escape(arm)}, seed {', '.join(seeds)}: {escape(reason)}")
     for reason, where in _without_numbers(result).items():
         _say(console, f"[yellow]no number:[/] {escape(where)}: {escape(reason)}")
-    _say(console, f"training took {written(result.seconds)} in all, by the runs' own record")
+    _say(console, f"training took {format_duration(result.seconds)} in all, by the runs' own record")
     _say(console, f"in full: {escape(str(result.file))}; the runs: {escape(str(result.file.parent / 'pool'))}")
     _say(console, f"report: [bold]{escape(str(result.page))}[/]")
 
@@ -191,9 +178,12 @@ def show_plan(plan: Plan, console: Console) -> None:
     arms = f"{len(plan.arms)} arm{'s' * (len(plan.arms) != 1)}"
     _say(console, f"{plan.runs} runs ({arms} x {seeds}), {plan.flops:.2g} FLOPs of training in all")
     if plan.scale == "paper":
-        _say(console, f"about {written(3600 * plan.gpu_hours)} on a GPU, without measuring the runs: {ASSUMPTION}")
+        _say(
+            console,
+            f"about {format_duration(3600 * plan.gpu_hours)} on a GPU, without measuring the runs: {ASSUMPTION}",
+        )
     elif plan.minutes is not None:
-        _say(console, f"about {written(60 * plan.minutes)} on two cores, by an estimate for training alone")
+        _say(console, f"about {format_duration(60 * plan.minutes)} on two cores, by an estimate for training alone")
 
 
 def _cost(cost: ArmCost, gpu: bool) -> dict[str, str]:
@@ -206,7 +196,7 @@ def _cost(cost: ArmCost, gpu: bool) -> dict[str, str]:
         "images seen": f"{cost.images:,}",
         "FLOPs": f"{cost.flops:.2g}",
     }
-    return {**row, "GPU time": written(3600 * cost.gpu_hours)} if gpu else row
+    return {**row, "GPU time": format_duration(3600 * cost.gpu_hours)} if gpu else row
 
 
 def _show(title: str, rows: Rows, console: Console) -> None:

@@ -28,7 +28,7 @@ from pydantic import Field
 from vitclinic._core.facts import KeyScalars
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import Scalar
-from vitclinic._core.statistics import share_interval
+from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes.curvature.curvature import Clock, surface_of
@@ -208,11 +208,8 @@ def jackknifed(
     whole, n = statistic(values), len(values)
     if n < 2:
         return Scalar(value=whole, n=n)
-    from scipy.special import stdtrit  # a tenth of a second that only this needs
-
     without = np.array([statistic(np.delete(values, row, axis=0)) for row in range(n)])
     if np.isnan(without).any():
         return Scalar(value=whole, n=n)
-    error = np.sqrt((n - 1) / n * np.square(without - without.mean()).sum())
-    half = float(stdtrit(n - 1, 0.975)) * float(error)
+    half = float(jackknife_half_width(without))
     return Scalar(value=whole, low=max(least, whole - half), high=min(most, whole + half), n=n)

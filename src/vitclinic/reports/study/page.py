@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from vitclinic._core.time import format_duration
 from vitclinic.reports.drawing import Drawings
-from vitclinic.reports.formatting import number, seconds
+from vitclinic.reports.formatting import number
 from vitclinic.reports.frame import filled, write_page
 from vitclinic.reports.study.figures import comparisons_figure, measure_figure
 from vitclinic.reports.study.result import ENDED, Arm, Compared, StudyResult, result_of
@@ -96,7 +97,7 @@ def _facts(result: StudyResult) -> dict[str, str]:
         "note": result.note if result.scale != "paper" else "",
         "data": ", ".join(result.data),
         "runs": f"{len(runs)}: {len(result.arms)} arms, {len(result.seeds)} seeds",
-        "cost": f"{seconds(result.seconds)} of training, by the runs' own record",
+        "cost": f"{format_duration(result.seconds)} of training, by the runs' own record",
         "date": result.date,
     }
     return {key: value for key, value in facts.items() if value}

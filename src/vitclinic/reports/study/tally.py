@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vitclinic._core.time import format_duration
 from vitclinic.reports.drawing import Drawings
-from vitclinic.reports.formatting import seconds
 from vitclinic.reports.frame import filled, write_page
 from vitclinic.reports.study.page import SEVERITIES, comparison
 from vitclinic.reports.study.result import PAPERS, WORDS, StudyResult
@@ -102,7 +102,7 @@ def render_index(found: Sequence[Entry], title: str | None = None) -> str:
         title=title or "The papers' claims, and what was found",
         claims=len({entry.claim.name for entry in found}),
         results=len(results),
-        cost=seconds(sum(result.seconds for result in results)),
+        cost=format_duration(sum(result.seconds for result in results)),
         counts=[(outcome, SEVERITIES.get(outcome, "plain"), count) for outcome, count in counts(found).items()],
         groups=groups,
     )
@@ -122,6 +122,6 @@ def _row(entry: Entry) -> dict[str, Any]:
     return {
         **row,
         "severity": SEVERITIES[result.word],
-        "cost": seconds(result.seconds),
+        "cost": format_duration(result.seconds),
         "comparisons": [comparison(one) for one in result.comparisons],
     }
