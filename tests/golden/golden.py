@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 # All that is vitclinic's, in one place: when modules move, these lines are what changes.
-from vitclinic import Dataset, Measurement, Run, create_model, examine, load, open_data, resume, train
-from vitclinic.exam.targets import resolve
+from vitclinic import Dataset, Measurement, Run, create_model, examine, load_model, open_data, resume, train
 from vitclinic.data import Split
+from vitclinic.exam.targets import resolve
 from vitclinic.probes import Subject, measure, parse_probes
 
 HERE = Path(__file__).parent
@@ -436,10 +436,10 @@ def run_facts(run: Path = RUN) -> Plain:
         "results": opened.results,
         "losses": [row["loss"] for row in opened.metrics],
         "checkpoints": {
-            name: {key: _three(value) for key, value in sorted(load(run, name).state_dict().items())}
+            name: {key: _three(value) for key, value in sorted(load_model(run, name).state_dict().items())}
             for name in checkpoints
         },
-        "logits": load(run).double()(images).flatten().tolist(),
+        "logits": load_model(run).double()(images).flatten().tolist(),
     }
 
 

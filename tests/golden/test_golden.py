@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.golden import golden
-from vitclinic import Measurement, Run, load, open_data, report, resume
+from vitclinic import Measurement, Run, load_model, open_data, report, resume
 
 SAME_DRAWS = golden.draws() == golden.record()["draws"]
 EQUAL = {"rtol": 1e-9, "atol": 1e-12} if SAME_DRAWS else {"rtol": 1e-3, "atol": 1e-6}
@@ -70,7 +70,7 @@ def test_the_stored_run_opens(run: Path) -> None:
     assert data.digest == recorded["data"]
     assert opened.recipe.digest(data.digest) == recorded["digest"]
     with torch.no_grad():
-        assert load(run)(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+        assert load_model(run)(torch.rand(2, 3, 32, 32)).shape == (2, 10)
 
 
 def test_its_measurements_are_read(run: Path) -> None:
