@@ -1,6 +1,6 @@
 """Write what our own runs say of the claims, from the files in docs/results/studies: none of it is edited by hand.
 
-python docs/make_tally.py            rewrite docs/results/tally.md, and studies/seen.json for `vitclinic list studies`
+python docs/make_tally.py            rewrite docs/results/tally.md, and seen.json for `vitclinic list studies`
 python docs/make_tally.py --check    fail if one is not current (a test does this)
 """
 
@@ -20,7 +20,7 @@ from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"
 PAGE = ROOT / "docs" / "results" / "tally.md"
-SEEN = ROOT / "src" / "vitclinic" / "studies" / "seen.json"
+SEEN = ROOT / "src" / "vitclinic" / "experiments" / "study" / "seen.json"
 
 HEAD = """# The papers' claims, and what was found here
 

@@ -1,11 +1,15 @@
 """What the documentation says is there, is there."""
 
+import os
 import re
 import subprocess
 import sys
+import tomllib
+import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -38,3 +42,70 @@ def test_ci_runs_exactly_the_readme_s_test_command():
     assert command is not None
     assert "pip install --quiet -e '.[test]'" in script
     assert re.search(f"^step {command[1]}$", script, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The documentation site, built as CI builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_has_a_page_for_every_markdown_page(site):
+    for page in ROOT.glob("docs/**/*.md"):
+        place = page.relative_to(ROOT / "docs").with_suffix("")
+        place = place.parent if place.name == "README" else place
+        assert (site / place / "index.html").exists(), page
+    assert all((site / name / "index.html").exists() for name in ("architecture", "contributing", "changelog"))
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        for tag in re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*>", page.read_text(encoding="utf-8")):
+            elsewhere = re.search(r"(?:src|href)=[\"']?(?:https?:)?//", tag)
+            assert elsewhere is None or 'rel="canonical"' in tag, f"{page}: {tag}"
+        assert 'data-md-component="source"' not in page.read_text(encoding="utf-8")  # would ask GitHub for stars
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+def test_every_public_name_is_in_the_api_reference(site):
+    import vitclinic
+
+    page = (site / "api" / "index.html").read_text(encoding="utf-8")
+    names = set(vitclinic.__all__) - {"__version__"}
+    missing = {name for name in names if not isinstance(getattr(vitclinic, name), types.ModuleType)}
+    missing -= set(re.findall(r'id="vitclinic\.(\w+)"', page))
+    assert not missing, missing
+
+
+def test_versions_agree():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    assert f"## {version} - {citation['date-released']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_hosted_ci_runs_what_ci_runs():
+    workflow, script = (ROOT / ".github" / "workflows" / "ci.yml").read_text(), (ROOT / ".ci" / "run").read_text()
+    assert yaml.safe_load(workflow)["jobs"]
+    steps = re.findall(r"^step ((?:pytest|ruff|mypy|lint-imports|mkdocs)\b[^\"\n]*)", script, re.MULTILINE)
+    assert len(steps) == 7
+    for step in steps:
+        assert step.replace("--quiet --site-dir", "").strip() in workflow, step
+
+
+def test_the_base_install_is_what_the_base_imports():
+    """Each dependency is imported by the package, and none of the extras' is imported without being asked for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    modules = {"pillow": "PIL", "pyyaml": "yaml"}
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    for requirement in project["dependencies"]:
+        name = re.match(r"[\w-]+", requirement)[0].lower()
+        assert re.search(rf"^\s*(?:import|from) {modules.get(name, name)}\b", sources, re.MULTILINE), name
+    for extra in ("datasets", "transformers", "ray", "tensorboard", "sklearn"):
+        assert not re.search(rf"^(?:import|from) {extra}\b", sources, re.MULTILINE), extra

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from vitclinic.experiments.prescribe.prescribe import prescribe
     from vitclinic.experiments.study.conduct import study
     from vitclinic.models import create_model
-    from vitclinic.training import Recipe, Run, build_recipe, load_model, resume, train
+    from vitclinic.training import Recipe, Run, build_recipe, load_model
+    from vitclinic.training.train import resume, train
     from vitclinic.treatments import treat
 
 __version__ = version("vitclinic")

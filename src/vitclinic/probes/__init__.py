@@ -1,5 +1,7 @@
 """Probes: what can be measured of a network, and the contract that all of them follow."""
 
+from vitclinic._core.records import Measurement, Scalar
+from vitclinic._core.statistics import RunningMean
 from vitclinic.probes.attention.cb_scale import CBScale
 from vitclinic.probes.attention.distance import AttentionDistance
 from vitclinic.probes.attention.entropy import AttentionEntropy
@@ -69,6 +71,7 @@ __all__ = [
     "HessianSpectrum",
     "Landscape",
     "Lesion",
+    "Measurement",
     "MissingRate",
     "Need",
     "Norms",
@@ -78,6 +81,8 @@ __all__ = [
     "Probe",
     "ProbeCollection",
     "Result",
+    "RunningMean",
+    "Scalar",
     "ShapeBias",
     "Sharpness",
     "Shift",

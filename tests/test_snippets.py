@@ -1,0 +1,63 @@
+"""Every Python block of the README and of docs/ runs as written."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import snippets
+from tests.snippets import ROOT, blocks_of
+
+PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if blocks_of(page)]
+NOT_RUN = 3
+"""Blocks that do not run here, each with its reason in the page. More than these need a better reason still."""
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reader")
+    snippets.prepare(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_blocks_of_a_page_run_in_order(page, place, monkeypatch):
+    if snippets.registers(page):
+        command = [sys.executable, "-m", "tests.snippets", str(place), str(page)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("vitclinic.exam.planner.BUDGET", snippets.BUDGET)
+    snippets.run_page(page)
+
+
+def test_few_blocks_are_not_run_and_each_says_why():
+    left_out = [block for page in PAGES for block in blocks_of(page) if block.reason]
+    assert len(left_out) <= NOT_RUN
+    assert all(len(block.reason.split()) > 2 for block in left_out)
+
+
+def test_python_blocks_are_found_however_they_are_written(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- not run: it takes an hour -->\n```python\na = 1\n```\n\ntext\n\n```python\nb = 2\n```\n")
+    assert [(block.code, block.line, block.reason) for block in blocks_of(page)] == [
+        ("a = 1\n", 2, "it takes an hour"),
+        ("b = 2\n", 8, None),
+    ]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))], ids=lambda page: page.name)
+def test_no_python_block_escapes(page):
+    text = page.read_text(encoding="utf-8")
+    assert text.count("```python") + text.count("```py\n") == len(blocks_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_import_public_names_only(page):
+    for block in blocks_of(page):
+        for line in block.code.splitlines():
+            module = line.removeprefix("from ").removeprefix("import ").split(" ")[0]
+            if line.startswith(("from vitclinic", "import vitclinic")):
+                assert module.count(".") <= 1, f"{page.name}: {line}"
+                assert "._" not in module, f"{page.name}: {line}"
