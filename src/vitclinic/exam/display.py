@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TimeRemainingColumn
 from rich.table import Table
 
+from vitclinic._core import display
 from vitclinic._core.callback import Callback
 from vitclinic._core.records import Finding, Measurement, Status
 from vitclinic._core.time import format_duration
@@ -25,26 +26,18 @@ _STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "f
 _RUNNING = "[bold]running[/]"
 
 
-class Display(Callback):
+class Display(display.Display, Callback):
     """Shows reading and measuring on `console`. Use as a context manager around an examination."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
+        super().__init__(console, "{task.completed:.0f}/{task.total:.0f} images", TimeRemainingColumn())
         self.schedule: Schedule | None = None
         self.cells: dict[tuple[str, int], str] = {}
         self.started: dict[tuple[str, int], float] = {}
         self.statuses: list[Status] = []
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} images"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self.tasks: dict[str, TaskID] = {}
         self.live = Live(get_renderable=self._shown, console=console, transient=True, refresh_per_second=4)
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -55,12 +48,12 @@ class Display(Callback):
     def on_schedule(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.cells = {(step.label, step.place): "" for step in schedule.steps}
-        self._say(_headline(schedule))
+        self.say(_headline(schedule))
         if not self.console.is_terminal:  # where there is one, the table says it
             for line in _plan_lines(schedule):
-                self._say(line)
+                self.say(line)
         if schedule.left_out:
-            self._say(_left_out(schedule))
+            self.say(_left_out(schedule))
 
     def on_exam_step(self, step: Step) -> None:
         self.cells[step.label, step.place] = _RUNNING
@@ -68,9 +61,7 @@ class Display(Callback):
         self.statuses = []
 
     def on_progress(self, what: str, done: float, total: float) -> None:
-        if what not in self.tasks:
-            self.tasks[what] = self.bar.add_task(escape(what), total=total)
-        self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
+        self.advance(escape(what), done, total)
 
     def on_measurement(self, step: Step, measurement: Measurement) -> None:
         self.statuses.append(measurement.status)
@@ -83,13 +74,10 @@ class Display(Callback):
             self.bar.update(task, visible=False)
         if not self.console.is_terminal:
             estimate = "" if math.isnan(step.seconds) else f" (estimated {step.seconds:.1f} s)"
-            self._say(f"{step.label} ({escape(step.subject.name)}): {_words(found)} after {seconds:.1f} s{estimate}")
+            self.say(f"{step.label} ({escape(step.subject.name)}): {_words(found)} after {seconds:.1f} s{estimate}")
 
     def on_skip(self, step: Step, reason: str) -> None:
         self.cells[step.label, step.place] = "[yellow]no time left[/]"
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, highlight=False)
 
     def _shown(self) -> Group | Progress:
         if self.schedule is None or not self.cells:

@@ -126,8 +126,10 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
         raise RecipeError(f"'{file}' does not say which network it is of; write timm:NAME@{file}.")
 
     def build(pretrained: bool) -> Normalized:
-        cached = {"pretrained_cfg_overlay": {"file": _cached_weights(name)}} if pretrained and _is_offline() else {}
-        return create_model(name, pretrained=pretrained, **cached, **keywords)
+        cached: dict[str, Any] = {}
+        if pretrained and _is_offline():
+            cached["pretrained_cfg_overlay"] = {"file": _cached_weights(name)}
+        return create_model(name, pretrained=pretrained, **{**cached, **keywords})
 
     network = _built(f"timm:{name}", build, pretrained, keywords)
     if file is not None:

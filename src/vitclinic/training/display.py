@@ -8,48 +8,29 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from vitclinic._core import display
 from vitclinic._core.callback import Callback
 from vitclinic.tasks import Metric, headlines
 from vitclinic.training.run import Run
 from vitclinic.training.trainer import Trainer
 
 
-class Display(Callback):
+class Display(display.Display, Callback):
     """Shows reading, training and results on `console`. Use as a context manager around `train`."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            _Facts(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self.reading: TaskID | None = None
+        super().__init__(console, "{task.completed:.0f}/{task.total:.0f}", _Facts(), TimeRemainingColumn())
         self.training: TaskID | None = None
         self.batch_size = 0
         self.metrics: list[Metric] = []
         self.started = self.announced = 0.0
 
-    def __enter__(self) -> Display:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
     def on_progress(self, what: str, done: float, total: float) -> None:
-        if self.reading is None or done == 1:
-            self.reading = self.bar.add_task(f"{what} images", total=total, facts="")
-        self.bar.update(self.reading, completed=done, visible=done < total)
+        self.advance(f"{what} images", done, total)
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.batch_size = trainer.recipe.batch_size
@@ -75,7 +56,7 @@ class Display(Callback):
                 f"[yellow]batch_size {trainer.recipe.batch_size} exceeds the {len(data.train)} training images:[/]"
                 " a step sees images more than once"
             )
-        self.training = self.bar.add_task("training", total=trainer.total_steps, completed=trainer.step, facts="")
+        self.training = self.bar.add_task("training", total=trainer.total_steps, completed=trainer.step)
         self.started = time.monotonic()
 
     def on_row(self, row: Mapping[str, Any]) -> None:

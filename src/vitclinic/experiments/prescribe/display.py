@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
+from vitclinic._core import display
 from vitclinic._core.time import format_duration
 from vitclinic.experiments.prescribe.arms import PLAIN, Arm
 from vitclinic.experiments.prescribe.callback import Watcher
@@ -18,70 +19,45 @@ from vitclinic.experiments.prescribe.prescription import Prescription
 from vitclinic.experiments.prescribe.selection import Tried
 
 
-class Display(Watcher):
+class Display(display.Display, Watcher):
     """Shows a prescription on `console`. Use as a context manager around `prescribe`."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
-        self.tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Display:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
+        super().__init__(console, "{task.percentage:>3.0f}%", TimeRemainingColumn())
 
     def on_reading(self, what: str, done: int, total: int) -> None:
-        self._advance(f"{what} images", done, total)
+        self.advance(f"{what} images", done, total)
 
     def on_measuring(self, arm: str, done: int, total: int) -> None:
-        self._advance("measuring the cost of a step", done + 1, total)
+        self.advance("measuring the cost of a step", done + 1, total)
 
     def on_plan(
         self, plan: Sequence[Stage], arms: Sequence[Arm], left_out: Mapping[str, str], used: float, budget: float
     ) -> None:
         names = ", ".join(escape(arm.name) for arm in arms)
-        self._say(f"[bold]{len(arms)} treatment{'s' * (len(arms) != 1)} to try:[/] {names}")
+        self.say(f"[bold]{len(arms)} treatment{'s' * (len(arms) != 1)} to try:[/] {names}")
         for name, reason in left_out.items():
-            self._say(f"[yellow]left out:[/] {escape(name)} ({escape(reason)})")
+            self.say(f"[yellow]left out:[/] {escape(name)} ({escape(reason)})")
         for stage in plan:
             seeds = f"{stage.seeds} seed{'s' * (stage.seeds != 1)}"
             what = "fresh seeds, on test" if stage.name == "final" else f"{seeds}, on val"
             what = f"{stage.seeds} {what}" if stage.name == "final" else what
-            self._say(
+            self.say(
                 f"  {stage.name}: {stage.arms} arms x {what}, {format_duration(stage.seconds)} a trial,"
                 f" about {format_duration(stage.planned)}"
             )
         rest = sum(stage.planned for stage in plan)
-        self._say(f"about {format_duration(rest)} in all, of a budget of {format_duration(budget)}")
+        self.say(f"about {format_duration(rest)} in all, of a budget of {format_duration(budget)}")
 
     def on_stage(self, decided: Decided) -> None:
         steps = ", ".join(f"{escape(arm.name)} {decided.steps[arm.name]}" for arm in decided.arms)
-        self._say(f"[bold]{decided.stage.name}[/], {format_duration(decided.stage.seconds)} a trial; steps: {steps}")
+        self.say(f"[bold]{decided.stage.name}[/], {format_duration(decided.stage.seconds)} a trial; steps: {steps}")
 
     def on_progress(self, done: float, total: float) -> None:
-        self._advance("trials", done, total)
+        self.advance("trials", done, total)
 
     def on_tried(self, tried: Tried, kept: Sequence[str]) -> None:
-        self._say(f"  {tried.name} keeps {', '.join(map(escape, kept))}")
-
-    def _advance(self, what: str, done: float, total: float) -> None:
-        if what not in self.tasks:
-            self.tasks[what] = self.bar.add_task(what, total=total)
-        self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, highlight=False)
+        self.say(f"  {tried.name} keeps {', '.join(map(escape, kept))}")
 
 
 def show_prescription(found: Prescription, console: Console) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import TaskID
 from rich.table import Table
 
+from vitclinic._core import display
 from vitclinic._core.statistics import t_interval
 from vitclinic._core.time import format_duration
 from vitclinic.experiments.runner import Outcome, Watcher
@@ -19,29 +20,14 @@ from vitclinic.experiments.study.costs import ASSUMPTION, ArmCost, Plan
 from vitclinic.experiments.study.verdicts import ENOUGH_SEEDS, Comparison
 
 
-class Display(Watcher):
+class Display(display.Display, Watcher):
     """Shows on `console` how far a study is. Use as a context manager around `study`."""
 
     def __init__(self, console: Console) -> None:
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        super().__init__(console, "{task.percentage:>3.0f}%", "{task.fields[left]}")
         self.task: TaskID | None = None
         self.left = TimeLeft()
         self.diverged = self.failed = 0
-
-    def __enter__(self) -> Display:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
 
     def on_outcome(self, outcome: Outcome) -> None:
         self.diverged += outcome.status == "diverged"

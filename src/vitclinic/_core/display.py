@@ -1,0 +1,51 @@
+"""The base of what a person sees of long work: progress bars on a terminal, and lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import ProgressColumn, TaskID
+
+
+class Display:
+    """Bars and lines on `console`; a context manager around the work that it shows.
+
+    Bars are drawn on a terminal only, and vanish at the end.
+
+    Args:
+        console: Where to print.
+        columns: What stands right of a bar: columns of rich, or their formats.
+    """
+
+    def __init__(self, console: Console, *columns: ProgressColumn | str) -> None:
+        from rich.progress import BarColumn, Progress  # importing vitclinic does without rich
+
+        self.console = console
+        self.bar = Progress(
+            "{task.description}",
+            BarColumn(bar_width=24),
+            *columns,
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self.tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def advance(self, what: str, done: float, total: float) -> None:
+        """Set the bar of `what`, which is hidden as soon as all is done."""
+        if what not in self.tasks:
+            self.tasks[what] = self.bar.add_task(what, total=total)
+        self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
+
+    def say(self, text: str) -> None:
+        """Print a line, which may have rich's markup; the terminal wraps it."""
+        self.console.print(text, soft_wrap=True, highlight=False)
