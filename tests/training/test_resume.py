@@ -14,7 +14,7 @@ import torch
 
 from vitclinic._core.callback import Callback
 from vitclinic.training import Run, resume, train
-from vitclinic.training.run import without_timing
+from vitclinic.training.run import drop_timing
 
 HARD = {
     "data": {"source": "digits", "limit": 200, "augment": "deit"},
@@ -42,7 +42,7 @@ def wait_for_step(run, step, process):
 
 
 def same(first, second):
-    assert without_timing(first.metrics) == without_timing(second.metrics)
+    assert drop_timing(first.metrics) == drop_timing(second.metrics)
     assert first.results == second.results
     for name in ("last", "best", "epoch-3"):
         a, b = first.checkpoints.read(name), second.checkpoints.read(name)

@@ -11,7 +11,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic.tasks import Classification, Metric, Task, known_tasks, parse_task, register
 from vitclinic.tasks.task import TASKS
 from vitclinic.training import Run, build_recipe, load_model, resume, train
-from vitclinic.training.run import without_timing
+from vitclinic.training.run import drop_timing
 
 
 class Brightness(Task):
@@ -72,7 +72,7 @@ def test_a_task_of_ones_own_resumes_to_the_same_numbers(tiny, brightness, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         train({**plain, "out": str(tmp_path / "cut")}, callbacks=[Stop()])
     cut = resume(tmp_path / "cut")
-    assert without_timing(cut.metrics) == without_timing(whole.metrics)
+    assert drop_timing(cut.metrics) == drop_timing(whole.metrics)
     assert cut.results == whole.results
     weights, again = whole.checkpoints.read_model("best"), cut.checkpoints.read_model("best")
     assert all(torch.equal(weights[name], again[name]) for name in weights)

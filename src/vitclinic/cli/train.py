@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, console_for, finish, free_path, recipe_and_changes, resumable
+from vitclinic.cli.common import (
+    Quiet,
+    Verbose,
+    app,
+    console_for,
+    finish,
+    free_path,
+    import_quickly,
+    recipe_and_changes,
+    resumable,
+)
 
 
 @app.command()
@@ -37,9 +47,10 @@ def train(
 
     Sections have keys of their own, as in data.limit=500: docs/train.md lists them all. Values are YAML.
     """
-    from vitclinic.training import resume as resume_run
-    from vitclinic.training import train as train_run
-    from vitclinic.training.display import Display
+    with import_quickly():
+        from vitclinic.training import resume as resume_run
+        from vitclinic.training import train as train_run
+        from vitclinic.training.display import Display
 
     console = console_for(verbose, quiet)
     recipe, changes = recipe_and_changes(words or [])

@@ -142,6 +142,9 @@ def _decoded(records: Records, size: Size, channels: int) -> Iterator[Pixels | s
         except (*UNREADABLE, DataError) as error:
             return unreadable(records, index, error)
 
+    if getattr(records, "computed", False):  # nothing to decode: threads would only wait for each other
+        yield from map(decode, range(len(records)))
+        return
     threads = os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(records), 1024):  # in slices, so that decoded images do not pile up

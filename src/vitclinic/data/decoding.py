@@ -44,10 +44,10 @@ def fitted(image: Image.Image, channels: int, size: Size) -> Pixels:
     """As `pixels`, resized to cover `size` and cropped to it at the centre."""
     if image.format == "JPEG":  # decodes at 1/2, 1/4 or 1/8 where that is still large enough
         image.draft(None, (size[1] * 2, size[0] * 2))
-    upright = as_image(with_channels(_upright(image), channels))
-    if upright.size != (size[1], size[0]):
-        upright = ImageOps.fit(upright, (size[1], size[0]), Image.Resampling.BICUBIC)
-    return with_channels(upright, channels)
+    upright = with_channels(_upright(image), channels)
+    if upright.shape[:2] == size:
+        return upright
+    return with_channels(ImageOps.fit(as_image(upright), (size[1], size[0]), Image.Resampling.BICUBIC), channels)
 
 
 def as_image(array: Pixels) -> Image.Image:

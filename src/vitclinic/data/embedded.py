@@ -22,6 +22,9 @@ _SHAPES_VAL, _SHAPES_TEST = 500, 1000
 class ArrayRecords:
     """Images in an array, [n, height, width] or [n, height, width, 3], one label each."""
 
+    computed = True
+    """Reading is no decoding of a file, which threads could share."""
+
     def __init__(self, source: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
         self.source = source
         self.images = images
@@ -42,6 +45,9 @@ class ArrayRecords:
 
 class ShapesRecords:
     """Images of the procedural set, drawn when they are read."""
+
+    computed = True
+    """Reading is no decoding of a file, which threads could share."""
 
     def __init__(self, seed: int, split: str, count: int, texture_cue: float) -> None:
         self.seed, self.split, self.count, self.texture_cue = seed, split, count, texture_cue

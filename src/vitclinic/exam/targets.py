@@ -29,7 +29,7 @@ from vitclinic.probes.loading import name_classes
 from vitclinic.probes.subject import check_ready
 from vitclinic.training import Run, load_model
 from vitclinic.training.callbacks import read_projections
-from vitclinic.training.network import treated_augmentation
+from vitclinic.training.network import adapt_augmentation
 from vitclinic.training.optimizer import decayed_parameters
 from vitclinic.training.overrides import parse_yaml
 
@@ -99,7 +99,7 @@ class Network:
         if self.run is None or not isinstance(self.network, Normalized):
             return None
         recipe = self.run.recipe
-        augment, _ = treated_augmentation(recipe.data.augment, recipe.treatments, self.network.backbone, self.run.spec)
+        augment, _ = adapt_augmentation(recipe.data.augment, recipe.treatments, self.network.backbone, self.run.spec)
         decayed = {id(parameter) for parameter in decayed_parameters(self.network)}
         names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
         return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))

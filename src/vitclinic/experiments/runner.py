@@ -17,7 +17,7 @@ from vitclinic._core.errors import LockedError
 from vitclinic.data import DataConfig
 from vitclinic.experiments.pool import Pool
 from vitclinic.training import Recipe, Run
-from vitclinic.training.interrupts import listening
+from vitclinic.training.interrupts import listen_for_signals
 
 if TYPE_CHECKING:
     from vitclinic.training.trainer import Trainer
@@ -161,7 +161,7 @@ def attempt(pool: Pool, recipe: Recipe, callbacks: Sequence[Callback], after: Af
 
     That another process is training or measuring it is no failure, and raised as LockedError.
     """
-    with listening() as interrupt:
+    with listen_for_signals() as interrupt:
         try:
             outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, callbacks)))
         finally:

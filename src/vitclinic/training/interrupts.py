@@ -19,7 +19,7 @@ _listeners: list[Interrupt] = []
 
 
 @contextmanager
-def listening() -> Iterator[Interrupt]:
+def listen_for_signals() -> Iterator[Interrupt]:
     """Note SIGINT and SIGTERM instead of dying of them. Outside the main thread, signals are left alone.
 
     Whoever listens around another listener hears the same: a signal that comes too late to stop one run stops those

@@ -20,21 +20,21 @@ from vitclinic.treatments import Treatment, operate
 
 
 def build_network(recipe: Recipe, dataset: Dataset) -> Normalized:
-    """The network to train: of the data's size, channels and classes, with its treatments' surgery.
+    """Build the network to train: of the data's size and channels, with its task's head and treatments' surgery.
 
-    From scratch it normalises by the training images' own mean and standard deviation.
+    From scratch it normalizes by the training images' own mean and standard deviation.
     """
     spec = dataset.spec
     statistics = {} if recipe.model.pretrained else dict(zip(("mean", "std"), dataset.statistics, strict=True))
-    network = network_for(recipe, spec, recipe.model.pretrained, **statistics)
+    network = create_network(recipe, spec, recipe.model.pretrained, **statistics)
     check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
     return network
 
 
-def treated_augmentation(
+def adapt_augmentation(
     augment: Augment, treatments: Sequence[Treatment], network: nn.Module, spec: ImageSpec
 ) -> tuple[Augment, list[str]]:
-    """The augmentation that a run really trains with, and a sentence for every treatment that changed it."""
+    """Return the augmentation that a run really trains with, and a sentence for every treatment that changed it."""
     augment, notices = augment.resolved(), []
     for treatment in treatments:
         changed = treatment.augmentation(augment, network, spec)
@@ -73,14 +73,20 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
         >>> network = load_model("runs/first")  # doctest: +SKIP
     """
     run = Run.open(path)
-    network = network_for(run.recipe, run.spec)
+    network = create_network(run.recipe, run.spec)
     name = checkpoint or ("best" if "best" in run.checkpoints.names() else "last")
     load_network_state(network, run.checkpoints.read_model(name), f"'{path}'")
     return network.eval()
 
 
-def network_for(recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]) -> Normalized:
-    """The network of a recipe for such images, treated, with the weights that its seed draws."""
+def create_network(
+    recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]
+) -> Normalized:
+    """Create the network of a recipe for such images, treated, with the weights that its seed draws.
+
+    Raises:
+        ModelError: Where it cannot be built, or has another number of outputs than the task needs.
+    """
     outputs = recipe.task.num_outputs(spec)
     keywords: dict[str, Any] = {"num_classes": outputs, "in_chans": spec.in_chans, **recipe.model.keywords}
     if keywords["num_classes"] != outputs:
@@ -91,15 +97,8 @@ def network_for(recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **sta
     size = spec.img_size[0] if spec.img_size[0] == spec.img_size[1] else spec.img_size
     with torch.random.fork_rng():
         torch.manual_seed(torch_seed("weights", recipe.seed))
-        network = create_model(recipe.model.name, img_size=size, pretrained=pretrained, **statistics, **keywords)
+        network = create_model(
+            recipe.model.name, img_size=size, pretrained=pretrained, normalize=True, **statistics, **keywords
+        )
         network.backbone = operate(network.backbone, recipe.treatments, spec)
     return network
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself, out of torch.compile's and DDP's wrappers."""
-    while True:
-        inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner

@@ -74,7 +74,7 @@ def cut_back(path: Path, step: int) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
-def without_timing(rows: list[Row]) -> list[Row]:
+def drop_timing(rows: list[Row]) -> list[Row]:
     """The rows without what depends on the clock: equal for equal runs."""
     return [{key: value for key, value in row.items() if key != "timing"} for row in rows]
 

@@ -17,7 +17,7 @@ from vitclinic.data import DataConfig, Dataset, open_data
 from vitclinic.tasks import LossConfig, Task
 from vitclinic.training.budget import total_steps
 from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
-from vitclinic.training.interrupts import listening
+from vitclinic.training.interrupts import listen_for_signals
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, ValidationConfig
@@ -229,7 +229,7 @@ def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack:
 def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
     leads = trainer.distributed.is_leader
     try:
-        with listening() as interrupt:
+        with listen_for_signals() as interrupt:
             Session(run, trainer, callback, interrupt).fit()
     except BaseException as error:
         if leads:

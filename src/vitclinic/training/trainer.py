@@ -19,7 +19,7 @@ from vitclinic.data import Batch, Dataset, TrainingStream
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
 from vitclinic.tasks import Learner
-from vitclinic.training.network import build_network, treated_augmentation
+from vitclinic.training.network import adapt_augmentation, build_network
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Row
@@ -159,7 +159,7 @@ class Trainer:
         self.rule = _one_rule(treatments)
         transforms = (t.batch_transform(network.backbone, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
-        augment, self.notices = treated_augmentation(recipe.data.augment, treatments, network.backbone, spec)
+        augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.backbone, spec)
 
         self.network: Normalized = network
         self.task = recipe.resolved_task

@@ -57,7 +57,7 @@ def asked(tmp_path, clock):
     return ask
 
 
-def without_timing(found):
+def drop_timing(found):
     return {key: value for key, value in found.record().items() if key != "timing"}
 
 
@@ -152,7 +152,7 @@ def test_asked_again_it_is_read_and_not_trained(first, monkeypatch):
     monkeypatch.setattr("vitclinic.experiments.pool.train", None)
     monkeypatch.setattr("vitclinic.experiments.prescribe.costs.measure_costs", None)
     again = prescribe(RECIPE, budget=350, treatments=ARMS, out=found.folder, seed=3)
-    assert without_timing(again) == without_timing(found)
+    assert drop_timing(again) == drop_timing(found)
 
 
 class PowerCutError(Exception):
@@ -178,7 +178,7 @@ def test_cut_off_anywhere_it_goes_on_to_the_same_answer_with_the_costs_it_had(as
             asked(out="cut", treatments=["neutral", "helping"])
         # A machine that has become slower changes no number of a prescription that goes on.
         monkeypatch.setattr("vitclinic.experiments.prescribe.costs.measure_costs", None)
-    assert without_timing(asked(out="cut", treatments=["neutral", "helping"])) == without_timing(whole)
+    assert drop_timing(asked(out="cut", treatments=["neutral", "helping"])) == drop_timing(whole)
 
 
 @pytest.mark.parametrize("event", ["on_stage", "on_tried"])

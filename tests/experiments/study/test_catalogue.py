@@ -19,7 +19,7 @@ from vitclinic.experiments.study.reporting import stored_results
 from vitclinic.experiments.study.study import parse_study
 from vitclinic.experiments.study.verdicts import ENOUGH_SEEDS
 from vitclinic.probes import known_probes
-from vitclinic.training.network import network_for
+from vitclinic.training.network import create_network
 
 CLAIMS = list(shipped_studies())
 
@@ -146,7 +146,7 @@ def test_its_networks_can_be_built_at_cpu_scale(claim, built):
     for recipe in open_study(claim).recipes().values():
         key = recipe.model.model_dump_json() + str(recipe.treatments)
         if key not in built:
-            built[key] = network_for(recipe, ImageSpec(10, 3, (32, 32)))
+            built[key] = create_network(recipe, ImageSpec(10, 3, (32, 32)))
 
 
 @pytest.fixture(scope="module")

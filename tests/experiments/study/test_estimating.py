@@ -12,7 +12,7 @@ from vitclinic.experiments.study.catalogue import data_facts
 from vitclinic.experiments.study.conduct import study
 from vitclinic.experiments.study.costs import TWO_CORES, forward_flops, plan_study
 from vitclinic.training import build_recipe
-from vitclinic.training.network import network_for
+from vitclinic.training.network import create_network
 from vitclinic.training.trainer import Trainer
 
 from .networks import tiny_study
@@ -71,7 +71,7 @@ def test_flops_and_parameters_are_those_of_the_treated_network():
 @pytest.mark.parametrize("name", ["pit_ti_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "resnet18"])
 def test_a_network_that_computes_nothing_counts_as_one_that_does(name):
     spec = ImageSpec(10, 3, (224, 224))
-    network = network_for(build_recipe({"model": name}), spec).eval()
+    network = create_network(build_recipe({"model": name}), spec).eval()
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         network.requires_grad_(False)(torch.zeros(1, 3, 224, 224))
     assert forward_flops(network, spec) == counter.get_total_flops() > 1e8

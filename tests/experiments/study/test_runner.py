@@ -14,7 +14,7 @@ import pytest
 
 from vitclinic.experiments import runner
 from vitclinic.experiments.study import Pool, Watcher, run_all
-from vitclinic.training.run import without_timing
+from vitclinic.training.run import drop_timing
 
 from .networks import long, tiny
 
@@ -62,7 +62,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     for one, other in zip(alone, together, strict=True):
         assert (one.status, one.reason, one.recipe) == (other.status, other.reason, other.recipe)
         if one.path is not None:
-            assert without_timing(one.run.metrics) == without_timing(other.run.metrics)
+            assert drop_timing(one.run.metrics) == drop_timing(other.run.metrics)
             assert one.run.results == other.run.results
 
 
@@ -211,7 +211,7 @@ def test_stopped_with_two_processes_the_runs_are_saved_and_go_on(tmp_path, numbe
     pool = Pool(tmp_path / "pool")
     for seed in (0, 1):
         whole = Pool(tmp_path / "whole").trained(long(seed))
-        assert without_timing(pool.trained(long(seed)).metrics) == without_timing(whole.metrics)
+        assert drop_timing(pool.trained(long(seed)).metrics) == drop_timing(whole.metrics)
 
 
 def _status(run):

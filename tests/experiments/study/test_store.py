@@ -5,7 +5,7 @@ import pytest
 from vitclinic._core.callback import Callback
 from vitclinic.experiments.study import Pool, drop_weights
 from vitclinic.training import build_recipe
-from vitclinic.training.run import without_timing
+from vitclinic.training.run import drop_timing
 
 from .networks import tiny
 
@@ -43,7 +43,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_numbers(tmp_path):
     assert pool.find(tiny()) is None
     resumed = pool.trained(tiny(), [counter])
     assert counter.steps == 2  # from the checkpoint at step 4
-    assert without_timing(resumed.metrics) == without_timing(whole.metrics)
+    assert drop_timing(resumed.metrics) == drop_timing(whole.metrics)
     assert resumed.results == whole.results
 
 

@@ -20,7 +20,7 @@ from vitclinic.experiments.study.catalogue import data_facts, open_study
 from vitclinic.experiments.study.conduct import seed_count, with_data
 from vitclinic.experiments.study.study import Scale, ScaleName, Study
 from vitclinic.training import Recipe, build_recipe
-from vitclinic.training.network import network_for
+from vitclinic.training.network import create_network
 from vitclinic.training.recipe import DEFAULT_EPOCHS
 
 GPU_PEAK = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12}
@@ -133,7 +133,7 @@ def _facts(recipe: Recipe, scale: Scale) -> tuple[int, ImageSpec]:
 @cache
 def _built(recipe: str, spec: ImageSpec) -> tuple[int, int]:
     """Parameters and FLOPs of the network that a recipe's `model` and `treatments` make; arms often share one."""
-    network = network_for(build_recipe(json.loads(recipe)), spec)
+    network = create_network(build_recipe(json.loads(recipe)), spec)
     return sum(parameter.numel() for parameter in network.parameters()), forward_flops(network, spec)
 
 
