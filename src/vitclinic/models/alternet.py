@@ -30,7 +30,7 @@ _WINDOW = {"imagenet": 7, "cifar": 4}
 
 
 def alternating(blocks: int, msas: int) -> list[bool]:
-    """Which blocks of a stage are MSAs: counted from its end, MSA, Conv, MSA, Conv ... until there are `msas`.
+    """Return which blocks of a stage are MSAs: counted from its end, MSA, Conv, MSA, Conv ... until there are `msas`.
 
     The first block of a stage subsamples and stays a Conv.
 
@@ -167,7 +167,7 @@ class BuildUp:
         self._propose(len(self._stages) - 1)
 
     def accept(self) -> None:
-        """The proposed MSA block improved the network: keep it and go on in its stage."""
+        """Keep the proposed MSA block, which improved the network, and go on in its stage."""
         proposal = self._pending()
         self.accepted.append(proposal)
         stage, index = self._place(proposal)
@@ -177,11 +177,11 @@ class BuildUp:
             self._propose(stage - 1)
 
     def reject(self) -> None:
-        """The proposed MSA block did not improve the network: leave the Conv and go to the stage before."""
+        """Leave the Conv, since the proposed MSA block did not improve the network, and go to the stage before."""
         self._propose(self._place(self._pending())[0] - 1)
 
     def applied_to(self, network: Network) -> Network:
-        """A copy of `network` in which the accepted blocks and the proposed one are MSA blocks.
+        """Return a copy of `network` in which the accepted blocks and the proposed one are MSA blocks.
 
         Blocks that are already keep their weights, as do all others.
         """
@@ -190,7 +190,7 @@ class BuildUp:
         return _with_msas(copy.deepcopy(network), heads, self._options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the rule stands, as plain data."""
+        """Return where the rule stands, as plain data."""
         return {"accepted": list(self.accepted), "proposal": self.proposal}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ class BuildUp:
 def alternate(
     network: Network, msas: Sequence[int], heads: Sequence[int] = HEADS, **options: Unpack[MsaOptions]
 ) -> Network:
-    """A copy of a ResNet with AlterNet's pattern, `msas` MSA blocks in each stage [park2022 App. E].
+    """Return a copy of a ResNet with AlterNet's pattern, `msas` MSA blocks in each stage [park2022 App. E].
 
     Example:
         >>> import timm

@@ -167,7 +167,7 @@ class PostActMsaBlock(nn.Module):
 def msa_in_place_of(
     block: Any, arrangement: type[MsaBlock] | type[PostActMsaBlock], heads: int, **options: Unpack[MsaOptions]
 ) -> MsaBlock | PostActMsaBlock:
-    """A new MSA block with the channels, the bottleneck's width and the stochastic depth of a block of a ResNet.
+    """Return a new MSA block with the channels, the bottleneck's width and the stochastic depth of a block of a ResNet.
 
     `block` is one that changes neither channels nor grid, of timm, torchvision or `PreActResNet`.
     """

@@ -128,7 +128,7 @@ class PreActResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def stage(self, number: int) -> nn.Sequential:
-        """The blocks of a stage, from 0; in the state they are layer1 to layer4, as in timm's and torchvision's."""
+        """Return the blocks of a stage, from 0; in the state they are layer1 to layer4, as in timm's."""
         blocks = self.get_submodule(f"layer{number + 1}")
         assert isinstance(blocks, nn.Sequential)
         return blocks
@@ -137,7 +137,7 @@ class PreActResNet(nn.Module):
         return self.get_submodule("fc")
 
     def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
-        """A new classifier; 0 classes: none, the pooled features come out."""
+        """Set a new classifier; 0 classes: none, the pooled features come out."""
         self.num_classes = num_classes
         like = self.norm.weight
         self.global_pool, self.fc = create_classifier(
@@ -145,7 +145,7 @@ class PreActResNet(nn.Module):
         )
 
     def forward_features(self, x_bchw: Tensor) -> Tensor:
-        """The last stage's state, behind the final norm and activation."""
+        """Return the last stage's state, behind the final norm and activation."""
         x_bchw = self.maxpool(self.conv1(x_bchw))
         for stage in range(4):
             x_bchw = self.stage(stage)(x_bchw)
@@ -177,7 +177,7 @@ default_cfgs = generate_default_cfgs({f"preact_resnet{depth}.untrained": PUBLISH
 
 
 def build(variant: str, network: type[PreActResNet], pretrained: bool, **keywords: Any) -> PreActResNet:
-    """`network(**keywords)` as timm's registry builds it, feature extraction (`features_only=True`) included."""
+    """Return `network(**keywords)` as timm's registry builds it, feature extraction (`features_only=True`) included."""
     feature_cfg = {"out_indices": (0, 1, 2, 3), "flatten_sequential": False}
     built: PreActResNet = build_model_with_cfg(network, variant, pretrained, feature_cfg=feature_cfg, **keywords)
     return built

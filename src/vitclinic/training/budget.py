@@ -23,7 +23,7 @@ _WARM_UP, _MEASURED = 2, 5
 
 @dataclass(frozen=True)
 class Cost:
-    """What the parts of a run take, in seconds."""
+    """The time of a run's parts, in seconds."""
 
     step: float
     image: float
@@ -32,24 +32,24 @@ class Cost:
     """To build the network and what trains it."""
 
     def seconds(self, steps: int, recipe: Recipe, counts: Mapping[str, int]) -> float:
-        """`steps` steps, the validations between them and the final test; `counts` are the images of the splits."""
+        """Return the time of `steps` steps, their validations and the test; `counts` are the images of the splits."""
         interval = max(1.0, in_steps(recipe.validation.every, counts["train"] / recipe.batch_size, steps))
         validated = math.ceil(steps / interval - 1e-9) * counts["val"]
         return steps * self.step + self.image * (validated + (counts["test"] if recipe.test else 0))
 
     def steps_within(self, budget: float, recipe: Recipe, counts: Mapping[str, int]) -> int:
-        """The most steps that, with their validations and the test, fit into `budget` seconds."""
+        """Return the most steps that, with their validations and the test, fit into `budget` seconds."""
         lengths = range(1, max(0, int(budget / self.step)) + 1)
         return bisect.bisect_right(lengths, budget, key=lambda steps: self.seconds(steps, recipe, counts))
 
 
 def image_counts(dataset: Dataset) -> dict[str, int]:
-    """How many images each split has."""
+    """Return how many images each split has."""
     return {split: len(images) for split, images in dataset.splits.items()}
 
 
 def total_steps(recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device) -> int:
-    """How many steps the recipe asks for; with `max_time`, how many the measured cost of a step allows."""
+    """Return how many steps the recipe asks for; with `max_time`, how many the measured cost of a step allows."""
     if recipe.steps is not None:
         return recipe.steps
     if recipe.max_time is None:
@@ -61,14 +61,14 @@ def total_steps(recipe: Recipe, dataset: Dataset, distributed: Distributed, devi
 
 
 def measure_cost(recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device) -> Cost:
-    """The cost of a run's parts, as `measure_costs` does it."""
+    """Return the cost of a run's parts, as `measure_costs` does."""
     return measure_costs([recipe], dataset, distributed, device)[0]
 
 
 def measure_costs(
     recipes: Sequence[Recipe], dataset: Dataset, distributed: Distributed, device: torch.device
 ) -> list[Cost]:
-    """The costs of several runs' parts, on trainers that are then thrown away: the runs themselves start untouched.
+    """Measure the costs of several runs' parts, on trainers that are then thrown away: the runs start untouched.
 
     A step's is the median of five, after two to warm up. The recipes take turns, so that whatever else the machine is
     doing meanwhile slows all of them alike.

@@ -52,7 +52,7 @@ _WEIGHTS = 2**20
 
 
 def projection(parameters: Iterable[tuple[str, Tensor]], size: int, seed: int) -> NDArray[np.float64]:
-    """S w, [size], of named parameters in any order.
+    """Return S w, [size], of named parameters in any order: a random projection of all weights w.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ class TrajectoryRecorder(Callback):
             raise RecipeError(f"logging.trajectory is {size}, and '{self.file}' has projections of size {found}.")
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """What was written after the checkpoint to resume from is about to be written again."""
+        """Forget what was written after the checkpoint to resume from: it is about to be written again."""
         self.rows = {step: row for step, row in self.rows.items() if step <= trainer.step}
 
     def on_epoch(self, trainer: Trainer, epoch: int) -> None:
@@ -109,7 +109,7 @@ class TrajectoryRecorder(Callback):
 
 
 def read_projections(folder: Path) -> dict[int, tuple[float, NDArray[np.float64]]]:
-    """By step, in order: the epoch and the projection [k]. Empty where there are none."""
+    """Return the epoch and the projection [k] by step, in order; nothing where there are none."""
     file = folder / FILE
     if not file.is_file():
         return {}

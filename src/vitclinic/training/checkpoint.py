@@ -47,7 +47,7 @@ class Checkpoints:
                     shutil.rmtree(self._retired(name), ignore_errors=True)
 
     def newest_whole(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Model and state to resume from: `last`, or `previous` (with a message) if `last` is damaged.
+        """Return model and state to resume from: `last`, or `previous` (with a message) if `last` is damaged.
 
         A damaged `last` is removed, so that it cannot take the place of a whole `previous` at the next save.
         """
@@ -73,18 +73,24 @@ class Checkpoints:
             previous.rename(last)
 
     def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the network's weights and the state of training.
+
+        Raises:
+            RunError: Where there is no such checkpoint, or it is damaged.
+        """
         folder = self._existing(name)
         _verify(folder)
         return load_file(folder / "model.safetensors"), _read_tree(folder / "state.safetensors")
 
     def read_model(self, name: str) -> dict[str, Tensor]:
+        """Return the network's weights alone."""
         folder = self._existing(name)
         _verify(folder)
         weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
         return weights
 
     def model_checksum(self, name: str) -> str:
-        """SHA-256 of a checkpoint's `model.safetensors`, as it was written."""
+        """Return the SHA-256 of a checkpoint's `model.safetensors`, as it was written."""
         file = self._existing(name) / "checksums.json"
         try:
             return str(json.loads(file.read_text())["model.safetensors"])
@@ -92,7 +98,7 @@ class Checkpoints:
             raise RunError(f"The checkpoint '{file.parent}' is damaged ({error}).") from error
 
     def names(self) -> list[str]:
-        """The checkpoints there are."""
+        """Return the names of all checkpoints."""
         if not self.folder.is_dir():
             return []
         folders = [p.name for p in self.folder.iterdir() if p.is_dir()]
@@ -190,7 +196,11 @@ def _read_tree(file: Path) -> dict[str, Any]:
 
 
 def load_network_state(network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
-    """Put stored weights into a network; what does not fit is a sentence."""
+    """Put stored weights into a network.
+
+    Raises:
+        RunError: Where they do not fit.
+    """
     try:
         network.load_state_dict(state)
     except RuntimeError as error:

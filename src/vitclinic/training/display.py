@@ -1,4 +1,4 @@
-"""What a person sees of a run: one progress bar on a terminal, one line a validation elsewhere, a table at the end."""
+"""A run on the screen: one progress bar on a terminal, one line a validation elsewhere, a table at the end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Facts(ProgressColumn):
 
 
 def show_result(run: Run, console: Console) -> None:
-    """How the run ended, and where it is."""
+    """Print how a run ended, and where it is."""
     status = run.status
     path = escape(str(run.path))
     if status["status"] != "finished":

@@ -29,7 +29,7 @@ Duration = Annotated[str | int | float, AfterValidator(_checked)]
 
 
 def in_steps(duration: Duration, steps_per_epoch: float, total_steps: int) -> float:
-    """A duration as a number of steps.
+    """Return a duration as a number of steps.
 
     Example:
         >>> in_steps(2, 10, 100), in_steps("30 steps", 10, 100), in_steps("5%", 10, 100)

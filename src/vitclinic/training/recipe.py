@@ -180,11 +180,11 @@ class Recipe(Config):
         return self.model_copy(update={"treatments": Treatments([*self.treatments.written, *entries])})
 
     def plain(self) -> dict[str, Any]:
-        """The recipe as plain data, without keys at their defaults, so that a new option orphans no stored run."""
+        """Return the recipe as plain data without keys at their defaults: a new option then orphans no stored run."""
         return self.model_dump(exclude_defaults=True, mode="json")
 
     def digest(self, data_digest: str) -> str:
-        """SHA-256 of what determines the run's numbers."""
+        """Return the SHA-256 of what determines the run's numbers."""
         identity = {key: value for key, value in self.plain().items() if key not in self.unidentified}
         identity.setdefault("data", {}).pop("source", None)  # the data's own digest stands for where it lies
         text = json.dumps([SCHEMA, identity, data_digest], sort_keys=True)

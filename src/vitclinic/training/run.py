@@ -61,7 +61,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All whole rows; a last line that was cut off by a kill is left out."""
+    """Return all whole rows; a last line that was cut off by a kill is left out."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -75,7 +75,7 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def drop_timing(rows: list[Row]) -> list[Row]:
-    """The rows without what depends on the clock: equal for equal runs."""
+    """Return the rows without what depends on the clock: equal for equal runs."""
     return [{key: value for key, value in row.items() if key != "timing"} for row in rows]
 
 
@@ -96,7 +96,11 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """An existing run."""
+        """Open an existing run.
+
+        Raises:
+            RunError: Where there is none.
+        """
         run = cls(Path(path))
         if not (run.path / "recipe.yaml").is_file():
             raise RunError(f"'{path}' is not a run directory: it has no recipe.yaml.")
@@ -104,7 +108,7 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, dataset: Dataset) -> Run:
-        """A new run; the directory must be new or empty, or one whose making was cut off."""
+        """Create a run; the directory must be new or empty, or one whose making was cut off."""
         run = cls(path)
         run.refuse_foreign_files()
         with write_errors(path):
@@ -117,7 +121,7 @@ class Run:
         return run
 
     def refuse_foreign_files(self) -> None:
-        """A directory with files that are not a run's own is never written to."""
+        """Raise a RunError where the directory has files that are not a run's own: it is never written to."""
         ours = {".lock", "environment.json", "data.json", "status.json"}
         if self.path.is_dir() and any(p.name not in ours and not p.name.endswith(".tmp") for p in self.path.iterdir()):
             raise RunError(f"'{self.path}' is not empty; choose another out=.")

@@ -122,7 +122,7 @@ class InputAscentStep(PlainStep):
 
 
 def mean_losses(passes: Sequence[Losses]) -> Losses:
-    """The mean over micro-batches of each named loss."""
+    """Return the mean over micro-batches of each named loss."""
     return {name: sum(p[name] for p in passes) / len(passes) for name in passes[0]}  # type: ignore[misc]
 
 
@@ -192,7 +192,7 @@ class Trainer:
         return self.step * self.recipe.batch_size // len(self.dataset.train)
 
     def advance(self) -> Row:
-        """One step: read, differentiate, clip, update. Returns its metrics, the same in every process.
+        """Make one step (read, differentiate, clip, update) and return its metrics, the same in every process.
 
         A gradient that is not finite, the same in every process, changes nothing but the loss scale.
         Reading the loss waits for the device; without it a divergence could not be told from its first step on.
@@ -218,7 +218,7 @@ class Trainer:
         return self._row(losses, norm, started)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, numbered from 0."""
+        """Return the learning rate of a step, numbered from 0."""
         return self.recipe.optimizer.lr * self.schedule(step)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class Trainer:
         self._batches = None
 
     def diverged(self, row: Row) -> str | None:
-        """Why a row of metrics shows a divergence, or None."""
+        """Return why a row of metrics shows a divergence, or None."""
         if not math.isfinite(row["loss"]):
             return f"the {row['kind']} loss became {row['loss']} at step {row['step']}"
         if row["kind"] != "train":
@@ -240,7 +240,7 @@ class Trainer:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs beside the exported network."""
+        """Return what resuming needs beside the exported network."""
         return {
             "step": self.step,
             "first_loss": self.first_loss,
@@ -253,6 +253,7 @@ class Trainer:
         }
 
     def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: its exported network, and what `state_dict` returned."""
         self.evaluated.load_state_dict(model)
         if self.ema is not None:
             self.network.load_state_dict(state["raw_network"])

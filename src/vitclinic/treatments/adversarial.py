@@ -66,12 +66,12 @@ class FastGradientSign:
     step: float
 
     def start(self, batch: Batch) -> Batch:
-        """The batch at its random start, its images asking for a gradient."""
+        """Return the batch at its random start, its images asking for a gradient."""
         offset = self.epsilon * (2 * _noise(batch) - 1)
         return replace(batch, images=(batch.images + offset).clamp(0, 1).requires_grad_())
 
     def finish(self, batch: Batch, started: Batch) -> Batch:
-        """The batch to train on, after a backward pass through the started one."""
+        """Return the batch to train on, after a backward pass through the started one."""
         with torch.no_grad():
             gradient = started.images.grad
             if gradient is None:

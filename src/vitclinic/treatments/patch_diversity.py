@@ -131,7 +131,7 @@ class PatchDiversityTreatment(Treatment):
         return self.patch_objectives(Patches.of(network, spec.img_size), spec.num_classes)
 
     def patch_objectives(self, patches: Patches, classes: int) -> dict[str, PatchObjective]:
-        """The losses whose weight is not 0, by name."""
+        """Return the losses whose weight is not 0, by name."""
         if patches.grid == (1, 1):
             raise TreatmentError(
                 f"{self.name} needs two patches at least, and images of {patches.size[0]} x {patches.size[1]} pixels"
@@ -159,7 +159,7 @@ class PatchDiversityTreatment(Treatment):
         return objectives
 
     def augmentation(self, augment: Augment, network: nn.Module, spec: ImageSpec) -> Augment:
-        """Where patches have targets: CutMix on their borders, no mixup, no repeated augmentation [Sec. 5.1]."""
+        """Return CutMix on the borders of patches that have targets, no mixup, no repeated augmentation [Sec. 5.1]."""
         if not self.mixing:
             return augment
         height, width = Patches.of(network, spec.img_size).cell
@@ -214,11 +214,11 @@ class PatchDiversity(nn.Module):
         setattr(network, _WATCHED, True)
 
     def forward(self, patch_targets: Tensor | None = None) -> dict[str, Tensor]:
-        """The weighted losses of the network's latest training pass, by name."""
+        """Return the weighted losses of the network's latest training pass, by name."""
         return {name: objective.weight * objective.loss(patch_targets) for name, objective in self._named.items()}
 
     def mix(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Images, targets [B, K] and patch targets [B, N, K] after CutMix on patch borders with the next image.
+        """Return images, targets [B, K] and patch targets [B, N, K] after CutMix on patch borders with the next image.
 
         `targets` are classes [B] or shares [B, K]. Random numbers come from torch's global generator.
         """

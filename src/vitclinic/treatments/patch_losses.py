@@ -23,7 +23,7 @@ from vitclinic.anatomy.sites import watch
 
 
 def cosine_loss(h_bnd: Tensor) -> Tensor:
-    """The mean absolute cosine between different patches of an image, averaged over images.
+    """Return the mean absolute cosine between different patches of an image, averaged over images.
 
         P(h) = 1 / (n (n - 1)) sum_{i != j} |h_i . h_j| / (|h_i| |h_j|)
 
@@ -69,7 +69,7 @@ def contrastive_loss(first_bnd: Tensor, last_bnd: Tensor, normalise: bool = Fals
 
 
 def mixing_loss(logits_bnk: Tensor, targets_bnk: Tensor) -> Tensor:
-    """The cross-entropy of every patch's prediction with the patch's own target, averaged over patches and images.
+    """Return the cross-entropy of every patch's prediction with its own target, averaged over patches and images.
 
         1/n sum_i CE(g(h_i), y_i)
 
@@ -118,7 +118,7 @@ class Patches:
 
     @classmethod
     def of(cls, network: nn.Module, size: tuple[int, int] | None = None) -> Patches:
-        """Found by a forward pass of one image of that size, by default the one the network is made for."""
+        """Find the patches by a forward pass of one image of that size, by default the one the network is made for."""
         core, family = recognise(network)
         channels, *usual = family.input_size(core)
         like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
@@ -150,7 +150,7 @@ class Patches:
 
 
 def patch_tokens(site: Site, activation: Tensor) -> Tensor:
-    """What was read at `site` as [B, N, D], rows of the grid one after the other, prefix tokens stripped."""
+    """Return what was read at `site` as [B, N, D], rows of the grid one after the other, prefix tokens stripped."""
     if activation.ndim == 3:
         return activation[:, site.layout.prefix :]
     x_bhwd = activation if site.layout.channels_last else activation.permute(0, 2, 3, 1)
@@ -175,7 +175,7 @@ class Reader:
         return hold
 
     def take(self) -> list[Tensor]:
-        """Each site's patches [B, N, D], in the order the sites were named; they are held no longer."""
+        """Return each site's patches [B, N, D], in the order the sites were named; they are held no longer."""
         held, self._held = self._held, {}
         if held.keys() != self._sites.keys():
             raise TreatmentError(

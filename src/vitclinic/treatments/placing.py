@@ -59,7 +59,7 @@ def place(network: nn.Module, name: str, position: Position, layers: Layers, mak
 
 
 def chosen_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Block]:
-    """The blocks that `layers` means. Of an odd number the middle one belongs to the upper half."""
+    """Return the blocks that `layers` means. Of an odd number the middle one belongs to the upper half."""
     if layers == "all":
         return list(blocks)
     if layers == "upper":
@@ -170,7 +170,7 @@ def _after(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:
-    """`module` and all modules in it, in order, but for the parts that treatments placed there."""
+    """Return `module` and all modules in it, in order, but for the parts that treatments placed there."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     placed = {hook.args[0] for hook in hooks if isinstance(hook, partial) and hook.func in (_before, _after)}
     children = [child for name, child in module.named_children() if name not in placed]
@@ -178,5 +178,5 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def over_tokens(x_bnd: Tensor) -> Tensor:
-    """The mean over all tokens, prefix tokens included: [B, N, D] or [B, H, W, D] to [B, 1, D] or [B, 1, 1, D]."""
+    """Return the mean over all tokens, prefix ones included: [B, N, D] or [B, H, W, D] to [B, 1, D] or [B, 1, 1, D]."""
     return x_bnd.mean(dim=tuple(range(1, x_bnd.ndim - 1)), keepdim=True)

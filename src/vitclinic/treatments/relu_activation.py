@@ -42,7 +42,7 @@ def gelu_to_relu(network: nn.Module) -> int:
 
 
 def is_gelu(module: nn.Module) -> bool:
-    """Whether a module is a GELU of any kind: its class says so in its name."""
+    """Tell whether a module is a GELU of any kind: its class says so in its name."""
     return "gelu" in type(module).__name__.lower()
 
 

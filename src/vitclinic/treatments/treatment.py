@@ -50,7 +50,7 @@ class LossesAndGradients(Protocol):
 
 
 class StepRule(Protocol):
-    """How a step gets its gradient. Clipping, unscaling, the optimizer's step, EMA and schedule stay in the loop."""
+    """The rule by which a step gets its gradient; clipping, unscaling, optimizer, EMA and schedule stay in the loop."""
 
     def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
         """Leave the gradient to step with in `.grad`; return the named losses at the weights stepped from."""
@@ -64,10 +64,10 @@ class InputAscent(Protocol):
     """A change of the images towards a higher loss, by one backward pass from a start."""
 
     def start(self, batch: Batch) -> Batch:
-        """The batch that the pass is made with: its images ask for a gradient."""
+        """Return the batch that the pass is made with: its images ask for a gradient."""
 
     def finish(self, batch: Batch, started: Batch) -> Batch:
-        """The batch to train on, from the one given and the started one, whose images now have a gradient."""
+        """Return the batch to train on, from the one given and the started one, whose images now have a gradient."""
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ class Objective(nn.Module):
     """An added loss. Its parameters are trained and saved in the run's state, not in the exported network."""
 
     def forward(self, batch: Batch, logits: Tensor) -> Tensor:
-        """The loss of this batch, a scalar. Hidden states are read by hooks set when the objective is made."""
+        """Return the loss of this batch, a scalar. Hidden states are read by hooks set when the objective is made."""
         raise TypeError(f"{type(self).__name__} does not say what its loss is.")
 
 
@@ -103,31 +103,35 @@ class Treatment(Config):
     """The families of networks (names of `vitclinic.anatomy`) that it fits; None: any network."""
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        """Surgery: the network to train, changed in place or replaced. What does not fit is a TreatmentError."""
+        """Return the network to train, changed in place or replaced: surgery.
+
+        Raises:
+            TreatmentError: Where the treatment does not fit the network.
+        """
         return network
 
     def objectives(self, network: nn.Module, spec: ImageSpec) -> Mapping[str, Objective]:
-        """Losses to add to the task's own, by name."""
+        """Return losses to add to the task's own, by name."""
         return {}
 
     def augmentation(self, augment: Augment, network: nn.Module, spec: ImageSpec) -> Augment:
-        """The augmentation to train with, where the recipe's own is at odds with this treatment; the run says so."""
+        """Return the augmentation to train with, where the recipe's is at odds with this treatment; the run says so."""
         return augment
 
     def batch_transform(self, network: nn.Module, spec: ImageSpec) -> BatchTransform | None:
-        """A change to every training batch, drawn from the batch's keys."""
+        """Return a change to every training batch, drawn from the batch's keys; None: no change."""
         return None
 
     def step_rule(self) -> StepRule | None:
-        """How a step gets its gradient, where this is not plain back-propagation."""
+        """Return the rule by which a step gets its gradient; None: plain back-propagation."""
         return None
 
     def input_ascent(self) -> InputAscent | None:
-        """How the images of a step climb before it is made: by a pass of their own, or by the step rule's first."""
+        """Return how the images of a step climb before it, by a pass of their own or by the step rule's first."""
         return None
 
     def passes(self) -> float:
-        """What a step costs with it, in forward and backward passes of the network; a plain step is one."""
+        """Return the cost of a step in forward and backward passes of the network; a plain step is one."""
         return 1.0
 
 

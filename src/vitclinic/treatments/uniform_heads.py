@@ -23,7 +23,7 @@ from vitclinic.treatments.treatment import Treatment, register
 
 
 def grown(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tensor:
-    """A tensor of `shape` that begins with `old` on every axis; the rest is drawn like `like` (by default, like `old`).
+    """Return a tensor of `shape` that begins with `old` on every axis; the rest is drawn like `like` (else `old`).
 
     >>> grown(torch.ones(2), (3,))
     tensor([1., 1., 1.])
@@ -36,7 +36,7 @@ def grown(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tens
 
 
 def grown_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> nn.Linear:
-    """A linear layer of a weight of `shape` that begins with `weight` and `bias`, drawn like the layer `like`."""
+    """Return a linear layer of a weight of `shape` that begins with `weight` and `bias`, else drawn like `like`."""
     layer = nn.Linear(shape[1], shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(grown(weight, shape, like.weight), like.weight.requires_grad)
     if bias is not None:
@@ -154,7 +154,7 @@ class UniformHeadAttention(nn.Module):
         heads = (3, attention.num_heads, attention.head_dim)
 
         def rows(old: Tensor) -> tuple[Tensor, Tensor]:
-            """Queries, keys and values of the learned heads, and the values of a head that is left over."""
+            """Return queries, keys and values of the learned heads, and the values of a head that is left over."""
             qkv = old.reshape(*heads, *old.shape[1:])
             return qkv[:, :learned].flatten(0, 2), qkv[2, learned:].flatten(0, 1)
 

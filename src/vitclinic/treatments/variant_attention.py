@@ -30,7 +30,7 @@ costs what the smaller products save."""
 
 
 def neighbours(size: Size, kernel: int, prefix: int, device: torch.device | None = None) -> Tensor:
-    """True where a query (first axis) may see a key, [N, N]: |row distance|, |column distance| <= (kernel - 1) / 2.
+    """Return where a query (first axis) may see a key, [N, N]: |row distance|, |column distance| <= (kernel - 1) / 2.
 
     Windows are cut at the border of the grid. Prefix tokens see everything and are seen by everything.
 
@@ -80,7 +80,7 @@ class Neighbourhood(nn.Module):
         return self.keys is not None
 
     def restricting(self, mask: Tensor | None, x_bnc: Tensor) -> Tensor | None:
-        """A mask over all keys that is also this neighbourhood's."""
+        """Return a mask over all keys that is also this neighbourhood's."""
         self._check(x_bnc.shape[1])
         near = neighbours(self.size, self.kernel, self.prefix, x_bnc.device) if self.banded else self.mask
         if mask is None or near is None:
@@ -88,7 +88,7 @@ class Neighbourhood(nn.Module):
         return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, -torch.inf)
 
     def in_bands(self, q_bhnd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, attend: Attend) -> Tensor:
-        """Attention of every token to its neighbours, a band at a time; prefix tokens see everything."""
+        """Return the attention of every token to its neighbours, a band at a time; prefix tokens see everything."""
         assert self.keys is not None  # banded
         self._check(q_bhnd.shape[2])
         batch, heads, _, width = q_bhnd.shape
@@ -193,7 +193,7 @@ class VariantAttention(nn.Module):
         return self.proj_drop(self.proj(mixed_bnc))  # type: ignore[no-any-return]
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """The weighted sums of the values, [B, H, ..., Q, D]; `mask` is True, or 0, where a key counts."""
+        """Return the weighted sums of the values, [B, H, ..., Q, D]; `mask` is True, or 0, where a key counts."""
         if not self.softmax:
             return self._by_logits(q, k, v, mask)
         if self.fused_attn and self.logits_mix is None:
@@ -251,7 +251,7 @@ def _mixed_heads(maps: Tensor, mix: Tensor) -> Tensor:
 
 
 def attention_units(anatomy: Anatomy, treatment: str) -> Sequence[Unit]:
-    """The attention units of a network, all of them timm's own attention or a variant of it, or an error."""
+    """Return the attention units of a network, all of them timm's own attention or a variant of it, or an error."""
     units = anatomy.of_kind("msa")
     for unit in units:
         if type(unit.module) not in (Attention, VariantAttention):
@@ -265,7 +265,7 @@ def attention_units(anatomy: Anatomy, treatment: str) -> Sequence[Unit]:
 
 
 def variant_of(anatomy: Anatomy, unit: Unit) -> VariantAttention:
-    """The unit's attention as a variant, put into the network in place of timm's if it is not there yet."""
+    """Return the unit's attention as a variant, put into the network in place of timm's if it is not there yet."""
     if isinstance(unit.module, VariantAttention):
         return unit.module
     variant = VariantAttention(unit.module)
