@@ -27,7 +27,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic.training import resume, train
 from vitclinic.training.trainer import PlainStep
 from vitclinic.treatments import parse_treatments
-from vitclinic.treatments.sam_core import Ascent, gradients_apart, kept_buffers
+from vitclinic.treatments.sam_core import Ascent, keep_buffers, separate_gradients
 
 OPTIMIZERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.05, weight_decay=0.1),
@@ -85,7 +85,7 @@ def test_rho_zero_is_the_base_optimizer_s_step_to_the_bit(tiny, tmp_path):  # no
 def test_an_ascent_of_length_zero_moves_nothing():
     w = nn.Parameter(torch.randn(3))
     before = w.detach().clone()
-    with Ascent(0.0).climbed([w], [torch.ones(3)]):
+    with Ascent(0.0).climb([w], [torch.ones(3)]):
         assert torch.equal(w, before)
 
 
@@ -96,7 +96,7 @@ def test_the_ascent_is_one_of_length_rho_that_no_scale_changes(scale, rho, adapt
     values = {n: torch.randn(s, generator=draw, dtype=torch.float64) for n, s in [("a", (3, 2)), ("b", (4,))]}
     slopes = {n: torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in values.items()}
     parameters = [nn.Parameter(v.clone()) for v in values.values()]
-    with Ascent(rho, adaptive).climbed(parameters, [scale * g for g in slopes.values()]):
+    with Ascent(rho, adaptive).climb(parameters, [scale * g for g in slopes.values()]):
         eps = {n: p.detach() - values[n] for n, p in zip(values, parameters, strict=True)}
     same(eps, dense_ascent(slopes, values, rho, adaptive), 1e-9)
     t = {n: v.abs() + 0.01 if adaptive else torch.ones_like(v) for n, v in values.items()}
@@ -206,17 +206,17 @@ def test_weights_come_back_to_the_bit_also_without_a_second_gradient_and_after_a
 def test_a_zero_gradient_makes_no_nan():
     w = nn.Parameter(torch.ones(3))
     for adaptive in (False, True):
-        with Ascent(0.1, adaptive).climbed([w], [torch.zeros(3)]) as finite:
+        with Ascent(0.1, adaptive).climb([w], [torch.zeros(3)]) as finite:
             assert finite
             assert torch.equal(w, torch.ones(3))
-    with Ascent(0.1).climbed([w], [None]) as finite:
+    with Ascent(0.1).climb([w], [None]) as finite:
         assert finite
 
 
 def test_gradients_of_the_first_pass_are_apart():
     w = nn.Parameter(torch.ones(2))
     w.grad = before = torch.full((2,), 7.0)
-    with gradients_apart([w]) as found:
+    with separate_gradients([w]) as found:
         (3 * w).sum().backward()
     assert w.grad is before
     assert torch.equal(w.grad, torch.full((2,), 7.0))
@@ -239,7 +239,7 @@ def test_statistics_stand_still_when_asked_twice_and_after_an_exception_and_move
     before = weights(network)
 
     def fail():
-        with kept_buffers(network), kept_buffers(network):
+        with keep_buffers(network), keep_buffers(network):
             network(torch.full((4, 1, 2, 4), math.nan, dtype=torch.float64))
             raise RuntimeError
 

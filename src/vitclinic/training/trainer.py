@@ -32,7 +32,7 @@ from vitclinic.treatments import (
     TakesInputAscent,
     Treatment,
 )
-from vitclinic.treatments.sam_core import average_over_processes, frozen, kept_buffers
+from vitclinic.treatments.sam_core import average_over_processes, freeze, keep_buffers
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,7 +116,7 @@ class InputAscentStep(PlainStep):
 
     def _climbed(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
         started = self.inputs.start(batch)
-        with kept_buffers(losses_and_gradients.module), frozen(losses_and_gradients.module):
+        with keep_buffers(losses_and_gradients.module), freeze(losses_and_gradients.module):
             losses_and_gradients(started, sync=False)
         return self.inputs.finish(batch, started)
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.data import Batch
-from vitclinic.treatments.sam_core import Ascent, OrthogonalPart, filled, gradients_apart, kept_buffers
+from vitclinic.treatments.sam_core import Ascent, Group, OrthogonalPart, sharpness_aware_gradients
 from vitclinic.treatments.treatment import InputAscent, Losses, LossesAndGradients, StepRule, Treatment, register
 
 Part = tuple[Batch, float]
@@ -110,40 +108,36 @@ class SharpnessAwareStep:
         parts = [(part, len(part) / len(batch)) for batch in batches for part in batch.split(self.m)]
         groups = [parts] if self.together else [[part] for part in parts]
         self.images = max(sum(len(part) for part, _ in group) for group in groups)
-        passes = []
-        first: list[Tensor] | None = None
-        for group in groups:
-            found, gradient = self._two_passes(group, losses_and_gradients, last=group is groups[-1])
-            passes += found
-            if gradient and first:
-                torch._foreach_add_(first, gradient)
-            first = first or gradient
-        if self.reused is not None and first is not None:
-            losses_and_gradients.average(first)
-            self.reused.learn(parameters, first)
-        return _mean(passes)
+        losses = sharpness_aware_gradients(
+            [self._two_passes(group, losses_and_gradients, last=group is groups[-1]) for group in groups],
+            parameters,
+            self.ascent,
+            self.reused,
+            module=losses_and_gradients.module,
+            average=losses_and_gradients.average,
+        )
+        return _mean([found for of_group in losses for found in of_group])
 
     def _two_passes(
         self, group: list[Part], losses_and_gradients: LossesAndGradients, last: bool
-    ) -> tuple[list[tuple[Losses, float]], list[Tensor] | None]:
-        """Adds a group's second gradient; returns the losses at w, and the first gradient where it is reused."""
-        parameters = losses_and_gradients.parameters
-        started = [(self.inputs.start(part) if self.inputs else part, share) for part, share in group]
-        with gradients_apart(parameters) as gradients:
-            losses = [(losses_and_gradients(part, sync=False, weight=share), share) for part, share in started]
-        if self.inputs:
-            pairs = zip(group, started, strict=True)
-            group = [(self.inputs.finish(part, climbed), share) for (part, share), (climbed, _) in pairs]
-        first = filled(parameters, gradients) if self.reused is not None else None
-        with ExitStack() as stack:
-            finite = stack.enter_context(self.ascent.climbed(parameters, gradients))
-            stack.enter_context(kept_buffers(losses_and_gradients.module))
-            for part, share in group:
+    ) -> Group[list[tuple[Losses, float]]]:
+        """Return the passes of one ascent; the last of all synchronises the processes."""
+        started: list[Part] = []
+
+        def first() -> list[tuple[Losses, float]]:
+            started.extend((self.inputs.start(part) if self.inputs else part, share) for part, share in group)
+            return [(losses_and_gradients(part, sync=False, weight=share), share) for part, share in started]
+
+        def second(finite: bool) -> None:
+            for (part, share), (climbed, _) in zip(group, started, strict=True):
+                images = self.inputs.finish(part, climbed) if self.inputs else part
                 # A first gradient that is not finite must skip the step in every process, and each of them waits
                 # for the others in the last pass: so the pass is made, and makes the common gradient not finite.
                 weight = share if finite else math.nan
-                losses_and_gradients(part, sync=last and part is group[-1][0], weight=weight)
-        return losses, first
+                losses_and_gradients(images, sync=last and part is group[-1][0], weight=weight)
+            started.clear()
+
+        return Group(first, second)
 
     def state_dict(self) -> dict[str, Any]:
         """`images` records m as it was: the images of one ascent, which also depend on the number of processes."""

@@ -1,4 +1,4 @@
-"""The ascent of sharpness-aware minimisation: from w to w + eps, and back to the bit.
+"""What `sam` and the optimizer `SAM` share: the ascent from w to w + eps and back, the two passes, and LookSAM.
 
     SAM  [chen2022 Eq. 2]:           eps = rho g / |g|
     ASAM [Kwon et al., ICML 2021]:   eps = rho T^2 g / |T g|,   T = |w| + eta, element by element
@@ -10,15 +10,17 @@ scaler needs no unscaling here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+
+T = TypeVar("T")
 
 Gradients = list[Tensor | None]
 
@@ -29,7 +31,7 @@ class Ascent:
 
     Example:
         >>> w = nn.Parameter(torch.tensor([0.0, 0.0]))
-        >>> with Ascent(rho=0.5).climbed([w], [torch.tensor([3.0, 4.0])]):
+        >>> with Ascent(rho=0.5).climb([w], [torch.tensor([3.0, 4.0])]):
         ...     print(w.data)
         tensor([0.3000, 0.4000])
         >>> print(w.data)
@@ -41,8 +43,8 @@ class Ascent:
     eta: float = 0.01
 
     @contextmanager
-    def climbed(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> Iterator[bool]:
-        """Parameters at w + eps; afterwards, whatever happened, at w, from a copy.
+    def climb(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> Iterator[bool]:
+        """Have the parameters at w + eps; afterwards, whatever happened, at w, from a copy.
 
         Yields whether the gradient was finite: if not, and if it is zero, nothing moves. The gradients are used up,
         and the list is emptied so that their memory is free during the second pass.
@@ -78,8 +80,8 @@ class Ascent:
 
 
 @contextmanager
-def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
-    """The gradients of the passes inside, in the list that is yielded; `.grad` is afterwards what it was before."""
+def separate_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
+    """Put the gradients of the passes inside into the list that is yielded; `.grad` is afterwards as before."""
     before = [p.grad for p in parameters]
     found: Gradients = []
     for p in parameters:
@@ -93,8 +95,8 @@ def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
 
 
 @contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """No buffer moves: BatchNorm's running statistics and count, or any other, are afterwards as before.
+def keep_buffers(module: nn.Module) -> Iterator[None]:
+    """Let no buffer move: BatchNorm's running statistics and count, or any other, are afterwards as before.
 
     A copy put back, rather than a switch set on every layer: there is nothing to leave in a wrong position by entering
     twice or leaving by an exception.
@@ -110,8 +112,8 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient: a backward pass then costs only the way down to the images."""
+def freeze(module: nn.Module) -> Iterator[None]:
+    """Let no parameter ask for a gradient: a backward pass then costs only the way down to the images."""
     trained = [p for p in module.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)
@@ -134,13 +136,13 @@ class OrthogonalPart:
         self.direction: list[Tensor] | None = None
 
     def due(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the next step is to have an ascent of its own."""
+        """Tell whether the next step is to have an ascent of its own."""
         known = self.direction is not None and len(self.direction) == len(parameters)
         return not known or self.steps % self.every == 0
 
     @torch.no_grad()
     def learn(self, parameters: Sequence[nn.Parameter], first: Sequence[Tensor]) -> None:
-        """From the gradient `first` at w and the one at w + eps in `.grad`, both of all processes."""
+        """Learn from the gradient `first` at w and the one at w + eps in `.grad`, both of all processes."""
         second = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
         norm, size = float(get_total_norm(first)), float(get_total_norm(second))
         if not math.isfinite(norm + size):
@@ -172,8 +174,54 @@ class OrthogonalPart:
         self.steps, self.direction = state["steps"], state["direction"]
 
 
-def filled(parameters: Sequence[nn.Parameter], gradients: Gradients) -> list[Tensor]:
-    """A copy of the gradients, zero where there is none."""
+@dataclass(frozen=True)
+class Group(Generic[T]):
+    """Images that have one ascent: what to do with them at w, and at w + eps."""
+
+    first: Callable[[], T]
+    """Differentiate at w; returns the losses there."""
+    second: Callable[[bool], object]
+    """Differentiate at w + eps; told whether the first gradient was finite (if not, the weights are still at w)."""
+
+
+def sharpness_aware_gradients(
+    groups: Sequence[Group[T]],
+    parameters: Sequence[nn.Parameter],
+    ascent: Ascent,
+    reused: OrthogonalPart | None,
+    *,
+    module: nn.Module | None,
+    average: Callable[[list[Tensor]], None],
+) -> list[T]:
+    """Add all groups' gradients at w + eps to `.grad`, and return their losses at w.
+
+    Args:
+        groups: Each has an eps of its own.
+        parameters: Those that climb.
+        ascent: How they climb.
+        reused: Where LookSAM keeps what it learns from both gradients.
+        module: Its buffers, such as BatchNorm's statistics, move in the first passes only.
+        average: Replaces tensors by their means over all processes.
+    """
+    losses: list[T] = []
+    total: list[Tensor] = []
+    for group in groups:
+        with separate_gradients(parameters) as gradients:
+            losses.append(group.first())
+        found = _copy_gradients(parameters, gradients) if reused is not None else []
+        with ascent.climb(parameters, gradients) as finite, keep_buffers(module) if module else nullcontext():
+            group.second(finite)
+        if total:
+            torch._foreach_add_(total, found)
+        total = total or found
+    if reused is not None:
+        average(total)
+        reused.learn(parameters, total)
+    return losses
+
+
+def _copy_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> list[Tensor]:
+    """Return a copy of the gradients, zero where there is none."""
     return [torch.zeros_like(p) if g is None else g.clone() for p, g in zip(parameters, gradients, strict=True)]
 
 

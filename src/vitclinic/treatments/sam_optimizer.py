@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torch.nn.utils import get_total_norm
 from vitclinic._core.errors import TreatmentError
 from vitclinic.treatments.sam_core import (
     Ascent,
+    Group,
     OrthogonalPart,
     average_over_processes,
-    filled,
-    gradients_apart,
-    kept_buffers,
+    sharpness_aware_gradients,
 )
 
 Closure = Callable[[], Tensor]
@@ -30,7 +29,7 @@ Closure = Callable[[], Tensor]
 class SAM(torch.optim.Optimizer):
     """Sharpness-aware minimisation [chen2022 Eq. 1-2] around a torch optimizer, which takes the steps.
 
-    `adaptive` is ASAM, `every` above 1 is LookSAM (see `ascent`, `looksam`). `module` is what the closure calls: its
+    `adaptive` is ASAM, `every` above 1 is LookSAM. `module` is what the closure calls: its
     BatchNorm statistics then move in the first pass only and, if it is wrapped by DistributedDataParallel, only the
     second gradient is synchronised. Parameter groups and state are the optimizer's own, so that learning-rate
     schedulers and gradient scalers take the wrapper or the optimizer. torch's random numbers (dropout masks) are the
@@ -99,41 +98,38 @@ class SAM(torch.optim.Optimizer):
             loss = self._one_pass(closures)
             self.reused.reuse(parameters)
             return loss
-        losses = []
-        first: list[Tensor] = []
-        for number, part in enumerate(closures):
-            loss, gradient = self._two_passes(part, parameters, last=number == len(more))
-            losses.append(loss)
-            if first:
-                torch._foreach_add_(first, gradient)
-            first = first or gradient
-        if self.reused is not None:
-            if isinstance(self.module, DistributedDataParallel):
-                average_over_processes(first, self.module.process_group)
-            self.reused.learn(parameters, first)
-        return _total(losses)
+        groups = [self._two_passes(part, parameters, last=number == len(more)) for number, part in enumerate(closures)]
+        return _total(
+            sharpness_aware_gradients(
+                groups, parameters, self.ascent, self.reused, module=self.module, average=self._average
+            )
+        )
 
     def _one_pass(self, closures: Sequence[Closure]) -> Tensor:
         losses = []
         for number, closure in enumerate(closures):
-            with self._synchronised(number == len(closures) - 1):
+            with self._synchronize(number == len(closures) - 1):
                 losses.append(closure())
         return _total(losses)
 
-    def _two_passes(self, closure: Closure, parameters: list[nn.Parameter], last: bool) -> tuple[Tensor, list[Tensor]]:
-        """Adds the gradient at w + eps; returns the loss at w, and the gradient there if it is to be reused."""
+    def _two_passes(self, closure: Closure, parameters: list[nn.Parameter], last: bool) -> Group[Tensor]:
+        """Return the passes of one closure, with the same random numbers in both."""
         cuda = sorted({p.get_device() for p in parameters if p.is_cuda})
-        with gradients_apart(parameters) as gradients, torch.random.fork_rng(cuda), self._synchronised(False):
-            loss = closure()
-        first = filled(parameters, gradients) if self.reused is not None else []
-        with ExitStack() as stack:
+
+        def first() -> Tensor:
+            with torch.random.fork_rng(cuda), self._synchronize(False):
+                return closure()
+
+        def second(finite: bool) -> None:
             # A first gradient that is not finite moves nothing: the second pass then repeats it in every process.
-            stack.enter_context(self.ascent.climbed(parameters, gradients))
-            stack.enter_context(self._synchronised(last))
-            if self.module is not None:
-                stack.enter_context(kept_buffers(self.module))
-            closure()
-        return loss, first
+            with self._synchronize(last):
+                closure()
+
+        return Group(first, second)
+
+    def _average(self, tensors: list[Tensor]) -> None:
+        if isinstance(self.module, DistributedDataParallel):
+            average_over_processes(tensors, self.module.process_group)
 
     def step(self, closure: Closure | None = None, *more: Closure) -> Tensor | None:  # type: ignore[override]
         """`gradients` and the optimizer's step, which a gradient that is not finite skips; returns the loss at w.
@@ -174,8 +170,8 @@ class SAM(torch.optim.Optimizer):
         super().__setstate__(state)
         self._share()
 
-    def _synchronised(self, wanted: bool) -> AbstractContextManager[object]:
-        """Passes whose gradients are exchanged between processes only if `wanted`."""
+    def _synchronize(self, wanted: bool) -> AbstractContextManager[object]:
+        """Exchange the gradients of the passes inside between processes only if `wanted`."""
         if wanted or not isinstance(self.module, DistributedDataParallel):
             return nullcontext()
         return self.module.no_sync()
