@@ -120,7 +120,7 @@ def test_an_installed_package_adds_a_task(monkeypatch):
     class Point:
         name, value, group, dist = "brightness", "package:Brightness", "vitclinic.tasks", None
 
-        def load_model(self):
+        def load(self):
             return Brightness
 
     monkeypatch.setattr(TASKS, "_known", dict(TASKS._known))

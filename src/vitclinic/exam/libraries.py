@@ -129,7 +129,7 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
         cached: dict[str, Any] = {}
         if pretrained and _is_offline():
             cached["pretrained_cfg_overlay"] = {"file": _cached_weights(name)}
-        return create_model(name, pretrained=pretrained, **{**cached, **keywords})
+        return create_model(name, pretrained=pretrained, normalize=True, **{**cached, **keywords})
 
     network = _built(f"timm:{name}", build, pretrained, keywords)
     if file is not None:
