@@ -9,7 +9,7 @@ import pytest
 
 from tests.probes.subjects import subject
 from vitclinic._core.errors import RecipeError
-from vitclinic.exam.planner import FIRST, Offer, candidates, choose, forms, limits
+from vitclinic.exam.planner import FIRST, Offer, choose, forms, limits, parse_request
 from vitclinic.exam.schedule import Step, TimeBudget
 from vitclinic.probes import known_probes, obstacle_to, parse_probes
 
@@ -129,22 +129,22 @@ def test_the_shared_pass_has_all_images_or_fewer() -> None:
 
 
 def test_what_is_measured_by_default_quickly_and_in_full() -> None:
-    probes, budget = candidates(None, None, False, False, {})
+    probes, budget = parse_request(None, None, False, False, {})
     assert budget == 300
     ranks = {name: probe.rank for name, probe in known_probes().items() if not probe.asked_for}
     assert [probe.name for probe in probes] == sorted(ranks, key=ranks.__getitem__)
-    quick, budget = candidates(None, None, True, False, {})
+    quick, budget = parse_request(None, None, True, False, {})
     assert budget is None
     assert {probe.name for probe in quick} == {name for name, probe in known_probes().items() if probe.by_default}
-    full, budget = candidates(None, None, False, True, {})
+    full, budget = parse_request(None, None, False, True, {})
     assert (len(full), budget) == (len(ranks), None)
-    named, budget = candidates(["norms"], None, False, False, {})
+    named, budget = parse_request(["norms"], None, False, False, {})
     assert ([probe.name for probe in named], budget) == (["norms"], None)
-    assert candidates(["norms"], "90s", False, False, {})[1] == 90
+    assert parse_request(["norms"], "90s", False, False, {})[1] == 90
 
 
 def test_an_option_that_is_set_puts_its_probe_first() -> None:
-    probes, _ = candidates(None, None, False, False, {"landscape": {"points": 5}})
+    probes, _ = parse_request(None, None, False, False, {"landscape": {"points": 5}})
     assert probes[0].name == "landscape"
     assert probes[0].points == 5  # type: ignore[attr-defined]
 
@@ -165,5 +165,5 @@ def test_an_option_that_is_set_puts_its_probe_first() -> None:
 )
 def test_mistakes_are_sentences(said: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        candidates(**{"probes": None, "budget": None, "quick": False, "full": False, "settings": {}, **said})  # type: ignore[arg-type]
+        parse_request(**{"probes": None, "budget": None, "quick": False, "full": False, "settings": {}, **said})  # type: ignore[arg-type]
     assert message in str(caught.value)

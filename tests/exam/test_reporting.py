@@ -10,7 +10,7 @@ from tests.probes.subjects import noise, vit
 from tests.reports.made import measurement, provenance
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.cli import main
-from vitclinic.exam.reporting import chosen, examined, report
+from vitclinic.exam.reporting import choose_measurements, examined, report
 from vitclinic.training import Run
 
 
@@ -50,12 +50,14 @@ def at(date, **parts):
 
 def test_the_newest_of_several_measurements_is_shown():
     old, new = at("2026-01-01T00:00:00Z"), at("2026-02-01T00:00:00Z")
-    assert chosen([[new, old]]) == [{"accuracy": new}]
+    assert choose_measurements([[new, old]]) == [{"accuracy": new}]
 
 
 def test_a_usable_measurement_is_shown_before_a_newer_failure():
     well = at("2026-01-01T00:00:00Z")
-    assert chosen([[well, at("2026-02-01T00:00:00Z", status="failed", reason="broke")]]) == [{"accuracy": well}]
+    assert choose_measurements([[well, at("2026-02-01T00:00:00Z", status="failed", reason="broke")]]) == [
+        {"accuracy": well}
+    ]
 
 
 def test_networks_are_compared_on_the_images_that_most_probes_saw():
@@ -65,7 +67,7 @@ def test_networks_are_compared_on_the_images_that_most_probes_saw():
         at("2026-02-01T00:00:00Z", data="fog"),
     ]
     second = [at("2026-01-01T00:00:00Z"), at("2026-03-01T00:00:00Z", data="fog")]
-    assert [one["accuracy"].data for one in chosen([first, second])] == ["test images", "test images"]
+    assert [one["accuracy"].data for one in choose_measurements([first, second])] == ["test images", "test images"]
 
 
 def test_the_page_of_a_run_lies_in_it_and_shows_what_it_is(run):

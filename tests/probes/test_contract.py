@@ -9,7 +9,7 @@ import torch
 
 from tests.probes.subjects import NETWORKS, subject
 from vitclinic._core.records import Measurement
-from vitclinic.exam.pace import estimated_seconds
+from vitclinic.exam.pace import estimate_seconds
 from vitclinic.probes import known_probes, measure, parse_probes, seen_by
 from vitclinic.probes.restoring import _TABLES, left_as_it_was
 from vitclinic.probes.running import obstacle_to
@@ -114,7 +114,7 @@ def test_a_probe_says_what_it_is_and_what_it_costs(name):
     assert (probe.__doc__ or "").split("\n")[0].endswith(".")
     assert probe().forwards(subject()) >= 0
     applies = obstacle_to(probe(), subject()) is None
-    assert (estimated_seconds(subject(), [probe()]) > 0) == applies
+    assert (estimate_seconds(subject(), [probe()]) > 0) == applies
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError])

@@ -105,10 +105,10 @@ def _report_path(exams: Exams, out: Path | None) -> Path:
 
 
 def _show(exams: Exams, console: Console, as_json: bool, whole: bool) -> None:
-    from vitclinic.exam.display import plain, show_exams
+    from vitclinic.exam.display import show_exams, to_json
 
     if as_json and not follows():
-        typer.echo(json.dumps([plain(exam) for exam in exams], indent=2, allow_nan=False))
+        typer.echo(json.dumps([to_json(exam) for exam in exams], indent=2, allow_nan=False))
     show_exams(exams, console, whole=whole)
 
 

@@ -17,7 +17,7 @@ from vitclinic._core import display
 from vitclinic._core.callback import Callback
 from vitclinic._core.records import Finding, Measurement, Status
 from vitclinic._core.time import format_duration
-from vitclinic.exam.exam import MARK, Exam, all_rows, columns, key_rows
+from vitclinic.exam.exam import MARK, Exam, all_rows, column_names, key_rows
 from vitclinic.exam.schedule import Schedule, Step
 from vitclinic.probes import Subject, seen_by
 
@@ -53,7 +53,7 @@ class Display(display.Display, Callback):
             for line in _plan_lines(schedule):
                 self.say(line)
         if schedule.left_out:
-            self.say(_left_out(schedule))
+            self.say(_list_left_out(schedule))
 
     def on_exam_step(self, step: Step) -> None:
         self.cells[step.label, step.place] = _RUNNING
@@ -84,7 +84,7 @@ class Display(display.Display, Callback):
             return self.bar
         table = Table(box=None, header_style="bold")
         table.add_column("probe", no_wrap=True)
-        for name in names_of(self.schedule.subjects):
+        for name in column_names(self.schedule.subjects):
             table.add_column(escape(name), overflow="fold")
         table.add_column("estimate", justify="right")
         for label in dict.fromkeys(step.label for step in self.schedule.steps if step.seconds != 0):
@@ -100,19 +100,13 @@ class Display(display.Display, Callback):
         return f"{text} {time.monotonic() - self.started[label, place]:.0f} s" if text == _RUNNING else text
 
 
-def names_of(subjects: Sequence[Subject]) -> list[str]:
-    """The networks' names, with numbers where they are the same."""
-    names = [subject.name for subject in subjects]
-    return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, 1)]
-
-
 def _headline(schedule: Schedule) -> str:
-    """What is examined, and how long that takes."""
+    """Say what is examined, and how long it will take."""
     subjects = schedule.subjects
-    names = ", ".join(f"[bold]{escape(name)}[/]" for name in names_of(subjects))
+    names = ", ".join(f"[bold]{escape(name)}[/]" for name in column_names(subjects))
     seen = list(dict.fromkeys(f"{_images(each)} of [bold]{escape(each.dataset.name)}[/]" for each in subjects))
     if not any(step.seconds != 0 for step in schedule.steps):
-        return f"{names}: all that applies is stored"
+        return f"{names}: everything that applies has been measured before"
     within = "" if schedule.budget is None else f" of a budget of {format_duration(schedule.budget)}"
     stored = sum(map(len, schedule.stored))
     known = f"; {stored} measurement{'s' * (stored != 1)} from before" if stored else ""
@@ -121,7 +115,7 @@ def _headline(schedule: Schedule) -> str:
 
 
 def _plan_lines(schedule: Schedule) -> list[str]:
-    """What takes time, on which images where a probe has its own, and how long for all networks."""
+    """List what takes time, on which images if a probe chooses its own, and how long for all networks."""
     lines = []
     for label in dict.fromkeys(step.label for step in schedule.steps if step.seconds != 0):
         steps = [step for step in schedule.steps if step.label == label and step.seconds != 0]
@@ -141,7 +135,7 @@ def _words(status: Status) -> str:
     return "done" if status == "ok" else status.replace("_", " ")
 
 
-def _left_out(schedule: Schedule) -> str:
+def _list_left_out(schedule: Schedule) -> str:
     rest = ", ".join(
         f"{name} (at least {format_duration(max(1, seconds))})" for name, seconds in schedule.left_out.items()
     )
@@ -161,26 +155,25 @@ _STYLES = {"problem": "bold red", "notice": "bold yellow", "healthy": "bold gree
 
 
 def show_exams(exams: Sequence[Exam], console: Console, *, whole: bool = True) -> None:
-    """The numbers of all exams side by side (key numbers, or all), what they mean, what did not work out."""
+    """Print the numbers of all exams side by side (the key numbers, or all), findings, and what did not work."""
     rows = all_rows(exams) if whole else key_rows(exams)
     if rows and console.is_terminal:
         _show_table(rows, console)
     elif rows and not console.quiet:
         for row in rows:
             print("\t".join(row), file=console.file)  # not by rich, which makes spaces of tabs
-    for name, exam in zip(columns(exams), exams, strict=True):
+    for name, exam in zip(column_names(exams), exams, strict=True):
         for finding in exam.findings:
             _say(console, _in_words(finding, name))
         for probes, status, reason in _shortcomings(exam, whole):
             words = _WORDS[status][len(probes) > 1]
             _say(console, f"[yellow]{', '.join(probes)} {words}[/] ({escape(name)}): {escape(reason)}")
     if missing := list(dict.fromkeys(probe for exam in exams for probe in exam.left_out)):
-        _say(
-            console, f"[yellow]not measured for want of time[/]: {', '.join(missing)} (a longer --budget, or --probes)"
-        )
+        names = ", ".join(missing)
+        _say(console, f"[yellow]not measured, out of time[/]: {names} (give a longer --budget, or name them: --probes)")
     for exam in exams:
         stored = f" ({', '.join(sorted(exam.reused))} from before)" if exam.reused else ""
-        _say(console, f"in full: [bold]{escape(str(exam.folder))}[/]{stored}")
+        _say(console, f"all numbers: [bold]{escape(str(exam.folder))}[/]{stored}")
         for probe, folder in exam.pictures.items():
             _say(console, f"pictures of {probe}: [bold]{escape(str(folder))}[/]")
 
@@ -193,7 +186,7 @@ def _show_table(rows: Sequence[Sequence[str]], console: Console) -> None:
         table.add_row(*(f"[bold green]{escape(cell)}[/]" if cell.endswith(MARK) else escape(cell) for cell in row))
     console.print(table)
     if any(cell.endswith(MARK) for row in rows for cell in row):
-        _say(console, f"[dim]{MARK.strip()} better than the others, beyond the intervals[/]")
+        _say(console, f"[dim]{MARK.strip()} better than the others, intervals included[/]")
 
 
 def _in_words(finding: Finding, name: str) -> str:
@@ -209,9 +202,9 @@ def _say(console: Console, text: str) -> None:
 
 
 def _shortcomings(exam: Exam, whole: bool) -> Iterator[tuple[list[str], str, str]]:
-    """(probes, status, reason) of those without a full result; what has one reason is said at once.
+    """Yield (probes, status, reason) of probes without a full result, grouped by reason.
 
-    Where nobody asked for them by name, probes that do not apply for a reason of their own are only listed.
+    Unless probes were asked for by name, those that do not apply for a reason of their own are only listed.
     """
     alike: dict[tuple[str, str], list[str]] = {}
     for probe, measurement in exam.items():
@@ -224,21 +217,21 @@ def _shortcomings(exam: Exam, whole: bool) -> Iterator[tuple[list[str], str, str
         else:
             yield probes, status, reason
     if listed:
-        yield listed, "does_not_apply", "for reasons that the report gives."
+        yield listed, "does_not_apply", "the report says why."
 
 
-def plain(exam: Exam) -> dict[str, Any]:
-    """An exam as JSON data; arrays stay in their files."""
+def to_json(exam: Exam) -> dict[str, Any]:
+    """Return an exam as JSON data; arrays stay in their files."""
     return {
         "target": exam.name,
         "subject": exam.subject,
         "folder": str(exam.folder),
-        "measurements": {probe: _plain(measurement, exam, probe) for probe, measurement in exam.items()},
+        "measurements": {probe: _measurement_to_json(measurement, exam, probe) for probe, measurement in exam.items()},
         "findings": [finding.model_dump(mode="json") for finding in exam.findings],
         "left_out": exam.left_out,
     }
 
 
-def _plain(measurement: Measurement, exam: Exam, probe: str) -> dict[str, Any]:
+def _measurement_to_json(measurement: Measurement, exam: Exam, probe: str) -> dict[str, Any]:
     record = {**measurement.plain(), "file": exam.files[probe].name, "reused": probe in exam.reused}
     return record | ({"pictures": exam.pictures[probe].name} if probe in exam.pictures else {})

@@ -1,4 +1,4 @@
-"""Exams as a table with a column for each network, and in a notebook."""
+"""Exams: the measurements of networks, with findings, figures, tables and a page."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from vitclinic.training import Run
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from vitclinic.probes import Subject
 
 MARK = " *"
 """Behind the value that is better than the others beyond their intervals."""
 COLOURS = {"problem": "#d55e00", "notice": "#e69f00", "healthy": "#009e73"}
 
 
-def columns(exams: Sequence[Exam]) -> list[str]:
-    """The networks' names, with numbers where they are the same."""
-    names = [exam.name for exam in exams]
+def column_names(networks: Sequence[Exam] | Sequence[Subject]) -> list[str]:
+    """Return the names of networks, numbered where several have the same."""
+    names = [network.name for network in networks]
     return [name if names.count(name) == 1 else f"{name} {number}" for number, name in enumerate(names, 1)]
 
 
 def key_rows(exams: Sequence[Exam]) -> list[list[str]]:
-    """The header, then the key numbers of each probe."""
+    """Return a table: a header, then the key numbers of each probe."""
     rows = summary([exam.examined for exam in exams])
     cells = [
-        [f"{row.probe}.{row.scalar}", *(written(cell.scalar) + MARK * cell.best for cell in row.cells)] for row in rows
+        [f"{row.probe}.{row.scalar}", *(format_scalar(cell.scalar) + MARK * cell.best for cell in row.cells)]
+        for row in rows
     ]
-    return [["measured", *columns(exams)], *cells] if cells else []
+    return [["measured", *column_names(exams)], *cells] if cells else []
 
 
 def all_rows(exams: Sequence[Exam]) -> list[list[str]]:
-    """The header, then all scalars of each probe."""
+    """Return a table: a header, then all scalars of each probe."""
     names = [
         (probe, scalar)
         for probe in dict.fromkeys(probe for exam in exams for probe in exam)
@@ -52,18 +54,18 @@ def all_rows(exams: Sequence[Exam]) -> list[list[str]]:
     rows = [
         [
             f"{probe}.{scalar}",
-            *(written(exam[probe].scalars.get(scalar) if probe in exam else None) for exam in exams),
+            *(format_scalar(exam[probe].scalars.get(scalar) if probe in exam else None) for exam in exams),
         ]
         for probe, scalar in names
     ]
-    return [["measured", *columns(exams)], *rows] if rows else []
+    return [["measured", *column_names(exams)], *rows] if rows else []
 
 
-def written(scalar: Scalar | None) -> str:
-    """A count in full; any other scalar in four digits, with its interval.
+def format_scalar(scalar: Scalar | None) -> str:
+    """Write a count in full, and any other scalar in four digits with its interval.
 
     Example:
-        >>> written(Scalar(value=1234567.0)), written(Scalar(value=0.51239, low=0.5, high=0.525))
+        >>> format_scalar(Scalar(value=1234567.0)), format_scalar(Scalar(value=0.51239, low=0.5, high=0.525))
         ('1,234,567', '0.5124 [0.5, 0.525]')
     """
     if scalar is None:
@@ -74,8 +76,8 @@ def written(scalar: Scalar | None) -> str:
     return f"{scalar.value:.4g}{interval}"
 
 
-def as_html(exams: Sequence[Exam]) -> str:
-    """The findings of each network and the key numbers, for a notebook; whatever users named is escaped."""
+def render_html(exams: Sequence[Exam]) -> str:
+    """Return findings and key numbers as HTML for a notebook, with all names escaped."""
     found = "".join(
         f"<p><b>{escape(name)}</b></p><ul>"
         + "".join(
@@ -89,7 +91,7 @@ def as_html(exams: Sequence[Exam]) -> str:
             if measurement.status == "failed"
         )
         + "</ul>"
-        for name, exam in zip(columns(exams), exams, strict=True)
+        for name, exam in zip(column_names(exams), exams, strict=True)
     )
     rows = key_rows(exams)
     table = "".join(
@@ -106,14 +108,14 @@ class Measured(Measurement):
 
     @classmethod
     def of(cls, measurement: Measurement, network: str) -> Measured:
-        """The measurement of a network of that name."""
+        """Wrap a measurement of the network of that name."""
         found = cls.model_construct(**{name: getattr(measurement, name) for name in Measurement.model_fields})
         found._network = network
         return found
 
     def figure(self, name: str | None = None) -> go.Figure:
-        """As the report draws it; of several figures the first, or the one of that name."""
-        return drawn([Examined(self._network, {self.probe: self})], self.probe, name)
+        """Return the figure that the report shows; if there are several, the first or the one of that name."""
+        return draw_figure([Examined(self._network, {self.probe: self})], self.probe, name)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Exam(Mapping[str, Measured]):
         return self.examined.findings
 
     def report(self, path: str | Path, *, images: bool = True) -> Path:
-        """Write one page with all of it; without `images`, the user's own pictures are left out."""
+        """Write a page about this network; `images=False` leaves pictures of the data out."""
         return Exams([self]).report(path, images=images)
 
 
@@ -188,26 +190,30 @@ class Exams(list[Exam]):
 
     @classmethod
     def of(cls, exams: Iterable[Exam]) -> Exams:
-        """Exams of which the first is the reference of the others."""
+        """Make exams of which the first is the reference of the others."""
         found = list(exams)
         return cls([*found[:1], *(replace(exam, reference=found[0]) for exam in found[1:])])
 
     def report(self, path: str | Path, *, images: bool = True) -> Path:
-        """Write one page with all of them side by side; without `images`, the user's own pictures are left out."""
+        """Write a page with all networks side by side; `images=False` leaves pictures of the data out."""
         from vitclinic.reports.page import write_report  # plotly and a template: not before there is a page to write
 
         return write_report(path, [exam.examined for exam in self], images=images)
 
     def figure(self, probe: str, name: str | None = None) -> go.Figure:
-        """One probe of all networks, as the report draws it; of several figures the first, or the one of that name."""
-        return drawn([Examined(exam.name, exam.measurements) for exam in self], probe, name)
+        """Return the figure of one probe for all networks; if there are several, the first or the one of that name."""
+        return draw_figure([Examined(exam.name, exam.measurements) for exam in self], probe, name)
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        return render_html(self)
 
 
-def drawn(networks: Sequence[Examined], probe: str, name: str | None) -> go.Figure:
-    """A figure of a probe; one sentence where there is none."""
+def draw_figure(networks: Sequence[Examined], probe: str, name: str | None) -> go.Figure:
+    """Return a figure of a probe.
+
+    Raises:
+        RecipeError: If there is nothing to draw, or no figure of that name.
+    """
     from vitclinic.reports import figures  # noqa: F401  (those who draw make themselves known)
     from vitclinic.reports.drawing import drawn_generically
     from vitclinic.reports.figure import DRAWERS

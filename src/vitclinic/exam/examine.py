@@ -22,7 +22,7 @@ from vitclinic.data import DataConfig, Dataset, load_batches, open_data
 from vitclinic.data.decoding import Size
 from vitclinic.exam.exam import Exam, Exams, Measured
 from vitclinic.exam.pictures import draw
-from vitclinic.exam.planner import Entry, Plan, Planner, candidates
+from vitclinic.exam.planner import Entry, Plan, Planner, parse_request
 from vitclinic.exam.schedule import Schedule, Step, TimeBudget
 from vitclinic.exam.store import ExamRecord, Store
 from vitclinic.exam.targets import Target, open_subject
@@ -147,7 +147,7 @@ class Examination:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
             _check_count(name, count)
         self.data = str(data) if isinstance(data, Path) else data
-        self.probes, self.budget = candidates(
+        self.probes, self.budget = parse_request(
             [probes] if isinstance(probes, str) else probes, budget, quick, full, settings or {}
         )
         self.is_timed = full or self.budget is not None
@@ -307,7 +307,7 @@ class Examination:
             reused=frozenset(record.found),
             pictures=pictures,
             run=subject.run,
-            left_out=record.skipped | {name: _no_time(seconds) for name, seconds in schedule.left_out.items()},
+            left_out=record.skipped | {name: _explain_no_time(seconds) for name, seconds in schedule.left_out.items()},
         )
 
     def _open_data(self, own: DataConfig | None, name: str, size: Size | None, channels: int | None) -> Dataset:
@@ -352,7 +352,7 @@ def _total(seconds: Sequence[float]) -> float:
     return sum(each for each in seconds if math.isfinite(each))
 
 
-def _no_time(seconds: float) -> str:
+def _explain_no_time(seconds: float) -> str:
     return f"there was no time for it: at least {format_duration(max(1, seconds))}."
 
 

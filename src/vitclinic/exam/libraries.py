@@ -30,7 +30,7 @@ _WRAPPED = ("_orig_mod.", "module.")
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """What a safetensors file says of itself; nothing for any other file."""
+    """Return the metadata of a safetensors file; empty for any other file."""
     if file.suffix != ".safetensors" or not file.is_file():
         return {}
     try:
@@ -88,15 +88,15 @@ def _read_state(file: Path) -> dict[str, Tensor]:
     if not isinstance(content, Mapping):
         raise ModelError(f"'{file}' holds {type(content).__name__}, not named tensors.")
     state = next((content[key] for key in _NESTED if isinstance(content.get(key), Mapping)), content)
-    return {_unwrapped(key): value for key, value in state.items() if isinstance(value, Tensor)}
+    return {_strip_wrappers(key): value for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def missing(file: Path) -> ModelError:
-    """The error for a file that is not there."""
+    """Return the error for a file that does not exist."""
     return ModelError(f"There is no file '{file}'.")
 
 
-def _unwrapped(key: str) -> str:
+def _strip_wrappers(key: str) -> str:
     for prefix in _WRAPPED:
         key = key.removeprefix(prefix)
     return key
@@ -131,7 +131,7 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
             cached["pretrained_cfg_overlay"] = {"file": _cached_weights(name)}
         return create_model(name, pretrained=pretrained, normalize=True, **{**cached, **keywords})
 
-    network = _built(f"timm:{name}", build, pretrained, keywords)
+    network = _build(f"timm:{name}", build, pretrained, keywords)
     if file is not None:
         fill(network.backbone, file, note=facts.get("note", ""))
     published = getattr(network.backbone, "pretrained_cfg", None) or {}
@@ -140,7 +140,7 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
 
 
 def from_torchvision(name: str, keywords: dict[str, Any], file: Path | None, pretrained: bool) -> Loaded:
-    """torchvision's classifier `name`."""
+    """Build torchvision's classifier `name`."""
     from torchvision import models
 
     if name not in models.list_models(module=models):
@@ -151,7 +151,7 @@ def from_torchvision(name: str, keywords: dict[str, Any], file: Path | None, pre
         network: nn.Module = models.get_model(name, weights=published if pretrained else None, **keywords)
         return network
 
-    backbone = _built(f"torchvision:{name}", build, pretrained, keywords)
+    backbone = _build(f"torchvision:{name}", build, pretrained, keywords)
     if file is not None:
         fill(backbone, file)
     transforms = published.transforms() if pretrained else None
@@ -160,14 +160,14 @@ def from_torchvision(name: str, keywords: dict[str, Any], file: Path | None, pre
 
 
 def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> Loaded:
-    """An image classifier of the hub, or of a local folder."""
+    """Load an image classifier from the hub or a local folder."""
     try:
         import transformers
     except ImportError:
         raise MissingExtraError(f"hf:{name}", "hf") from None
     auto: Any = transformers.AutoModelForImageClassification
     only = {"local_files_only": _is_offline()}
-    with _published(f"hf:{name}", keywords), seeded():
+    with _published(f"hf:{name}", keywords), fixed_seed():
         if pretrained:
             backbone = auto.from_pretrained(name, **only, **keywords)
         else:
@@ -187,13 +187,13 @@ def _processing(transformers: Any, name: str, only: Mapping[str, bool]) -> tuple
     return processor.image_mean, processor.image_std
 
 
-def _built(target: str, build: Callable[[bool], N], pretrained: bool, keywords: Mapping[str, Any]) -> N:
+def _build(target: str, build: Callable[[bool], N], pretrained: bool, keywords: Mapping[str, Any]) -> N:
     """`build(pretrained)`; what fails without weights too is the fault of the name or the keywords."""
     if pretrained:
-        with _published(target, keywords, lambda: _built(target, build, False, keywords)):
+        with _published(target, keywords, lambda: _build(target, build, False, keywords)):
             return build(True)
     try:
-        with seeded():
+        with fixed_seed():
             return build(False)
     except VitclinicError:
         raise
@@ -204,7 +204,7 @@ def _built(target: str, build: Callable[[bool], N], pretrained: bool, keywords: 
 
 
 @contextmanager
-def seeded() -> Iterator[None]:
+def fixed_seed() -> Iterator[None]:
     """Random weights, the same at every call: what was measured of them can be found again."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

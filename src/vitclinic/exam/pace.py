@@ -1,4 +1,4 @@
-"""What measuring will take, from a few images that are timed beforehand."""
+"""How long measuring will take, estimated from a few images that are timed beforehand."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _QUICK = 0.2
 
 
 class Pace:
-    """How fast one subject is measured. Each timing is made once, when it is first asked for.
+    """How fast one subject is measured. Each timing is made once, when it is first needed.
 
-    A network that fails in being timed takes NaN seconds: that is then the reason why its probes fail.
+    A network that fails while it is timed takes NaN seconds; its probes will fail for the same reason.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -38,17 +38,17 @@ class Pace:
     @cached_property
     def forward(self) -> float:
         """Seconds of an image in a forward pass."""
-        return self._timed(self.subject, self.subject.seconds_per_image)
+        return self._run_timing(self.subject, self.subject.seconds_per_image)
 
     def of(self, probe: Probe) -> float:
-        """Seconds of a probe's own work, no more than its own budget; none where it does not apply."""
+        """Return the seconds of a probe's own work, at most its own budget; 0 if it does not apply."""
         if obstacle_to(probe, self.subject) is not None:
             return 0.0
         forwards = probe.forwards(probe.view(self.subject))
         return min(self.forward * forwards, _most_seconds(probe)) if forwards else 0.0
 
     def of_shared_pass(self, probes: Iterable[Probe], images: int) -> float:
-        """Seconds of one pass of so many images that these probes, as far as they stream and apply, share."""
+        """Return the seconds of a pass over so many images, shared by those of the probes that stream and apply."""
         streaming = {
             probe.name: probe
             for probe in probes
@@ -58,7 +58,7 @@ class Pace:
             return self.forward * images if streaming else 0.0
         if tuple(streaming) not in self._passes:
             few = self.subject.on(self.subject.split, self._trial_images)
-            self._passes[tuple(streaming)] = self._timed(few, lambda: _seconds_of_a_pass(few, streaming))
+            self._passes[tuple(streaming)] = self._run_timing(few, lambda: _seconds_of_a_pass(few, streaming))
         return self._passes[tuple(streaming)] * images
 
     @property
@@ -66,8 +66,8 @@ class Pace:
         size = self.subject.batch_size
         return size if self.forward * size <= _QUICK else min(_TRIAL, size)
 
-    def _timed(self, subject: Subject, timing: Callable[[], float]) -> float:
-        """`timing()`, which goes by the batch size: of a few images and, if that is quick, of a whole batch."""
+    def _run_timing(self, subject: Subject, timing: Callable[[], float]) -> float:
+        """Run `timing()` on a few images and, if that is quick, on a whole batch."""
         size, subject.batch_size = subject.batch_size, min(_TRIAL, subject.batch_size)
         distributed, subject.distributed = subject.distributed, ALONE
         try:
@@ -84,7 +84,7 @@ class Pace:
 
 
 def _seconds_of_a_pass(subject: Subject, probes: dict[str, StreamingProbe]) -> float:
-    """For an image, of a pass with all that the probes make of it; once more before, for what is slow only once."""
+    """Return the seconds per image of a pass with these probes, after a warm-up pass."""
     told, subject.progress = subject.progress, lambda what, done, total: None
     try:
         with left_as_it_was(subject.network, subject.seed):
@@ -96,13 +96,13 @@ def _seconds_of_a_pass(subject: Subject, probes: dict[str, StreamingProbe]) -> f
         subject.progress = told
 
 
-def estimated_seconds(subject: Subject, probes: Sequence[Probe]) -> float:
-    """What measuring will take: the shared pass, and each probe's own work. NaN if the network cannot be timed."""
+def estimate_seconds(subject: Subject, probes: Sequence[Probe]) -> float:
+    """Return how long measuring will take: the shared pass and each probe's own work; NaN if it cannot be timed."""
     pace = Pace(subject)
     return pace.of_shared_pass(probes, len(subject)) + sum(pace.of(probe) for probe in probes)
 
 
 def _most_seconds(probe: Probe) -> float:
-    """A probe's own budget, where it has one."""
+    """Return the budget of a probe that has one."""
     budget = getattr(probe, "budget", None)
     return math.inf if budget is None else in_seconds(budget)

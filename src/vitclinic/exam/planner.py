@@ -76,21 +76,21 @@ class Plan(Config):
         return math.nan if found is None else found[place]
 
 
-def candidates(
+def parse_request(
     probes: Sequence[Any] | None,
     budget: str | float | None,
     quick: bool,
     full: bool,
     settings: Mapping[str, Mapping[str, Any]],
 ) -> tuple[list[Probe], float | None]:
-    """What may be measured, and within how many seconds (None: whatever it takes), from what the user said.
+    """Return the probes that may be measured, and within how many seconds (None: however long it takes).
 
-    `settings` are options of probes that are meant anyway; the user's interest in those puts them first.
+    `settings` are options of some of these probes; a probe whose options the user sets comes first.
     """
     if sum((probes is not None, quick, full)) > 1:
-        raise RecipeError("Give one of probes, quick and full: each of them says what is measured.")
+        raise RecipeError("Give only one of probes, quick and full.")
     if budget is not None and (quick or full):
-        raise RecipeError(f"A budget has no meaning with {'quick' if quick else 'full'}, which says what is measured.")
+        raise RecipeError(f"A budget cannot be combined with {'quick' if quick else 'full'}.")
     if probes is not None:
         chosen = _with_settings(parse_probes(probes), settings)
     else:
@@ -98,39 +98,41 @@ def candidates(
         names.sort(key=lambda name: (name not in settings, known_probes()[name].rank))
         chosen = _with_settings(parse_probes(names), settings)
         budget = budget if budget is not None or quick or full else BUDGET
-    return chosen, None if budget is None else _checked(budget)
+    return chosen, None if budget is None else _parse_budget(budget)
 
 
 def _with_settings(probes: list[Probe], settings: Mapping[str, Mapping[str, Any]]) -> list[Probe]:
     names = [probe.name for probe in probes]
     for name in settings:
         if name not in names:
-            hint = did_you_mean(name, names) or f" They are {', '.join(names)}."
-            raise RecipeError(f"An option is set of '{name}', and that is not among the probes.{hint}")
+            hint = did_you_mean(name, names) or f" The probes are {', '.join(names)}."
+            raise RecipeError(f"'{name}' is not among the probes, so its options cannot be set.{hint}")
     return [
-        parse_probes([{probe.name: {**given(probe), **settings[probe.name]}}])[0] if probe.name in settings else probe
+        parse_probes([{probe.name: {**given_options(probe), **settings[probe.name]}}])[0]
+        if probe.name in settings
+        else probe
         for probe in probes
     ]
 
 
-def _checked(budget: str | float) -> float:
+def _parse_budget(budget: str | float) -> float:
     try:
         found = seconds(budget)
     except ValueError as error:
         raise RecipeError(f"'budget': {error} (got {budget!r}).") from None
     if not found:
-        raise RecipeError("'budget' must be longer than nothing; --quick is the least that there is.")
+        raise RecipeError("'budget' must be more than 0 seconds; for the fastest exam use --quick.")
     return found
 
 
-def given(probe: Probe) -> dict[str, Any]:
-    """The options that were given, of which none is changed to save time."""
+def given_options(probe: Probe) -> dict[str, Any]:
+    """Return the options that were given explicitly; none of them is changed to save time."""
     return {name: getattr(probe, name) for name in sorted(probe.model_fields_set)}
 
 
 def forms(probe: Probe) -> list[Probe]:
-    """The probe as thorough as it is, after its cheaper forms, the cheapest first; without repetitions."""
-    fixed = given(probe)
+    """Return the cheaper forms of a probe, the cheapest first, and then the probe itself, without repetitions."""
+    fixed = given_options(probe)
     cheaper = (validate(type(probe), {**options, **fixed}, where=probe.name) for options in probe.cheaper)
     found: list[Probe] = []
     for form in (*cheaper, probe):
@@ -285,7 +287,7 @@ class Planner:
         ]
         return Offer(name, costs, max(kept, default=None), first=name == WHOLE)
 
-    def _estimated(self, chosen: Sequence[tuple[Probe, int | None]]) -> Plan:
+    def _build_plan(self, chosen: Sequence[tuple[Probe, int | None]]) -> Plan:
         """Make the plan of these probes with their limits, with what each takes."""
         places = range(len(self.stores))
         passes: dict[int | None, list[Probe]] = {}
@@ -336,7 +338,7 @@ def _pass_of(probe: StreamingProbe) -> str:
 
 def _options(probe: Probe) -> dict[str, Any]:
     """Return the options that were given, as a plan has them."""
-    options: dict[str, Any] = plain_data(given(probe), probe.name)
+    options: dict[str, Any] = plain_data(given_options(probe), probe.name)
     return options
 
 

@@ -48,19 +48,19 @@ def report(
     from vitclinic.reports.page import write_report
 
     listed = [targets] if isinstance(targets, str | Path | Run) else list(targets)
-    found = [_stored(str(target.path if isinstance(target, Run) else target)) for target in listed]
+    found = [_open_stored(str(target.path if isinstance(target, Run) else target)) for target in listed]
     networks: list[Examined] = []
-    for one, measurements in zip(found, chosen([one.measurements for one in found]), strict=True):
+    for one, measurements in zip(found, choose_measurements([one.measurements for one in found]), strict=True):
         reference = networks[0].measurements if networks else None
         networks.append(examined(one.name, measurements, one.run, reference))
     beside = found[0].run.path if len(found) == 1 and found[0].run is not None else Path()
     return write_report(out if out is not None else beside / PAGE, networks, title=title, images=images)
 
 
-def stored_exam(target: str | Path | Run) -> dict[str, Measurement]:
-    """What is stored of a target's network, by probe, as its report shows it."""
-    found = _stored(str(target.path if isinstance(target, Run) else target))
-    return chosen([found.measurements])[0]
+def read_stored(target: str | Path | Run) -> dict[str, Measurement]:
+    """Return what is stored of a target's network, by probe, as its report shows it."""
+    found = _open_stored(str(target.path if isinstance(target, Run) else target))
+    return choose_measurements([found.measurements])[0]
 
 
 def examined(
@@ -86,7 +86,7 @@ class _Stored:
     run: Run | None = None
 
 
-def _stored(text: str) -> _Stored:
+def _open_stored(text: str) -> _Stored:
     before, _, checkpoint = text.rpartition("@")
     for folder, named in ((text, ""), (before, checkpoint)):  # a folder's own name may hold an @
         if folder and (Path(folder).expanduser() / "recipe.yaml").is_file():
@@ -102,7 +102,7 @@ def _stored(text: str) -> _Stored:
 
 
 def _read(folder: Path) -> list[Measurement]:
-    """What is stored in `folder`, oldest first; a damaged file is left out, with a message."""
+    """Read all measurements in `folder`, oldest first; a damaged file is left out with a warning."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -113,7 +113,7 @@ def _read(folder: Path) -> list[Measurement]:
 
 
 def _of_network(target: str, measurements: list[Measurement], named: bool) -> list[Measurement]:
-    """Those of the target's weights. Where a run's are not there to ask, or are others by now, those measured last."""
+    """Return the measurements of the target's weights; if a run has none or other weights by now, the latest ones."""
     try:
         digest = network_digest(resolve(target, torch.device("cpu")).network)
     except VitclinicError as error:
@@ -133,8 +133,8 @@ def _of_network(target: str, measurements: list[Measurement], named: bool) -> li
     return [measurement for measurement in measurements if measurement.subject == measurements[-1].subject]
 
 
-def chosen(stored: Sequence[Sequence[Measurement]]) -> list[dict[str, Measurement]]:
-    """One measurement of each probe for each network: see the top of this file for which."""
+def choose_measurements(stored: Sequence[Sequence[Measurement]]) -> list[dict[str, Measurement]]:
+    """Choose one measurement of each probe for each network, as the top of this file says."""
     seen = Counter(
         data for network in stored for _, data in {(one.probe, one.data) for one in network if one.status in REUSED}
     )
@@ -146,7 +146,7 @@ def chosen(stored: Sequence[Sequence[Measurement]]) -> list[dict[str, Measuremen
 
 
 def _facts_of(run: Run) -> dict[str, str]:
-    """What a run's files say of it, in a few words."""
+    """Summarize a run by what its files say."""
     recipe, data, status = run.recipe, run.data_facts, run.status
     height, width = data["size"]
     counts = ", ".join(f"{count:,} {split}" for split, count in data["counts"].items())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vitclinic._core.config import validate
-from vitclinic.exam.planner import given
+from vitclinic.exam.planner import given_options
 from vitclinic.probes import Probe, StreamingProbe, Subject
 
 
@@ -41,7 +41,7 @@ class Step:
     def cut_to(self, seconds: float) -> Step:
         """Return the same step with so much time and no more."""
         probe = self.probes[0]
-        cut = validate(type(probe), {**given(probe), "budget": max(1, round(seconds, 1))})
+        cut = validate(type(probe), {**given_options(probe), "budget": max(1, round(seconds, 1))})
         return Step(self.place, self.subject, [cut], seconds, self.limit)
 
 

@@ -140,7 +140,9 @@ def partial_path(path: Path) -> Path:
 
 def is_final(measurement: Measurement) -> bool:
     """Tell whether more time would not change it: then its unfinished work is of no more use."""
-    return measurement.status == "ok" or (measurement.status == "not_converged" and _allowed(measurement) == math.inf)
+    return measurement.status == "ok" or (
+        measurement.status == "not_converged" and _time_allowed(measurement) == math.inf
+    )
 
 
 def _folder(subject: Subject, out: Path | None) -> Path:
@@ -154,9 +156,9 @@ def _folder(subject: Subject, out: Path | None) -> Path:
 def _is_far_enough(stored: Measurement, probe: Probe) -> bool:
     """Tell whether it has come to its end, or had as long as `probe` may take."""
     wanted = getattr(probe, "budget", None)
-    return is_final(stored) or _allowed(stored) >= (math.inf if wanted is None else seconds(wanted))
+    return is_final(stored) or _time_allowed(stored) >= (math.inf if wanted is None else seconds(wanted))
 
 
-def _allowed(measurement: Measurement) -> float:
+def _time_allowed(measurement: Measurement) -> float:
     budget = measurement.config.get("budget")
     return math.inf if budget is None else seconds(budget)

@@ -22,7 +22,7 @@ from vitclinic._core.errors import ModelError, RecipeError, did_you_mean
 from vitclinic._core.hashing import fingerprint
 from vitclinic.data import DataConfig, Dataset, Normalization
 from vitclinic.data.decoding import Size
-from vitclinic.exam.libraries import from_hugging_face, from_timm, from_torchvision, seeded
+from vitclinic.exam.libraries import fixed_seed, from_hugging_face, from_timm, from_torchvision
 from vitclinic.models import Normalized
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import name_classes
@@ -35,7 +35,7 @@ from vitclinic.training.overrides import parse_yaml
 
 
 def past_weights(run: Run) -> PastWeights:
-    """Those of the checkpoints epoch-N and of `last`, and the projections of `logging.trajectory`."""
+    """Return the weights of the checkpoints epoch-N and `last`, and the projections of `logging.trajectory`."""
     names = {float(match[1]): name for name in run.checkpoints.names() if (match := re.fullmatch(r"epoch-(\d+)", name))}
     if "last" in run.checkpoints.names():
         names[_epochs_done(run)] = "last"
@@ -85,7 +85,7 @@ class Network:
 
     @property
     def data(self) -> DataConfig | None:
-        """What a run was trained on."""
+        """The data that a run was trained on."""
         return None if self.run is None else self.run.recipe.data
 
     @property
@@ -95,7 +95,7 @@ class Network:
 
     @property
     def training(self) -> Training | None:
-        """How a run was trained."""
+        """The augmentation, weight decay and earlier weights of a run."""
         if self.run is None or not isinstance(self.network, Normalized):
             return None
         recipe = self.run.recipe
@@ -222,7 +222,7 @@ def _call(text: str, module: str, function: str) -> nn.Module:
     if not hasattr(imported, function):
         raise RecipeError(f"'{text}': the module {module} has no '{function}'.")
     try:
-        with seeded():
+        with fixed_seed():
             network = getattr(imported, function)()
     except Exception as error:  # the user's own code may raise anything
         raise ModelError(f"'{text}' raised {type(error).__name__}: {error}.") from error

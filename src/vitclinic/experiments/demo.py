@@ -10,7 +10,7 @@ from typing import Literal
 from vitclinic._core.callback import Callback
 from vitclinic._core.records import Finding, Measurement, Scalar
 from vitclinic.exam import Exams, examine
-from vitclinic.exam.findings.rule import Evidence, high, low, shown
+from vitclinic.exam.findings.rule import Evidence, format_number, high, low
 from vitclinic.reports.page import write_report
 from vitclinic.training import Run, resume, train
 
@@ -99,7 +99,7 @@ def _judged(claim: Claim, before: Scalar | None, after: Scalar | None) -> Findin
     else:
         title, severity, word = _word(claim, before, after)
         numbers = {claim.number: after, f"plain {claim.number}": before}
-        says = f"The {claim.what} is {shown(before)} without and {shown(after)} with treatment, {word}."
+        says = f"The {claim.what} is {format_number(before)} without and {format_number(after)} with treatment, {word}."
     return Finding(
         rule="as_published",
         title=title,

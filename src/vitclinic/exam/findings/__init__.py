@@ -31,7 +31,7 @@ def find(
     training: Sequence[Mapping[str, Any]] = (),
     reference: Mapping[str, Measurement] | None = None,
 ) -> list[Finding]:
-    """What is to be said of a network: problems first, then notices, then that it is healthy, if it is.
+    """Apply all rules to a network: problems first, then notices, then that it is healthy, if it is.
 
     `measurements` are by probe, `training` the rows of a run's metrics.jsonl. With the measurements of a `reference`
     network, numbers are also compared with its own, where both were measured alike on the same images.

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from vitclinic._core.records import Scalar, Suggestion
-from vitclinic.exam.findings.rule import Comparison, Evidence, Verdict, compared, difference, high, low, rule, shown
+from vitclinic.exam.findings.rule import (
+    Comparison,
+    Evidence,
+    Verdict,
+    compare,
+    difference,
+    format_number,
+    high,
+    low,
+    rule,
+)
 
 OVER, UNDER, NOTICED = 0.1, 0.2, 0.05
 """Under-confidence is what strong augmentation does to good networks, too: it takes more of it to be a problem."""
@@ -33,7 +43,7 @@ def guessing(evidence: Evidence) -> Verdict | None:
     ours, guess = evidence.number("accuracy.accuracy"), evidence.number("accuracy.commonest")
     if ours is None or guess is None or low(ours) > guess.value:
         return None
-    statement = f"Accuracy is {shown(ours)}; naming the commonest class always would give {guess.value:.3g}."
+    statement = f"Accuracy is {format_number(ours)}; naming the commonest class always would give {guess.value:.3g}."
     return Verdict("notice", statement, {"accuracy.accuracy": ours, "accuracy.commonest": guess})
 
 
@@ -92,7 +102,7 @@ def _miscalibrated(evidence: Evidence, sign: int) -> Verdict | None:
     numbers = {"accuracy.confidence": confidence, "accuracy.accuracy": accuracy}
     if (error := evidence.number("accuracy.ece")) is not None:
         numbers["accuracy.ece"] = error
-    statement = f"Mean confidence is {shown(confidence)}, accuracy {shown(accuracy)}{found.tail}."
+    statement = f"Mean confidence is {format_number(confidence)}, accuracy {format_number(accuracy)}{found.tail}."
     return Verdict(found.severity, statement, numbers, found.worse)
 
 
@@ -103,10 +113,10 @@ def _gap(evidence: Evidence, confidence: Scalar, accuracy: Scalar, sign: int) ->
     if their_confidence is not None and their_accuracy is not None:
         pair = (their_confidence, their_accuracy) if sign > 0 else (their_accuracy, their_confidence)
         theirs = difference(*pair)
-    found = compared(ours, theirs, problem=OVER if sign > 0 else UNDER, notice=NOTICED, margin=0.05)
+    found = compare(ours, theirs, problem=OVER if sign > 0 else UNDER, notice=NOTICED, margin=0.05)
     if found is None or theirs is None:
         return found
-    tail = f"; of their difference, {shown(ours)}, the reference network has {shown(theirs)}"
+    tail = f"; of their difference, {format_number(ours)}, the reference network has {format_number(theirs)}"
     return Comparison(found.severity, found.worse, tail)
 
 
@@ -152,12 +162,12 @@ def high_frequency_fragility(evidence: Evidence) -> Verdict | None:
     if ours is None or slow is None or clean is None or high(clean) <= 0:
         return None
     limit = max(LOST * high(clean), high(slow))
-    found = compared(ours, evidence.theirs(name), problem=limit, margin=MORE_FRAGILE)
+    found = compare(ours, evidence.theirs(name), problem=limit, margin=MORE_FRAGILE)
     if found is None:
         return None
     statement = (
-        f"Noise of high frequencies lowers an accuracy of {shown(clean)} by {shown(ours)}{found.tail}; "
-        f"that of low ones by {shown(slow)}."
+        f"Noise of high frequencies lowers an accuracy of {format_number(clean)} by {format_number(ours)}{found.tail}; "
+        f"that of low ones by {format_number(slow)}."
     )
     numbers = {name: ours, "frequency_noise.drop_low": slow, "frequency_noise.clean_accuracy": clean}
     return Verdict(found.severity, statement, numbers, found.worse)
@@ -179,11 +189,11 @@ def texture_bias(evidence: Evidence) -> Verdict | None:
     if ours is None:
         return None
     by_texture = None if theirs is None else _complement(theirs)
-    found = compared(_complement(ours), by_texture, problem=BY_TEXTURE, margin=0.1)
+    found = compare(_complement(ours), by_texture, problem=BY_TEXTURE, margin=0.1)
     if found is None:
         return None
-    tail = "" if theirs is None else f"; the reference network has {shown(theirs)}"
-    statement = f"Where shape and texture disagree, {shown(ours)} of the decisions go by shape{tail}."
+    tail = "" if theirs is None else f"; the reference network has {format_number(theirs)}"
+    statement = f"Where shape and texture disagree, {format_number(ours)} of the decisions go by shape{tail}."
     return Verdict(found.severity, statement, {name: ours}, found.worse)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vitclinic._core.records import Scalar, Suggestion
-from vitclinic.exam.findings.rule import Evidence, Verdict, compared, high, rule, shown
+from vitclinic.exam.findings.rule import Evidence, Verdict, compare, format_number, high, rule
 
 SHARP_VIT, SHARP_RESNET = 700.0, 179.8
 """lambda_max of about that of ViT-B/16, and of ResNet-152, trained on ImageNet without SAM [chen2022 Table 1]."""
@@ -39,10 +39,10 @@ def sharp_minimum(evidence: Evidence) -> Verdict | None:
     ours, theirs = evidence.number(name), evidence.theirs(name) if _losses_alike(evidence) else None
     if ours is None:
         return None
-    found = compared(ours, theirs, problem=SHARP_VIT, notice=SHARP_RESNET, margin=0.0, factor=SHARPER)
+    found = compare(ours, theirs, problem=SHARP_VIT, notice=SHARP_RESNET, margin=0.0, factor=SHARPER)
     if found is None:
         return None
-    statement = f"The largest eigenvalue of the training loss's Hessian is {shown(ours)}{found.tail}."
+    statement = f"The largest eigenvalue of the training loss's Hessian is {format_number(ours)}{found.tail}."
     return Verdict(found.severity, statement, {name: ours}, found.worse)
 
 
@@ -74,7 +74,9 @@ def no_minimum(evidence: Evidence) -> Verdict | None:
     ours = evidence.number("sharpness.lambda_max")
     if ours is None or high(ours) >= 0:
         return None
-    statement = f"The Hessian's eigenvalue of largest magnitude is negative, {shown(ours)}: training has not arrived."
+    statement = (
+        f"The Hessian's eigenvalue of largest magnitude is negative, {format_number(ours)}: training has not arrived."
+    )
     return Verdict("notice", statement, {"sharpness.lambda_max": ours})
 
 
@@ -103,13 +105,15 @@ def non_convex_loss(evidence: Evidence) -> Verdict | None:
     """The share of negative ones among the largest eigenvalues of mini-batches."""
     name = "hessian_spectrum.nep"
     ours = evidence.number(name)
-    found = ours and compared(ours, evidence.theirs(name), problem=NON_CONVEX, margin=0.0)
+    found = ours and compare(ours, evidence.theirs(name), problem=NON_CONVEX, margin=0.0)
     if ours is None or not found:
         return None
     numbers: dict[str, Scalar] = {name: ours}
     if (positive := evidence.number("hessian_spectrum.ape")) is not None:
         numbers["hessian_spectrum.ape"] = positive
-    statement = f"Of the largest Hessian eigenvalues of training mini-batches {shown(ours)} are negative{found.tail}."
+    statement = (
+        f"Of the largest Hessian eigenvalues of training mini-batches {format_number(ours)} are negative{found.tail}."
+    )
     return Verdict(found.severity, statement, numbers, found.worse, _more_heads(evidence))
 
 

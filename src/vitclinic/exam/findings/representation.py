@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vitclinic._core.records import Scalar, Suggestion
-from vitclinic.exam.findings.rule import Evidence, Verdict, compared, high, low, rule, shown
+from vitclinic.exam.findings.rule import Evidence, Verdict, compare, format_number, high, low, rule
 
 DEAD, SATURATED = 0.01, 0.99
 LOWER_RATE = Suggestion(
@@ -42,7 +42,7 @@ def saturated_units(evidence: Evidence) -> Verdict | None:
 
 
 def _verdict(layers: dict[str, Scalar], says: str) -> Verdict:
-    shares = ", ".join(f"{name}: {shown(share)}" for name, share in layers.items())
+    shares = ", ".join(f"{name}: {format_number(share)}" for name, share in layers.items())
     numbers = {f"sparsity.active of {name}": share for name, share in layers.items()}
     return Verdict("problem", f"{says} {len(layers)} of the layers ({shares}).", numbers)
 
@@ -85,12 +85,12 @@ def over_smoothing(evidence: Evidence) -> Verdict | None:
     """Patches that have become alike with depth."""
     name, growth = "token_similarity.absolute_cosine_last", "token_similarity.absolute_cosine_rise"
     ours, rise = evidence.number(name), evidence.number(growth)
-    found = ours and compared(ours, evidence.theirs(name), problem=OVER_SMOOTHED, margin=MORE_ALIKE)
+    found = ours and compare(ours, evidence.theirs(name), problem=OVER_SMOOTHED, margin=MORE_ALIKE)
     if ours is None or rise is None or not found or low(rise) <= 0:
         return None
     statement = (
-        f"After the last block the patches of an image have an absolute cosine of {shown(ours)}, "
-        f"{shown(rise)} more than after the first{found.tail}."
+        f"After the last block the patches of an image have an absolute cosine of {format_number(ours)}, "
+        f"{format_number(rise)} more than after the first{found.tail}."
     )
     return Verdict(found.severity, statement, {name: ours, growth: rise}, found.worse)
 
@@ -126,10 +126,12 @@ def over_dense_attention(evidence: Evidence) -> Verdict | None:
     """Attention close to the mean of all tokens."""
     name = "attention_entropy.ratio"
     ours = evidence.number(name)
-    found = ours and compared(ours, evidence.theirs(name), problem=UNIFORM, notice=DENSE, margin=DENSER)
+    found = ours and compare(ours, evidence.theirs(name), problem=UNIFORM, notice=DENSE, margin=DENSER)
     if ours is None or not found:
         return None
-    statement = f"Attention has {shown(ours)} of the entropy of uniform attention, mean over layers{found.tail}."
+    statement = (
+        f"Attention has {format_number(ours)} of the entropy of uniform attention, mean over layers{found.tail}."
+    )
     return Verdict(found.severity, statement, {name: ours}, found.worse)
 
 
@@ -154,6 +156,6 @@ def saturated_attention(evidence: Evidence) -> Verdict | None:
     layers = {name: ratio for name, ratio in ratios.items() if high(ratio) < ONE_KEY}
     if not layers:
         return None
-    shares = ", ".join(f"{name}: {shown(ratio)}" for name, ratio in layers.items())
+    shares = ", ".join(f"{name}: {format_number(ratio)}" for name, ratio in layers.items())
     statement = f"Attention has collapsed onto single keys in {len(layers)} of the layers ({shares} of the entropy)."
     return Verdict("problem", statement, {f"attention_entropy.ratio of {name}": layers[name] for name in layers})

@@ -1,4 +1,4 @@
-"""What a rule looks at: the numbers of one network, and of a reference network where the two may be compared."""
+"""Rules: what one looks at (`Evidence`), what it is (`Rule`, made by the decorator `rule`) and how it compares."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Evidence:
     reference: Mapping[str, Measurement] = field(default_factory=dict)
 
     def number(self, name: str) -> Scalar | None:
-        """`PROBE.NAME` of the network; None where it was not measured, or is not a number."""
+        """Return `PROBE.NAME` of the network; None if it was not measured, or is not finite."""
         return _number(self.measurements, name)
 
     def theirs(self, name: str) -> Scalar | None:
-        """The same of the reference network; None also where the two were not measured alike."""
+        """Return the same number of the reference network; None also if the two were measured differently."""
         probe = name.partition(".")[0]
         ours, theirs = usable(self.measurements.get(probe)), usable(self.reference.get(probe))
         if ours is None or theirs is None or not _alike(ours, theirs):
@@ -34,23 +34,23 @@ class Evidence:
         return _number(self.reference, name)
 
     def units(self, probe: str, value: str) -> dict[str, Scalar]:
-        """One value of each unit that has it, by unit."""
+        """Return one value of each unit that has it, by unit."""
         measurement = usable(self.measurements.get(probe))
         rows = [] if measurement is None else measurement.units
         return {row.name: row.values[value] for row in rows if value in row.values and _finite(row.values[value])}
 
     def kinds(self, probe: str) -> list[str]:
-        """The kinds of the units that a probe lists."""
+        """Return the kinds of the units that a probe lists."""
         measurement = usable(self.measurements.get(probe))
         return [] if measurement is None else [row.kind for row in measurement.units]
 
     def curve(self, kind: str, key: str) -> list[float]:
-        """A column of the training's rows of one kind; NaN where a number was not finite."""
+        """Return a column of the training metrics of one kind of row; NaN for numbers that are not finite."""
         rows = [row for row in self.training if row.get("kind") == kind and key in row]
         return [math.nan if row[key] is None else float(row[key]) for row in rows]
 
     def has(self, name: str) -> bool:
-        """Whether a number is there to be looked at."""
+        """Tell whether a number was measured."""
         if name in TRAINING:
             return bool(self.curve(*TRAINING[name]))
         probe, _, value = name.partition(".")
@@ -58,24 +58,25 @@ class Evidence:
 
 
 def usable(measurement: Measurement | None) -> Measurement | None:
-    """A measurement that has a result: it applied and did not fail."""
+    """Return the measurement if it has a result, that is if the probe applied and did not fail; else None."""
     return measurement if measurement is not None and measurement.status in ("ok", "not_converged") else None
 
 
 def low(number: Scalar) -> float:
-    """The lower end of the interval; a number without one is exact."""
+    """Return the lower end of the interval; a number without one counts as exact."""
     return number.value if number.low is None else number.low
 
 
 def high(number: Scalar) -> float:
-    """The upper end of the interval."""
+    """Return the upper end of the interval."""
     return number.value if number.high is None else number.high
 
 
 def difference(a: Scalar, b: Scalar) -> Scalar:
-    """a - b, with the interval of two independent numbers.
+    """Return a - b with the interval of two independent numbers.
 
-    Where the two rise together, as confidence and correctness of the same images do, it is too wide, not too narrow.
+    If the two are positively correlated, as confidence and correctness of the same images are, the interval is too
+    wide, never too narrow.
     """
     down = math.hypot(a.value - low(a), high(b) - b.value)
     up = math.hypot(high(a) - a.value, b.value - low(b))
@@ -83,8 +84,8 @@ def difference(a: Scalar, b: Scalar) -> Scalar:
     return Scalar(value=value, low=value - down, high=value + up)
 
 
-def shown(number: Scalar) -> str:
-    """As a sentence has it: `0.82 (0.80 to 0.84)`."""
+def format_number(number: Scalar) -> str:
+    """Write a number for a sentence: `0.82 (0.80 to 0.84)`."""
     if low(number) == high(number):
         return f"{number.value:.3g}"
     return f"{number.value:.3g} ({low(number):.3g} to {high(number):.3g})"
@@ -105,7 +106,7 @@ def _finite(number: Scalar) -> bool:
 
 
 def _alike(ours: Measurement, theirs: Measurement) -> bool:
-    """Whether two measurements differ in the network only."""
+    """Tell whether two measurements differ in nothing but the network."""
     return ours.terms == theirs.terms
 
 
@@ -114,7 +115,7 @@ Severity = Literal["problem", "notice"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule's function says where it has something to say."""
+    """The answer of a rule that has something to say."""
 
     severity: Severity
     statement: str
@@ -145,11 +146,11 @@ class Rule:
     applies: Callable[[Evidence], bool] = field(repr=False)
 
     def looks(self, evidence: Evidence) -> bool:
-        """Whether it can say anything: its numbers are there, and mean something for such a network."""
+        """Tell whether the rule can judge: its numbers were measured, and mean something for such a network."""
         return any(all(map(evidence.has, group)) for group in self.needs) and self.applies(evidence)
 
     def __call__(self, evidence: Evidence) -> Finding | None:
-        """The finding, or None where there is nothing to say."""
+        """Return the finding, or None if there is nothing to say."""
         verdict = self.judge(evidence) if self.looks(evidence) else None
         if verdict is None:
             return None
@@ -183,18 +184,18 @@ def rule(
     suggestions: tuple[Suggestion, ...] = (),
     applies: Callable[[Evidence], bool] = lambda evidence: True,
 ) -> Callable[[Callable[[Evidence], Verdict | None]], Rule]:
-    """Decorator: make a function a rule, known by the function's name."""
+    """Make a function a rule, known by the function's name; use it as a decorator."""
 
-    def registered(judge: Callable[[Evidence], Verdict | None]) -> Rule:
+    def register(judge: Callable[[Evidence], Verdict | None]) -> Rule:
         made = Rule(judge.__name__, title, needs, threshold, source, basis, reference, suggestions, judge, applies)
         _REGISTRY[made.name] = made
         return made
 
-    return registered
+    return register
 
 
 def known_rules() -> dict[str, Rule]:
-    """All rules by name, in the order in which a report has their findings."""
+    """Return all rules by name, in the order in which a report lists their findings."""
     return dict(_REGISTRY)
 
 
@@ -209,7 +210,7 @@ class Comparison:
     """The end of a sentence: what the reference network has."""
 
 
-def compared(
+def compare(
     ours: Scalar,
     theirs: Scalar | None,
     *,
@@ -218,13 +219,13 @@ def compared(
     margin: float,
     factor: float = 1,
 ) -> Comparison | None:
-    """Whether a number is too large, its whole interval being so; None if it is not.
+    """Compare a number with its limits and with the reference; None if its interval is not wholly beyond either.
 
     It is a problem above `problem` and a notice above `notice`, or where it is above the reference network's by
     `factor` and `margin`, interval against interval.
     """
     worse = theirs is not None and low(ours) > factor * high(theirs) + margin
-    tail = "" if theirs is None else f"; the reference network has {shown(theirs)}"
+    tail = "" if theirs is None else f"; the reference network has {format_number(theirs)}"
     if low(ours) > problem:
         return Comparison("problem", worse, tail)
     if worse or (notice is not None and low(ours) > notice):

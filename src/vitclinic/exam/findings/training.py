@@ -13,11 +13,11 @@ from vitclinic.exam.findings.rule import (
     Rule,
     Verdict,
     difference,
+    format_number,
     high,
     known_rules,
     low,
     rule,
-    shown,
     usable,
 )
 
@@ -156,7 +156,8 @@ def _gap(evidence: Evidence) -> Verdict | None:
     gap = difference(test, difference(train, floor))
     if low(gap) <= NOTICED:
         return None
-    statement = f"The NLL is {shown(train)} on images of training{_count(evidence)} and {shown(test)} on others."
+    seen = f"{format_number(train)} on training images{_count(evidence)}"
+    statement = f"The NLL is {seen} and {format_number(test)} on others."
     numbers = {"train_nll.nll": train, "accuracy.nll": test}
     return Verdict("problem" if low(gap) > STARVED else "notice", statement, numbers)
 
@@ -186,8 +187,9 @@ def _weak_bias(evidence: Evidence) -> Verdict | None:
     if low(nll) <= high(their_nll) or high(accuracy) >= low(their_accuracy):
         return None
     statement = (
-        f"It fits images of training less well than the reference network (NLL {shown(nll)} against "
-        f"{shown(their_nll)}) and is less accurate, too ({shown(accuracy)} against {shown(their_accuracy)})."
+        f"It fits images of training less well than the reference network (NLL {format_number(nll)} against "
+        f"{format_number(their_nll)}) and is less accurate, too ({format_number(accuracy)} against"
+        f" {format_number(their_accuracy)})."
     )
     return Verdict("notice", statement, {names[0]: nll, names[1]: accuracy}, against_reference=True)
 
@@ -223,7 +225,7 @@ def healthy(evidence: Evidence, found: Sequence[Finding]) -> Finding | None:
 
 
 def _statement(accuracy: Scalar, looked: Sequence[Rule], missed: Sequence[Rule]) -> str:
-    says = f"Accuracy is {shown(accuracy)}, and no problem was found. Looked for: {_titles(looked)}."
+    says = f"Accuracy is {format_number(accuracy)}, and no problem was found. Looked for: {_titles(looked)}."
     return f"{says} Not looked for, as its numbers are not there: {_titles(missed)}." if missed else says
 
 

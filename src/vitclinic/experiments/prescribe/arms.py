@@ -10,7 +10,7 @@ from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.exam.findings import find
-from vitclinic.exam.reporting import stored_exam
+from vitclinic.exam.reporting import read_stored
 from vitclinic.training import Recipe, Run
 from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import CheckpointConfig, ValidationConfig
@@ -117,7 +117,7 @@ def suggested_treatments(path: str | Path) -> list[str]:
     Suggestions that change the recipe in another way, such as its augmentation, are not treatments and not among them.
     """
     run = Run.open(path)
-    measurements = stored_exam(run)
+    measurements = read_stored(run)
     if not measurements:
         raise RunError(f"'{path}' has not been examined; `vitclinic examine {path}` does it.")
     suggestions = (suggestion for finding in find(measurements, run.metrics) for suggestion in finding.suggestions)
