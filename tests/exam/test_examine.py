@@ -337,7 +337,7 @@ def test_ctrl_c_is_not_a_traceback(moment, command, monkeypatch):
         (
             ["timm:resnet18", "--probes", "norms", "--set", "cost.repeats=3"],
             2,
-            "'cost', and that is not among the probes. They are norms.",
+            "'cost' is not among the probes, so its options cannot be set. The probes are norms.",
         ),
         (["timm:resnet18", "--random-weights"], 2, "Say on which data"),
         ([], 2, "Missing argument"),

@@ -152,11 +152,11 @@ def test_an_option_that_is_set_puts_its_probe_first() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"quick": True, "full": True}, "Give one of probes, quick and full"),
-        ({"probes": ["norms"], "quick": True}, "Give one of probes, quick and full"),
-        ({"budget": "3m", "full": True}, "A budget has no meaning with full"),
+        ({"quick": True, "full": True}, "Give only one of probes, quick and full"),
+        ({"probes": ["norms"], "quick": True}, "Give only one of probes, quick and full"),
+        ({"budget": "3m", "full": True}, "A budget cannot be combined with full"),
         ({"budget": "soon"}, "'budget': write a time such as 90s, 3m or 1h30m (got 'soon')."),
-        ({"budget": 0}, "'budget' must be longer than nothing"),
+        ({"budget": 0}, "'budget' must be more than 0 seconds"),
         ({"budget": -1}, "'budget': write a time"),
         ({"settings": {"landscpe": {"points": 5}}}, "Did you mean 'landscape'?"),
         ({"settings": {"landscape": {"pionts": 5}}}, "Did you mean 'points'?"),

@@ -20,17 +20,12 @@ def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "a"
     vitclinic.train(
         "shapes",
-        *("data=shapes:60", "model=vit_tiny_patch16_224", "model.patch_size=8", "model.embed_dim=24", "model.depth=2"),
-        *(
-            "model.num_heads=2",
-            "steps=3",
-            "epochs=null",
-            "batch_size=20",
-            "schedule.warmup=0",
-            "optimizer.lr=0.05",
-            "checkpoint.keep_epochs=[0]",
-            f"out={out}",
-        ),
+        {"epochs": None, "schedule.warmup": 0, "optimizer.lr": 0.05, "checkpoint.keep_epochs": [0]},
+        data="shapes:60",
+        model={"name": "vit_tiny_patch16_224", "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2},
+        steps=3,
+        batch_size=20,
+        out=out,
     )
     vitclinic.examine(str(out), probes=["norms", "cost"], limit=10)
     return out

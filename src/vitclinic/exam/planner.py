@@ -217,7 +217,7 @@ class Planner:
 
     def plan_all(self) -> Plan:
         """Plan all probes as they are, whatever they take."""
-        return self._estimated([(probe, None) for probe in self.probes])
+        return self._build_plan([(probe, None) for probe in self.probes])
 
     def plan_within(self, budget: float) -> tuple[Plan, bool]:
         """Plan what fits into so many seconds. Returns the plan, and whether it had been made before."""
@@ -259,7 +259,7 @@ class Planner:
                 chosen.append((probe, self.limits[taken[offer]]))
             else:
                 chosen.append((variants[probe.name][taken[offer]], None))
-        return self._estimated(chosen).model_copy(update={"left_out": left_out})
+        return self._build_plan(chosen).model_copy(update={"left_out": left_out})
 
     def _offers(self, variants: Mapping[str, list[Probe]]) -> list[Offer]:
         offers: dict[str, Offer] = {}
