@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import vitclinic
 from vitclinic.exam import planner
 
-BUDGET = "20s"
+BUDGET = "10s"
 """Of an exam that a page does not give a budget for."""
 ROOT = Path(__file__).parents[1]
 CLASSES = ("cat", "dog", "owl")
