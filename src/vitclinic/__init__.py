@@ -6,85 +6,79 @@ command line's help stay fast.
 
 from __future__ import annotations
 
-import importlib
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vitclinic._core.lazy import make_lazy
 
 if TYPE_CHECKING:
-    from vitclinic import functional
+    from vitclinic import anatomy, data, functional, models, probes, tasks, treatments
     from vitclinic._core.callback import Callback
-    from vitclinic._core.records import Measurement
-    from vitclinic.data import Dataset, open_data
-    from vitclinic.exam import Exam, Exams
-    from vitclinic.exam.examine import examine  # from where it is: mypy takes the package's name for the module
+    from vitclinic._core.errors import VitclinicError
+    from vitclinic._core.records import Finding, Measurement
+    from vitclinic.data.dataset import Dataset, open_data
+    from vitclinic.exam.exam import Exam, Exams
+    from vitclinic.exam.examine import examine
     from vitclinic.exam.reporting import report
-    from vitclinic.experiments.prescribe import Prescription
     from vitclinic.experiments.prescribe.prescribe import prescribe
+    from vitclinic.experiments.prescribe.prescription import Prescription
     from vitclinic.experiments.study.conduct import study
-    from vitclinic.models import create_model
-    from vitclinic.training import Recipe, Run, build_recipe, load_model
+    from vitclinic.listing import (
+        list_datasets,
+        list_models,
+        list_probes,
+        list_recipes,
+        list_studies,
+        list_tasks,
+        list_treatments,
+    )
+    from vitclinic.models.factory import create_model
+    from vitclinic.training.network import load_model
+    from vitclinic.training.overrides import build_recipe
+    from vitclinic.training.recipe import Recipe
+    from vitclinic.training.run import Run
     from vitclinic.training.train import resume, train
-    from vitclinic.treatments import treat
+    from vitclinic.treatments.surgery import treat
 
 __version__ = version("vitclinic")
-
-_HOMES = {
-    "Exam": "vitclinic.exam",
-    "Exams": "vitclinic.exam",
-    "examine": "vitclinic.exam",
-    "report": "vitclinic.exam.reporting",
-    "Measurement": "vitclinic._core.records",
-    "Dataset": "vitclinic.data",
-    "open_data": "vitclinic.data",
-    "create_model": "vitclinic.models",
-    "Prescription": "vitclinic.experiments.prescribe",
-    "prescribe": "vitclinic.experiments.prescribe",
-    "study": "vitclinic.experiments.study.conduct",
-    "Callback": "vitclinic._core.callback",
-    "Recipe": "vitclinic.training",
-    "Run": "vitclinic.training",
-    "build_recipe": "vitclinic.training",
-    "load_model": "vitclinic.training",
-    "resume": "vitclinic.training",
-    "train": "vitclinic.training",
-    "treat": "vitclinic.treatments",
-}
-
-_PACKAGES = frozenset({"functional"})
-"""Packages that are public by themselves, such as `vitclinic.functional.cka`."""
 
 __all__ = [
     "Callback",
     "Dataset",
     "Exam",
     "Exams",
+    "Finding",
     "Measurement",
     "Prescription",
     "Recipe",
     "Run",
+    "VitclinicError",
     "__version__",
+    "anatomy",
     "build_recipe",
     "create_model",
+    "data",
     "examine",
     "functional",
+    "list_datasets",
+    "list_models",
+    "list_probes",
+    "list_recipes",
+    "list_studies",
+    "list_tasks",
+    "list_treatments",
     "load_model",
+    "models",
     "open_data",
     "prescribe",
+    "probes",
     "report",
     "resume",
     "study",
+    "tasks",
     "train",
     "treat",
+    "treatments",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"vitclinic.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'vitclinic' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+make_lazy(__name__)

@@ -7,7 +7,7 @@ import torch
 
 from vitclinic._core.callback import Callback
 from vitclinic.data import TrainingStream, open_data
-from vitclinic.data.dataset import DataConfig
+from vitclinic.data.config import DataConfig
 from vitclinic.training import build_recipe, load_model, train
 from vitclinic.training.network import build_network
 

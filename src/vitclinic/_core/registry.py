@@ -2,23 +2,40 @@
 
 A package adds its own by an entry point of the group `vitclinic.probes`, `vitclinic.treatments`, `vitclinic.tasks` or
 `vitclinic.families`; from then on it is listed, parsed, planned and reported like ours.
+
+Ours are in the package that bears the group's name, each under `@register`. Their names and facts are read from the
+source, and a module is imported when its class is asked for: a typo is refused without torch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.sources import Options, SourceClass, Unreadable, read_classes
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Config)
 C = TypeVar("C", bound=type[Config])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `vitclinic list` says of a class."""
+
+    name: str
+    about: str
+    """The first line of its docstring."""
+    attributes: Mapping[str, Any]
+    options: Options
 
 
 class Registry(Generic[T]):
@@ -40,7 +57,7 @@ class Registry(Generic[T]):
 
         Args:
             noun: What one of them is called in messages and in `vitclinic list NOUNs`.
-            group: The group of entry points by which installed packages add to it.
+            group: The group of entry points by which installed packages add to it, and the package where ours are.
             bases: What a class must be derived from, one of them.
         """
         self.noun, self.group, self.bases = noun, group, bases
@@ -51,13 +68,27 @@ class Registry(Generic[T]):
         if not isinstance(cls, type) or not issubclass(cls, self.bases):
             expected = " or ".join(base.__name__ for base in self.bases)
             raise TypeError(f"{getattr(cls, '__name__', repr(cls))} is no {self.noun}: derive it from {expected}")
-        self._known[cls.name] = cls  # type: ignore[attr-defined,assignment]
+        if cls.__module__.startswith(f"{self.group}."):  # imported late, it must not replace a user's own
+            self._known.setdefault(cls.name, cls)  # type: ignore[attr-defined,arg-type]
+        else:
+            self._known[cls.name] = cls  # type: ignore[attr-defined,assignment]
         return cls
+
+    def names(self) -> list[str]:
+        """Return all names in alphabetical order; no module of ours is imported for it."""
+        load_entry_points(self.group, self.register)
+        return sorted({*self._known, *read_classes(self.group)})
 
     def all(self) -> dict[str, type[T]]:
         """Return all classes by name, in alphabetical order."""
-        load_entry_points(self.group, self.register)
-        return dict(sorted(self._known.items()))
+        return {name: self.get(name) for name in self.names()}
+
+    def check(self, name: str) -> None:
+        """Raise a RecipeError where there is no class of that name."""
+        names = self.names()
+        if name not in names:
+            hint = did_you_mean(str(name), names) or f" See `vitclinic list {self.noun}s`."
+            raise RecipeError(f"There is no {self.noun} '{name}'.{hint}")
 
     def get(self, name: str) -> type[T]:
         """Return the class of that name.
@@ -65,11 +96,32 @@ class Registry(Generic[T]):
         Raises:
             RecipeError: Where there is none.
         """
-        cls = self.all().get(name)
-        if cls is None:
-            hint = did_you_mean(str(name), self._known) or f" See `vitclinic list {self.noun}s`."
-            raise RecipeError(f"There is no {self.noun} '{name}'.{hint}")
-        return cls
+        self.check(name)
+        if name not in self._known:
+            self._known[name] = _load(read_classes(self.group)[name])
+        return self._known[name]
+
+    def facts(self, *attributes: str) -> list[Facts]:
+        """Return what is known of each class, with these class attributes; imports only where the source does not tell.
+
+        Example:
+            >>> from vitclinic.treatments.treatment import TREATMENTS
+            >>> next(facts for facts in TREATMENTS.facts("paper") if facts.name == "gap_head").attributes
+            {'paper': 'park2022 Sec. 2, Fig. 6'}
+        """
+        return [self._facts(name, attributes) for name in self.names()]
+
+    def _facts(self, name: str, attributes: tuple[str, ...]) -> Facts:
+        stated = read_classes(self.group).get(name)
+        if stated is not None and name not in self._known:
+            try:
+                values = {attribute: stated.fact(attribute) for attribute in attributes}
+                return Facts(name, stated.summary, values, stated.options())
+            except Unreadable:
+                pass
+        cls = self.get(name)
+        values = {attribute: getattr(cls, attribute) for attribute in attributes}
+        return Facts(name, (cls.__doc__ or "").split("\n")[0], values, _options(cls))
 
     def parse(self, entries: Sequence[Any]) -> list[T]:
         """Turn `["norms", {"cost": {"repeats": 20}}]` into configs, in order.
@@ -96,6 +148,17 @@ class Registry(Generic[T]):
         if options and not cls.model_fields:
             raise RecipeError(f"The {self.noun} '{name}' has no options (got {', '.join(map(repr, options))}).")
         return validate(cls, options or {}, where=f"{self.noun}s.{name}")
+
+
+def _load(stated: SourceClass) -> Any:
+    return getattr(import_module(stated.module.name), stated.node.name)
+
+
+def _options(config: type[Config]) -> Options:
+    return {
+        name: {"default": field.get_default(call_default_factory=True), "description": field.description or ""}
+        for name, field in config.model_fields.items()
+    }
 
 
 @cache

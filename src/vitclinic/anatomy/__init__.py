@@ -5,15 +5,20 @@ with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
     network(images)
 """
 
-from vitclinic.anatomy.anatomy import Anatomy
-from vitclinic.anatomy.attention import AttentionMap, record_attention
-from vitclinic.anatomy.eager import double_differentiable, evaluating
-from vitclinic.anatomy.families import Family, known_families, register_family
-from vitclinic.anatomy.removal import Bypass, Erase, Silence
-from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
-from vitclinic.anatomy.taps import Activations, stream, taps
-from vitclinic.anatomy.units import AttentionSpec, Block, Kind, Residual, Unit
-from vitclinic.anatomy.windows import Windows
+from typing import TYPE_CHECKING
+
+from vitclinic._core.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from vitclinic.anatomy.anatomy import Anatomy
+    from vitclinic.anatomy.attention import AttentionMap, record_attention
+    from vitclinic.anatomy.eager import double_differentiable, evaluating
+    from vitclinic.anatomy.families import Family, known_families, register_family
+    from vitclinic.anatomy.removal import Bypass, Erase, Silence
+    from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
+    from vitclinic.anatomy.taps import Activations, stream, taps
+    from vitclinic.anatomy.units import AttentionSpec, Block, Kind, Residual, Unit
+    from vitclinic.anatomy.windows import Windows
 
 __all__ = [
     "NCHW",
@@ -44,3 +49,5 @@ __all__ = [
     "stream",
     "taps",
 ]
+
+make_lazy(__name__)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from vitclinic.anatomy.sites import Layout, Site, Size
-from vitclinic.anatomy.windows import Windows
+    from vitclinic.anatomy.sites import Layout, Site, Size
+    from vitclinic.anatomy.windows import Windows
 
 Kind = Literal["stem", "position", "msa", "mlp", "token_mlp", "conv", "pool", "head"]
 """`pool` is the subsampling between stages; `token_mlp` mixes tokens by fixed weights."""

@@ -1,4 +1,4 @@
-"""What `vitclinic list` lists."""
+"""`vitclinic list`: what there is, with facts about each."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from typing import Annotated, Any
 
 import typer
 
-from vitclinic._core.config import Config
 from vitclinic.cli.common import app
 
 Rows = list[dict[str, Any]]
 """Values are text, lists of it, or options as {name: {default, description}}: `shown` writes them in a line."""
 
 
-def list_recipes() -> Rows:
-    """Shipped recipes with what their headers say: a description, then `key: value` lines."""
+def describe_recipes() -> Rows:
+    """Return the shipped recipes with what their headers say: a description, then `key: value` lines."""
     from vitclinic.training.overrides import shipped_recipes
 
     return [{"name": name, **recipe_header(text)} for name, text in shipped_recipes().items()]
 
 
 def recipe_header(text: str) -> dict[str, str]:
-    """The comment at the top of a recipe as `about`, `command`, `time` and `expect`."""
+    """Return the comment at the top of a recipe as `about`, `command`, `time` and `expect`."""
     lines = re.match(r"(?:#.*\n)*", text)
     comment = [line.lstrip("# ").rstrip() for line in lines[0].splitlines()] if lines else []
     facts = dict(re.findall(r"^(command|time|expect): (.+)$", "\n".join(comment), re.MULTILINE))
@@ -34,103 +33,91 @@ def recipe_header(text: str) -> dict[str, str]:
     return {"about": about, "command": facts["command"], "time": facts["time"], "expect": facts["expect"]}
 
 
-def list_models() -> Rows:
-    """Every name that `model=` takes."""
-    from timm.models import list_models as timm_models
+def describe_models() -> Rows:
+    """Return every name that `model=` takes."""
+    from vitclinic.listing import list_models
 
-    import vitclinic.models  # noqa: F401  (registers our networks)
-
-    return [{"name": name} for name in timm_models()]
+    return [{"name": name} for name in list_models()]
 
 
-def list_datasets() -> Rows:
-    """What `data=` takes."""
-    return [
-        {"name": "digits", "about": "embedded: 1,797 handwritten digits, 8 x 8 grey"},
-        {"name": "shapes[:N]", "about": "embedded: procedural, 10 shapes, 32 x 32 RGB, N training images"},
-        {"name": "FOLDER", "about": "one sub-folder per class, or train/val/test folders of them"},
-        {
-            "name": "FILE.parquet",
-            "about": "Hugging Face style; also a folder of train*.parquet, test*.parquet",
-        },
-        {"name": "torchvision:NAME@FOLDER", "about": "a torchvision set that is already on disk"},
-        {"name": "hf:NAME", "about": "a set of the Hugging Face hub (pip install 'vitclinic[hf]')"},
-    ]
+def describe_datasets() -> Rows:
+    """Return what `data=` takes."""
+    from vitclinic.data.config import DATASETS
+
+    return [{"name": name, "about": about} for name, about in DATASETS.items()]
 
 
-def list_probes() -> Rows:
-    """Every probe, with what it needs and its options."""
-    from vitclinic.probes import known_probes
+def describe_probes() -> Rows:
+    """Return every probe, with what it needs and its options."""
+    from vitclinic.probes.probe import PROBES
 
     return [
         {
-            "name": name,
-            "about": (probe.__doc__ or "").split("\n")[0],
-            "needs": sorted(probe.needs),
-            "options": _options(probe),
+            "name": facts.name,
+            "about": facts.about,
+            "needs": sorted(facts.attributes["needs"]),
+            "options": facts.options,
         }
-        for name, probe in known_probes().items()
+        for facts in PROBES.facts("needs")
     ]
 
 
-def list_treatments() -> Rows:
-    """Every treatment: what it changes, what it costs, which networks it fits, its paper and its options."""
-    from vitclinic.treatments import known_treatments
-
-    return [
-        {
-            "name": name,
-            "changes": treatment.changes,
-            "costs": treatment.costs,
-            "fits": ["any network"] if treatment.families is None else list(treatment.families),
-            "paper": treatment.paper,
-            "options": _options(treatment),
-        }
-        for name, treatment in known_treatments().items()
-    ]
-
-
-def list_tasks() -> Rows:
-    """Every task, with its metrics and its options."""
-    from vitclinic.tasks import known_tasks
-
-    return [
-        {
-            "name": name,
-            "about": (task.__doc__ or "").split("\n")[0],
-            "metrics": [metric.name for metric in task.metrics],
-            "options": _options(task),
-        }
-        for name, task in known_tasks().items()
-    ]
-
-
-def list_studies() -> Rows:
-    """The catalogue: each claim with where it is in the papers, the command, its time, and what our own runs say."""
-    from vitclinic.experiments.study.catalogue import open_study, seen_results, shipped_studies
+def describe_treatments() -> Rows:
+    """Return every treatment: what it changes, what it costs, which networks it fits, its paper and its options."""
+    from vitclinic.treatments.treatment import TREATMENTS
 
     rows = []
-    for name in shipped_studies():
-        study, seen = open_study(name), seen_results().get(name)
+    for facts in TREATMENTS.facts("changes", "costs", "families", "paper"):
+        stated = facts.attributes
         rows.append(
             {
-                "name": name,
-                "title": study.title,
-                "paper": study.paper,
-                "source": study.source,
-                "command": f"vitclinic study {name} --data {study.base['data']['source']}/",
-                "minutes on two cores": "not estimated" if study.minutes is None else f"about {study.minutes:g}",
-                "seen here": "not run yet" if seen is None else f"{seen['verdict']}, {seen['seeds']} seeds",
+                "name": facts.name,
+                "changes": stated["changes"],
+                "costs": stated["costs"],
+                "fits": ["any network"] if stated["families"] is None else list(stated["families"]),
+                "paper": stated["paper"],
+                "options": facts.options,
             }
         )
     return rows
 
 
-def _options(config: type[Config]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"default": field.get_default(call_default_factory=True), "description": field.description or ""}
-        for name, field in config.model_fields.items()
-    }
+def describe_tasks() -> Rows:
+    """Return every task, with its metrics and its options."""
+    from vitclinic.tasks.task import TASKS
+
+    return [
+        {
+            "name": facts.name,
+            "about": facts.about,
+            "metrics": [metric.name for metric in facts.attributes["metrics"]],
+            "options": facts.options,
+        }
+        for facts in TASKS.facts("metrics")
+    ]
+
+
+def describe_studies() -> Rows:
+    """Return the catalogue: each claim with its place in the papers, the command, its time, and what our runs say."""
+    from vitclinic.experiments.study.catalogue import read_study, seen_results, shipped_studies
+
+    rows = []
+    for name in shipped_studies():
+        study, seen = read_study(name), seen_results().get(name)
+        data = study["base"]["data"]
+        minutes = study.get("minutes")
+        rows.append(
+            {
+                "name": name,
+                "title": study["title"],
+                "paper": study["paper"],
+                "source": study["source"],
+                "command": f"vitclinic study {name} --data {data['source'] if isinstance(data, dict) else data}/",
+                "minutes on two cores": "not estimated" if minutes is None else f"about {minutes:g}",
+                "seen here": "not run yet" if seen is None else f"{seen['verdict']}, {seen['seeds']} seeds",
+            }
+        )
+    return rows
 
 
 def shown(value: Any) -> str:
@@ -146,13 +133,13 @@ def shown(value: Any) -> str:
 
 
 LISTINGS: dict[str, Callable[[], Rows]] = {
-    "recipes": list_recipes,
-    "models": list_models,
-    "treatments": list_treatments,
-    "tasks": list_tasks,
-    "datasets": list_datasets,
-    "probes": list_probes,
-    "studies": list_studies,
+    "recipes": describe_recipes,
+    "models": describe_models,
+    "treatments": describe_treatments,
+    "tasks": describe_tasks,
+    "datasets": describe_datasets,
+    "probes": describe_probes,
+    "studies": describe_studies,
 }
 
 
@@ -176,8 +163,6 @@ def list_(
 ) -> None:
     """List what there is, by full name."""
     from fnmatch import fnmatch
-
-    from vitclinic.cli.list import LISTINGS, shown
 
     rows = LISTINGS[what.value]()
     if pattern:

@@ -47,15 +47,22 @@ def train(
 
     Sections have keys of their own, as in data.limit=500: docs/train.md lists them all. Values are YAML.
     """
-    with import_quickly():
-        from vitclinic.training import resume as resume_run
-        from vitclinic.training import train as train_run
-        from vitclinic.training.display import Display
+    from vitclinic.data.dataset import check_source
+    from vitclinic.training import Run, build_recipe
+    from vitclinic.training import resume as resume_run
+    from vitclinic.training import train as train_run
 
     console = console_for(verbose, quiet)
     recipe, changes = recipe_and_changes(words or [])
     if resume is not None and recipe is not None:
         raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
+    if resume is not None:  # mistakes are told before torch is loaded
+        Run.open(resume)
+    else:
+        check_source(build_recipe(recipe, changes).data)
+    with import_quickly():
+        from vitclinic.training import launch  # noqa: F401
+        from vitclinic.training.display import Display
     with Display(console) as display:
         if resume is not None:
             run = resume_run(resume, changes, callbacks=[display])

@@ -1,13 +1,18 @@
 """Data: sources, splits, augmentation and the training stream."""
 
-from vitclinic.data.augment import Augment
-from vitclinic.data.batch import Batch
-from vitclinic.data.corruptions import Corruption
-from vitclinic.data.corruptions.copies import corrupt_data
-from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
-from vitclinic.data.loader import Normalization, load_batches
-from vitclinic.data.spec import ImageSpec
-from vitclinic.data.stream import TrainingStream, evaluation_batches
+from typing import TYPE_CHECKING
+
+from vitclinic._core.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from vitclinic.data.batch import Batch
+    from vitclinic.data.config import Augment, DataConfig
+    from vitclinic.data.corruptions import Corruption
+    from vitclinic.data.corruptions.copies import corrupt_data
+    from vitclinic.data.dataset import Dataset, Split, open_data
+    from vitclinic.data.loader import Normalization, load_batches
+    from vitclinic.data.spec import ImageSpec
+    from vitclinic.data.stream import TrainingStream, evaluation_batches
 
 __all__ = [
     "Augment",
@@ -24,3 +29,5 @@ __all__ = [
     "load_batches",
     "open_data",
 ]
+
+make_lazy(__name__)

@@ -14,83 +14,18 @@ Shapes: B images, H x W pixels as stored, h x w as the network takes them, C cha
 from __future__ import annotations
 
 import random
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from vitclinic._core.config import Config
 from vitclinic._core.errors import RecipeError
+from vitclinic.data.config import Augment
 from vitclinic.data.decoding import Images, Pixels, Size, as_image, centre_view, is_photo, with_channels
 from vitclinic.data.randomness import Keys, uniforms
-
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(ge=0)]
-
-
-class Augment(Config):
-    """`data.augment` of a recipe: a level, any part of which can be set apart."""
-
-    main_key: ClassVar[str | None] = "level"
-
-    level: Literal["none", "light", "deit"] = "light"
-    randaugment: Annotated[str, Field(pattern=r"^(off|rand(-[a-z]+[\d.]+)*)$")] | None = Field(
-        None, description="timm's policy string, or 'off'"
-    )
-    erasing: Share | None = Field(None, description="probability of random erasing")
-    mixup: Positive | None = Field(None, description="alpha of mixup's Beta distribution; 0 is off")
-    cutmix: Positive | None = Field(None, description="alpha of CutMix's Beta distribution; 0 is off")
-    cutmix_cell: int | list[int] | None = Field(
-        None,
-        description="CutMix on the borders of cells of so many pixels (or [height, width]), each with its own targets",
-    )
-    mix_probability: Share | None = Field(None, description="share of the images that are mixed at all")
-    smoothing: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="label smoothing")
-    repeats: Annotated[int, Field(ge=1)] | None = Field(None, description="copies of an image in one epoch")
-
-    def resolved(self) -> Augment:
-        """With every part set, from the level where it is not given."""
-        return Augment(**self._parts())
-
-    def _parts(self) -> dict[str, Any]:
-        level = _DEIT if self.level == "deit" else _PLAIN
-        return {**level, **self.model_dump(exclude_none=True)}
-
-    @model_validator(mode="after")
-    def _cells_make_sense(self) -> Self:
-        if self.cutmix_cell is None:
-            return self
-        cell = [self.cutmix_cell] * 2 if isinstance(self.cutmix_cell, int) else self.cutmix_cell
-        if len(cell) != 2 or min(cell) < 1:
-            raise ValueError("cutmix_cell is a number of pixels, or [height, width]")
-        parts = self._parts()
-        if parts["mixup"] or not parts["cutmix"]:
-            raise ValueError("cutmix_cell is for CutMix alone: it needs a cutmix above 0 and mixup 0")
-        return self
-
-
-_PLAIN: dict[str, Any] = {
-    "randaugment": "off",
-    "erasing": 0.0,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-    "mix_probability": 1.0,
-    "smoothing": 0.0,
-    "repeats": 1,
-}
-_DEIT: dict[str, Any] = {
-    "randaugment": "rand-m9-n2-mstd0.5-inc1",
-    "erasing": 0.25,
-    "mixup": 0.8,
-    "cutmix": 1.0,
-    "mix_probability": 1.0,
-    "smoothing": 0.1,
-    "repeats": 3,
-}
 
 
 class Augmenter:

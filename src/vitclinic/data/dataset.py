@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 
-from vitclinic._core.config import Config
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.hashing import fingerprint
-from vitclinic.data.augment import Augment
 from vitclinic.data.cache import Progress, cache_key, cached_images
+from vitclinic.data.config import DataConfig
 from vitclinic.data.decoding import Images, Size, centre_view, framed_size
 from vitclinic.data.embedded import open_digits, open_shapes
 from vitclinic.data.folder import open_folder
@@ -34,25 +32,6 @@ SMALL_SET_BYTES = 2 * 2**30
 _STATISTICS_FROM = 2000
 
 EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
-
-
-class DataConfig(Config):
-    """`data` of a recipe."""
-
-    main_key: ClassVar[str | None] = "source"
-
-    source: str = Field("shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits or shapes")
-    limit: Annotated[int, Field(ge=1)] | None = Field(None, description="how many training images to use")
-    fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="share of the training images")
-    augment: Augment = Field(Augment(level="light"), description="none, light or deit, or its details")
-    split_seed: int = Field(0, description="seed of held-out splits and subsets, and of `shapes`")
-    on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
-
-    @model_validator(mode="after")
-    def _one_size(self) -> DataConfig:
-        if self.limit is not None and self.fraction is not None:
-            raise ValueError("give limit or fraction, not both")
-        return self
 
 
 class Store(Protocol):
@@ -168,7 +147,19 @@ def open_data(
     return _dataset(source, config, stores, wanted, depth)
 
 
+def check_source(config: DataConfig) -> None:
+    """Raise a DataError where a path that a source names is not there; nothing is read."""
+    spec = config.source
+    if spec == "digits" or spec.partition(":")[0] == "shapes" or spec.startswith(("torchvision:", "hf:")):
+        return
+    path = Path(spec).expanduser()
+    if not path.exists():
+        raise DataError(f"There is no data at '{spec}'.{_nearby(path)}")
+
+
 def open_source(config: DataConfig) -> Source:
+    """Open what `data=` names, without decoding an image."""
+    check_source(config)
     spec = config.source
     if spec == "digits":
         return open_digits()
@@ -179,8 +170,6 @@ def open_source(config: DataConfig) -> Source:
     if spec.startswith("hf:"):
         return open_hub(spec)
     path = Path(spec).expanduser()
-    if not path.exists():
-        raise DataError(f"There is no data at '{spec}'.{_nearby(path)}")
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         return _open_parquet(path)
     if path.is_file():

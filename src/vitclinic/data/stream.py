@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from vitclinic.data.augment import Augment, Augmenter, to_unit_interval
+from vitclinic.data.augment import Augmenter, to_unit_interval
 from vitclinic.data.batch import Batch
+from vitclinic.data.config import Augment
 from vitclinic.data.dataset import Dataset, Split
 from vitclinic.data.decoding import Size, centre_view
 from vitclinic.data.mixing import Mixing, PatchMixing, soft_targets

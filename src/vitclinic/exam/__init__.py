@@ -1,7 +1,14 @@
 """Exams: where networks, data and probes meet."""
 
-from vitclinic.exam.exam import Exam, Exams
-from vitclinic.exam.examine import Examination, examine
-from vitclinic.exam.findings import Evidence, Verdict, find, known_rules, rule
+from typing import TYPE_CHECKING
+
+from vitclinic._core.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from vitclinic.exam.exam import Exam, Exams
+    from vitclinic.exam.examine import Examination, examine
+    from vitclinic.exam.findings import Evidence, Verdict, find, known_rules, rule
 
 __all__ = ["Evidence", "Exam", "Examination", "Exams", "Verdict", "examine", "find", "known_rules", "rule"]
+
+make_lazy(__name__)

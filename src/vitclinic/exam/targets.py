@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from timm.models import is_model
 from torch import nn
 
-from vitclinic._core.errors import ModelError, RecipeError, did_you_mean
+from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.hashing import fingerprint
 from vitclinic.data import DataConfig, Dataset, Normalization
 from vitclinic.data.decoding import Size
+from vitclinic.exam.addresses import LIBRARIES, advise, check_target, find_run
 from vitclinic.exam.libraries import fixed_seed, from_hugging_face, from_timm, from_torchvision
 from vitclinic.models import Normalized
 from vitclinic.probes import PastWeights, Subject, Training
@@ -62,7 +62,6 @@ def _projections(run: Run) -> dict[float, NDArray[np.float64]]:
     return dict(read_projections(run.path).values())
 
 
-LIBRARIES = ("timm", "torchvision", "hf")
 RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
 """Keywords of the libraries' factories, which say what the rest of a target says already."""
 
@@ -150,17 +149,15 @@ def resolve(target: Target, device: torch.device, random_weights: bool = False) 
 
 
 def _resolve(text: str, random_weights: bool) -> Network:
-    before, _, after = text.rpartition("@")
-    for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
-        if folder and (Path(folder).expanduser() / "recipe.yaml").is_file():
-            return _run(text, Path(folder).expanduser(), checkpoint)
-    library, colon, rest = text.partition(":")
+    check_target(text)
+    found = find_run(text)
+    if found is not None:
+        return _run(text, *found)
+    library, _, rest = text.partition(":")
     if library in LIBRARIES:
         return _from_library(text, library, rest, random_weights)
-    if colon and library and rest:
-        network = _call(text, library, rest)
-        return Network(text, network, channels=_channels(network))
-    raise RecipeError(f"'{text}' is not a target: {_advice(text)}")
+    network = _call(text, library, rest)
+    return Network(text, network, channels=_channels(network))
 
 
 def _run(text: str, folder: Path, checkpoint: str) -> Network:
@@ -216,7 +213,7 @@ def _call(text: str, module: str, function: str) -> nn.Module:
     try:
         imported = importlib.import_module(module)
     except (ModuleNotFoundError, TypeError) as error:  # a TypeError: a relative name, such as ./nets
-        raise RecipeError(f"'{text}' is not a target: {error}; {_advice(text)}") from error
+        raise RecipeError(f"'{text}' is not a target: {error}; {advise(text)}") from error
     except Exception as error:  # the user's own code may raise anything
         raise ModelError(f"'{text}' cannot be imported: {type(error).__name__}: {error}.") from error
     if not hasattr(imported, function):
@@ -235,15 +232,3 @@ def _channels(network: nn.Module) -> int | None:
     """Grey or coloured images, by the network's first convolution; None where that does not tell."""
     first = next((module for module in network.modules() if isinstance(module, nn.Conv2d)), None)
     return first.in_channels if first is not None and first.in_channels in (1, 3) else None
-
-
-def _advice(text: str) -> str:
-    if is_model(text):
-        return f"write timm:{text}."
-    if Path(text).suffix == ".py":
-        return f"write {Path(text).stem}:FUNCTION, a function in it that returns a network."
-    if Path(text).exists():
-        return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
-    prefix, colon, rest = text.partition(":")
-    close = did_you_mean(prefix, LIBRARIES).replace("'?", f":{rest}'?") if colon else ""
-    return f"write a run directory, timm:NAME[@FILE], torchvision:NAME[@FILE], hf:NAME or module:function.{close}"

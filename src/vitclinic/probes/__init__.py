@@ -1,56 +1,61 @@
 """Probes: what can be measured of a network, and the contract that all of them follow."""
 
-from vitclinic._core.records import Measurement, Scalar
-from vitclinic._core.statistics import RunningMean
-from vitclinic.probes.attention.cb_scale import CBScale
-from vitclinic.probes.attention.distance import AttentionDistance
-from vitclinic.probes.attention.entropy import AttentionEntropy
-from vitclinic.probes.attention.maps import AttentionMaps
-from vitclinic.probes.behaviour.accuracy import Accuracy
-from vitclinic.probes.behaviour.attacks import FGSM, PGD
-from vitclinic.probes.behaviour.corruptions import Corruptions
-from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
-from vitclinic.probes.behaviour.missing_rate import MissingRate
-from vitclinic.probes.behaviour.occlusion import Occlusion
-from vitclinic.probes.behaviour.shape_bias import ShapeBias
-from vitclinic.probes.behaviour.shift import Shift
-from vitclinic.probes.behaviour.train_nll import TrainNLL
-from vitclinic.probes.collection import ProbeCollection
-from vitclinic.probes.cost import Cost
-from vitclinic.probes.curvature.flatness import Flatness
-from vitclinic.probes.curvature.hessian_spectrum import HessianSpectrum
-from vitclinic.probes.curvature.landscape import Landscape
-from vitclinic.probes.curvature.ntk import NTK
-from vitclinic.probes.curvature.sharpness import Sharpness
-from vitclinic.probes.curvature.trajectory import Trajectory
-from vitclinic.probes.features.cka import CKA, block_structure, cka_between
-from vitclinic.probes.features.fourier import Fourier
-from vitclinic.probes.features.hsic import mini_batch_cka
-from vitclinic.probes.features.lesion import Lesion
-from vitclinic.probes.features.sparsity import Sparsity
-from vitclinic.probes.features.token_similarity import TokenSimilarity
-from vitclinic.probes.features.variance import Variance
-from vitclinic.probes.loading import find_normalization, load_subject
-from vitclinic.probes.norms import Norms
-from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import (
-    DoesNotApply,
-    Need,
-    OwningProbe,
-    Probe,
-    Result,
-    StreamingProbe,
-    Tally,
-    known_probes,
-    mean_scalar,
-    parse_probes,
-    register,
-    unit_row,
-    usual_probes,
-)
-from vitclinic.probes.restoring import left_as_it_was
-from vitclinic.probes.running import conditions_of, measure, obstacle_to, seen_by
-from vitclinic.probes.subject import PastWeights, Subject, Training
+from typing import TYPE_CHECKING
+
+from vitclinic._core.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from vitclinic._core.records import Measurement, Scalar
+    from vitclinic._core.statistics import RunningMean
+    from vitclinic.probes.attention.cb_scale import CBScale
+    from vitclinic.probes.attention.distance import AttentionDistance
+    from vitclinic.probes.attention.entropy import AttentionEntropy
+    from vitclinic.probes.attention.maps import AttentionMaps
+    from vitclinic.probes.behaviour.accuracy import Accuracy
+    from vitclinic.probes.behaviour.attacks import FGSM, PGD
+    from vitclinic.probes.behaviour.corruptions import Corruptions
+    from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
+    from vitclinic.probes.behaviour.missing_rate import MissingRate
+    from vitclinic.probes.behaviour.occlusion import Occlusion
+    from vitclinic.probes.behaviour.shape_bias import ShapeBias
+    from vitclinic.probes.behaviour.shift import Shift
+    from vitclinic.probes.behaviour.train_nll import TrainNLL
+    from vitclinic.probes.collection import ProbeCollection
+    from vitclinic.probes.cost import Cost
+    from vitclinic.probes.curvature.flatness import Flatness
+    from vitclinic.probes.curvature.hessian_spectrum import HessianSpectrum
+    from vitclinic.probes.curvature.landscape import Landscape
+    from vitclinic.probes.curvature.ntk import NTK
+    from vitclinic.probes.curvature.sharpness import Sharpness
+    from vitclinic.probes.curvature.trajectory import Trajectory
+    from vitclinic.probes.features.cka import CKA, block_structure, cka_between
+    from vitclinic.probes.features.fourier import Fourier
+    from vitclinic.probes.features.hsic import mini_batch_cka
+    from vitclinic.probes.features.lesion import Lesion
+    from vitclinic.probes.features.sparsity import Sparsity
+    from vitclinic.probes.features.token_similarity import TokenSimilarity
+    from vitclinic.probes.features.variance import Variance
+    from vitclinic.probes.loading import find_normalization, load_subject
+    from vitclinic.probes.norms import Norms
+    from vitclinic.probes.parameters import parameters_by_unit
+    from vitclinic.probes.probe import (
+        DoesNotApply,
+        Need,
+        OwningProbe,
+        Probe,
+        Result,
+        StreamingProbe,
+        Tally,
+        known_probes,
+        mean_scalar,
+        parse_probes,
+        register,
+        unit_row,
+        usual_probes,
+    )
+    from vitclinic.probes.restoring import left_as_it_was
+    from vitclinic.probes.running import conditions_of, measure, obstacle_to, seen_by
+    from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
     "CKA",
@@ -113,3 +118,5 @@ __all__ = [
     "unit_row",
     "usual_probes",
 ]
+
+make_lazy(__name__)

@@ -10,21 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import ModelError, RecipeError, VitclinicError
 from vitclinic._core.facts import LAST, OTHER, FigureSpec, KeyScalars, ProbeFacts
 from vitclinic._core.records import Measurement, Scalar, UnitRow
 from vitclinic._core.registry import Registry
-from vitclinic._core.statistics import RunningMean
-from vitclinic.anatomy import AttentionMap, Site, Unit
-from vitclinic.data import Batch
-from vitclinic.probes.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vitclinic._core.statistics import RunningMean
+    from vitclinic.anatomy import AttentionMap, Site, Unit
+    from vitclinic.data import Batch
+    from vitclinic.probes.subject import Subject
 
 Cheaper = tuple[Mapping[str, Any], ...]
 Need = Literal["labels", "anatomy", "attention", "gradients"]

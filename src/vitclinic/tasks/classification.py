@@ -1,19 +1,22 @@
-"""Classification: one of K classes an image, by softmax or sigmoid cross-entropy."""
+"""Classification: one of K classes an image, by softmax or sigmoid cross-entropy.
+
+torch is imported in the functions: a recipe knows its task, and a typo in a recipe must not wait for torch.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from vitclinic._core.config import Config
-from vitclinic._core.statistics import share_interval
-from vitclinic.data import Batch, ImageSpec
 from vitclinic.tasks.task import Metric, Score, Task, register
-from vitclinic.treatments import Losses
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vitclinic.data import Batch, ImageSpec
+    from vitclinic.treatments import Losses
 
 
 class LossConfig(Config):
@@ -26,11 +29,15 @@ class LossConfig(Config):
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy with class indices [B] or shares of the classes [B, K], averaged over images."""
+    import torch.nn.functional as F
+
     return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, targets)
 
 
 def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the binary cross-entropy of every class, summed over classes, averaged over images [chen2022 App. E.1]."""
+    import torch.nn.functional as F
+
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     if targets.ndim == 1:
         targets = F.one_hot(targets, logits.shape[1])
@@ -65,6 +72,9 @@ class Classification(Task):
         return {"task": loss(outputs, batch.targets)}
 
     def measure(self, outputs: Tensor, batch: Batch) -> Tensor:
+        import torch
+        import torch.nn.functional as F
+
         ranked = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
         hits = ranked == batch.targets[:, None]
         nll = F.cross_entropy(outputs.double(), batch.targets, reduction="sum")
@@ -72,6 +82,8 @@ class Classification(Task):
         return torch.stack([part.double() for part in (count, hits[:, 0].sum(), hits.sum(), nll)])
 
     def summarize(self, sums: list[float]) -> Score:
+        from vitclinic._core.statistics import share_interval
+
         count, correct, in_top_5, nll = sums
         low, high = share_interval(int(correct), int(count))
         return {

@@ -9,19 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from pydantic import ConfigDict
-from torch import Tensor, nn
 
 from vitclinic._core.config import Config, validate
-from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.registry import Registry
-from vitclinic.anatomy import evaluating
-from vitclinic.data import Batch, Dataset, ImageSpec, evaluation_batches
-from vitclinic.treatments import Losses, Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vitclinic._core.distributed import Distributed
+    from vitclinic.data import Batch, Dataset, ImageSpec
+    from vitclinic.treatments import Losses
 
 DEFAULT = "classification"
 BATCH_SIZE = 256
@@ -111,6 +112,11 @@ class Task(Config, ABC):
 
         Metrics that are no function of sums over images need an `evaluate` of their own.
         """
+        import torch
+
+        from vitclinic.anatomy import evaluating
+        from vitclinic.data import evaluation_batches
+
         with torch.no_grad(), evaluating(network):
             own = evaluation_batches(dataset, split, batch_size, distributed.rank, distributed.size)
             sums = distributed.sum(lambda: self._sum(network, own, evaluation_batches(dataset, split, 1)))
@@ -173,21 +179,3 @@ def parse_task(value: Any) -> Task:
     if options and not cls.model_fields:
         raise RecipeError(f"The task '{name}' has no options (got {', '.join(map(repr, options))}).")
     return validate(cls, options, where="task")
-
-
-class Learner(nn.Module):
-    """A network with its task's losses and the treatments' objectives: what DDP wraps and the optimizer trains."""
-
-    def __init__(self, network: nn.Module, task: Task, objectives: Mapping[str, Objective]) -> None:
-        super().__init__()
-        self.network = network
-        self.task = task
-        self.objectives = nn.ModuleDict(dict(objectives))
-
-    def forward(self, batch: Batch) -> Losses:
-        """Return the losses of a batch by name: the task's own, then the objectives'."""
-        outputs = self.network(batch.images)
-        losses = self.task.losses(outputs, batch)
-        for name, objective in self.objectives.items():
-            losses[name] = objective(batch, outputs)
-        return losses

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import AfterValidator, Field
-from timm.optim import param_groups_weight_decay
-from torch import nn
 
 from vitclinic._core.config import Config
-from vitclinic.models import Normalized
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from vitclinic.models import Normalized
 
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(steps?|epochs?|%)?")
 
@@ -88,6 +90,8 @@ class OptimizerConfig(Config):
 
 
 def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalized) -> torch.optim.Optimizer:
+    import torch
+
     groups = parameter_groups(task, network, config.weight_decay)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
@@ -106,6 +110,8 @@ def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) 
 
     Decayed ones come first, and are a group of their own without a decay too: stored optimizers are in this order.
     """
+    from timm.optim import param_groups_weight_decay
+
     exempt = {id(p) for p in network.backbone.parameters()} - {id(p) for p in decayed_parameters(network)}
     names = [name for name, parameter in task.named_parameters() if id(parameter) in exempt]
     groups = param_groups_weight_decay(task, 1.0, no_weight_decay_list=names)
@@ -118,6 +124,8 @@ def decayed_parameters(network: Normalized) -> list[nn.Parameter]:
     What a network lists in `no_weight_decay()`, as timm's do, is left alone, and so is every parameter whose
     name says that it is a token or an embedding of positions: other libraries' networks list none.
     """
+    from timm.optim import param_groups_weight_decay
+
     backbone = network.backbone
     listed = getattr(backbone, "no_weight_decay", None)
     exempt = set(listed()) if callable(listed) else set()

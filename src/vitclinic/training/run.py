@@ -16,19 +16,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 from vitclinic._core.config import validate
 from vitclinic._core.errors import RunError
 from vitclinic._core.io import write_errors, write_json, write_text
 from vitclinic._core.lock import hold_lock
-from vitclinic.data import Dataset, ImageSpec
-from vitclinic.training.checkpoint import Checkpoints
+from vitclinic.data.spec import ImageSpec
 from vitclinic.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from vitclinic.data import Dataset
+    from vitclinic.training.checkpoint import Checkpoints
 
 Row = dict[str, Any]
 
@@ -92,7 +95,13 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = Checkpoints(path / "checkpoints")
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints of the run."""
+        from vitclinic.training.checkpoint import Checkpoints
+
+        return Checkpoints(self.path / "checkpoints")
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -198,6 +207,8 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
+    import torch
+
     packages = ("vitclinic", "torch", "torchvision", "timm", "numpy", "pillow")
     return {
         "command": sys.argv,

@@ -1,29 +1,20 @@
-"""The verb `train`: from a recipe to a run directory."""
+"""The verbs `train` and `resume`: what they take, as a valid recipe. A mistake in it is told before torch is loaded."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from vitclinic._core.callback import Callback, CallbackList
-from vitclinic._core.distributed import join_processes, pick_device
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic.data import DataConfig, Dataset, open_data
+from vitclinic.data import DataConfig, Dataset
+from vitclinic.data.dataset import check_source
 from vitclinic.tasks import LossConfig, Task
-from vitclinic.training.budget import total_steps
-from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
-from vitclinic.training.interrupts import listen_for_signals
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, ValidationConfig
 from vitclinic.training.run import Run
-from vitclinic.training.session import Session
-from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import Treatment
 
 
@@ -108,7 +99,7 @@ def train(
     """
     keys: dict[str, Any] = {
         "model": model,
-        "data": _check_source(data),
+        "data": _check_closed(data),
         "treatments": treatments,
         "task": task,
         "loss": loss,
@@ -132,7 +123,7 @@ def train(
         "device": device,
         "logging": logging,
     }
-    return _train_together(build_recipe(recipe, overrides, **keys), None, callbacks)
+    return _launch(build_recipe(recipe, overrides, **keys), None, callbacks)
 
 
 def resume(
@@ -167,7 +158,7 @@ def resume(
         >>> run = resume("runs/first", workers=4)  # doctest: +SKIP
     """
     run = Run.open(path)
-    source = None if data is None else {"source": _check_source(data)}
+    source = None if data is None else {"source": _check_closed(data)}
     recipe = build_recipe(run.recipe, overrides, data=source, workers=workers, device=device, logging=logging)
     changed = {key for key, value in recipe if value != getattr(run.recipe, key)}
     if recipe.digest("") != run.recipe.digest("") or "out" in changed:
@@ -176,10 +167,10 @@ def resume(
         raise RunError(f"'{path}' is finished; there is nothing to resume.")
     if run.status["status"] == "diverged":
         raise RunError(f"'{path}' diverged ({run.status['reason']}); it would again. Change the recipe instead.")
-    return _train_together(recipe, run, callbacks)
+    return _launch(recipe, run, callbacks)
 
 
-def _check_source(data: Any) -> Any:
+def _check_closed(data: Any) -> Any:
     if isinstance(data, Dataset):
         raise RecipeError(
             "data= takes a folder, a file or a name, not an open Dataset: a resumed run opens its data again. Pass"
@@ -188,72 +179,8 @@ def _check_source(data: Any) -> Any:
     return data
 
 
-def _train_together(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
-    device = pick_device(recipe.device)
-    with ExitStack() as stack:
-        distributed = stack.enter_context(join_processes(device))
-        stack.enter_context(torch.random.fork_rng(enabled=True))
-        dataset = distributed.leader_first(
-            lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
-        )
-        # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
-        # process looks for it and makes it, since the others would find it made.
-        path = Path(distributed.leader_only(lambda: str(_checked_path(recipe, run, dataset))))
-        if recipe.logging.tensorboard and distributed.is_leader:
-            callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
-        if recipe.logging.trajectory is not None and distributed.is_leader:
-            callbacks = [*callbacks, TrajectoryRecorder(path, recipe.logging.trajectory)]
-        steps = run.status.get("total_steps") if run is not None else None
-        steps = steps or total_steps(recipe, dataset, distributed, device)
-        trainer = Trainer(recipe, dataset, steps, distributed, device)
-        distributed.leader_only(lambda: _claim(path, recipe, run, dataset, stack))
-        return _fit(Run(path), trainer, CallbackList(callbacks))
+def _launch(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
+    check_source(recipe.data)
+    from vitclinic.training.launch import launch
 
-
-def _checked_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
-    """The directory to work in: the run's own, or a new one (never one that already holds a run)."""
-    if run is None:
-        return _new_path(recipe, dataset)
-    if run.data_facts["digest"] != dataset.digest:
-        raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
-    return run.path
-
-
-def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> None:
-    """Lock the directory for as long as `stack` is open, and make it a run where it is new."""
-    stack.enter_context(Run(path).locked())
-    if run is None:
-        Run.create(path, recipe, dataset)
-
-
-def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
-    leads = trainer.distributed.is_leader
-    try:
-        with listen_for_signals() as interrupt:
-            Session(run, trainer, callback, interrupt).fit()
-    except BaseException as error:
-        if leads:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            run.write_status(status, reason=reason)
-        raise
-    finally:
-        trainer.close()
-    return run
-
-
-def _open_data(recipe: Recipe, callback: Callback) -> Dataset:
-    return open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans, progress=callback.on_progress)
-
-
-def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
-    """`out`, or a name of its own for every recipe; a run that is already there is never written over."""
-    digest = recipe.digest(dataset.digest)
-    name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])
-    path = Path(recipe.out).expanduser() if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
-    if (path / "recipe.yaml").is_file():
-        status = Run(path).status
-        advice = "give another out=" if status["status"] in ("finished", "diverged") else f"--resume {path}"
-        raise RunError(f"'{path}' already holds a run ({status['status']}): {advice}.")
-    Run(path).refuse_foreign_files()
-    return path
+    return launch(recipe, run, callbacks)

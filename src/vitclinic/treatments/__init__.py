@@ -1,38 +1,43 @@
 """Treatments: every remedy of the papers, and the seams through which a remedy changes a training run."""
 
-from vitclinic.treatments.adversarial import Adversarial, FastGradientSign
-from vitclinic.treatments.context_broadcasting import ContextBroadcasting, ScaledContextBroadcasting
-from vitclinic.treatments.conv_stem import ConvStem, ConvStemTreatment
-from vitclinic.treatments.extra_block import ExtraBlock
-from vitclinic.treatments.ffn_variant import FFNVariant
-from vitclinic.treatments.gap_head import GapHead
-from vitclinic.treatments.local_attention import LocalAttention
-from vitclinic.treatments.no_softmax import NoSoftmax
-from vitclinic.treatments.patch_diversity import PatchDiversity
-from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
-from vitclinic.treatments.relu_activation import ReluActivation, gelu_to_relu
-from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
-from vitclinic.treatments.sam_core import Ascent
-from vitclinic.treatments.sam_optimizer import SAM
-from vitclinic.treatments.spatial_smoothing import Blur, SpatialSmoothing
-from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
-from vitclinic.treatments.surgery import image_spec, operate, treat, treatments_of
-from vitclinic.treatments.talking_heads import TalkingHeads
-from vitclinic.treatments.treatment import (
-    BatchTransform,
-    InputAscent,
-    Losses,
-    LossesAndGradients,
-    Objective,
-    StepRule,
-    TakesInputAscent,
-    Treatment,
-    Treatments,
-    known_treatments,
-    parse_treatments,
-    register,
-)
-from vitclinic.treatments.uniform_heads import UniformHeadAttention
+from typing import TYPE_CHECKING
+
+from vitclinic._core.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from vitclinic.treatments.adversarial import Adversarial, FastGradientSign
+    from vitclinic.treatments.context_broadcasting import ContextBroadcasting, ScaledContextBroadcasting
+    from vitclinic.treatments.conv_stem import ConvStem, ConvStemTreatment
+    from vitclinic.treatments.extra_block import ExtraBlock
+    from vitclinic.treatments.ffn_variant import FFNVariant
+    from vitclinic.treatments.gap_head import GapHead
+    from vitclinic.treatments.local_attention import LocalAttention
+    from vitclinic.treatments.no_softmax import NoSoftmax
+    from vitclinic.treatments.objective import Objective
+    from vitclinic.treatments.patch_diversity import PatchDiversity
+    from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
+    from vitclinic.treatments.relu_activation import ReluActivation, gelu_to_relu
+    from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
+    from vitclinic.treatments.sam_core import Ascent
+    from vitclinic.treatments.sam_optimizer import SAM
+    from vitclinic.treatments.spatial_smoothing import Blur, SpatialSmoothing
+    from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
+    from vitclinic.treatments.surgery import image_spec, operate, treat, treatments_of
+    from vitclinic.treatments.talking_heads import TalkingHeads
+    from vitclinic.treatments.treatment import (
+        BatchTransform,
+        InputAscent,
+        Losses,
+        LossesAndGradients,
+        StepRule,
+        TakesInputAscent,
+        Treatment,
+        Treatments,
+        known_treatments,
+        parse_treatments,
+        register,
+    )
+    from vitclinic.treatments.uniform_heads import UniformHeadAttention
 
 __all__ = [
     "SAM",
@@ -78,3 +83,5 @@ __all__ = [
     "treat",
     "treatments_of",
 ]
+
+make_lazy(__name__)

@@ -20,9 +20,10 @@ from vitclinic._core.config import validate
 from vitclinic._core.errors import TreatmentError
 from vitclinic.data import Augment, Batch, ImageSpec
 from vitclinic.data.mixing import PatchMixing, soft_targets
+from vitclinic.treatments.objective import Objective
 from vitclinic.treatments.patch_losses import Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
 from vitclinic.treatments.surgery import check_family
-from vitclinic.treatments.treatment import Objective, Treatment, register
+from vitclinic.treatments.treatment import Treatment, register
 
 _WATCHED = "_vitclinic_patch_losses"
 

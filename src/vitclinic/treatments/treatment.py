@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from pydantic import ConfigDict
-from torch import Tensor, nn
 
 from vitclinic._core.config import Config
 from vitclinic._core.registry import Registry
-from vitclinic.data import Augment, Batch, ImageSpec
 
-Losses = dict[str, Tensor]
-BatchTransform = Callable[[Batch], Batch]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vitclinic.data import Augment, Batch, ImageSpec
+    from vitclinic.treatments.objective import Objective
+
+Losses: TypeAlias = "dict[str, Tensor]"
+BatchTransform: TypeAlias = "Callable[[Batch], Batch]"
 
 
 class LossesAndGradients(Protocol):
@@ -75,14 +79,6 @@ class TakesInputAscent(Protocol):
     """A step rule with a first pass of its own, by which the images can climb, too."""
 
     def take_input_ascent(self, inputs: InputAscent) -> None: ...
-
-
-class Objective(nn.Module):
-    """An added loss. Its parameters are trained and saved in the run's state, not in the exported network."""
-
-    def forward(self, batch: Batch, logits: Tensor) -> Tensor:
-        """Return the loss of this batch, a scalar. Hidden states are read by hooks set when the objective is made."""
-        raise TypeError(f"{type(self).__name__} does not say what its loss is.")
 
 
 class Treatment(Config):

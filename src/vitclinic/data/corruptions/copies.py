@@ -31,9 +31,10 @@ from vitclinic._core.io import sync, write_bytes, write_errors, write_json, writ
 from vitclinic._core.lock import hold_lock
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
+from vitclinic.data.config import DataConfig
 from vitclinic.data.corruptions.corruption import Corruption, Picture, as_pictures
 from vitclinic.data.corruptions.parameters import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, setting
-from vitclinic.data.dataset import DataConfig, Dataset, Split, open_data
+from vitclinic.data.dataset import Dataset, Split, open_data
 from vitclinic.data.decoding import as_image, centre_view
 from vitclinic.data.folder import CLASSES_FILE
 from vitclinic.data.source import SPLITS

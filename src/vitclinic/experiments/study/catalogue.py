@@ -100,11 +100,20 @@ def open_study(name: str | Path) -> Study:
         >>> open_study("C6").title
         'SAM lowers the missing rate between training points'
     """
+    return parse_study(read_study(name), str(name))
+
+
+def read_study(name: str | Path) -> Any:
+    """Return a study as plain data, as it is written, with its bases filled in; neither checked nor built.
+
+    Raises:
+        RecipeError: Where there is none of that name.
+    """
     shipped = shipped_studies()
     path = Path(name).expanduser()
     text = shipped.get(str(name)) or (path.read_text(encoding="utf-8") if path.is_file() else None)
     if text is not None:
-        return parse_study(_on_bases(parse_yaml(text, f"'{name}'")), str(name))
+        return _on_bases(parse_yaml(text, f"'{name}'"))
     raise RecipeError(
         f"There is no study '{name}', in the catalogue or as a file.{did_you_mean(str(name), shipped)}"
         " `vitclinic list studies` lists them."
@@ -124,12 +133,18 @@ def _on_bases(plain: Any) -> Any:
 def _on_base(base: Any) -> Any:
     if not isinstance(base, dict) or "like" not in base:
         return base
-    folder = resources.files("vitclinic.experiments.study") / "claims" / "bases"
-    known = {file.name.removesuffix(".yaml"): file for file in folder.iterdir()}
+    known = _bases()
     name = str(base["like"])
     if name not in known:
         raise RecipeError(
             f"There is no base '{name}' for a study.{did_you_mean(name, known)} Known: {', '.join(known)}."
         )
-    below = parse_yaml(known[name].read_text(encoding="utf-8"), f"the base '{name}'")
-    return overlay(below, {key: value for key, value in base.items() if key != "like"})
+    return overlay(known[name], {key: value for key, value in base.items() if key != "like"})
+
+
+@cache
+def _bases() -> dict[str, Any]:
+    """Return the recipes that studies are built on, by name."""
+    folder = resources.files("vitclinic.experiments.study") / "claims" / "bases"
+    names = {file.name.removesuffix(".yaml"): file for file in folder.iterdir()}
+    return {name: parse_yaml(file.read_text(encoding="utf-8"), f"the base '{name}'") for name, file in names.items()}

@@ -1,0 +1,103 @@
+"""`data` and `data.augment` of a recipe, without torch, so that a typo in a recipe is refused at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vitclinic._core.config import Config
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(ge=0)]
+
+
+class Augment(Config):
+    """`data.augment` of a recipe: a level, any part of which can be set apart."""
+
+    main_key: ClassVar[str | None] = "level"
+
+    level: Literal["none", "light", "deit"] = "light"
+    randaugment: Annotated[str, Field(pattern=r"^(off|rand(-[a-z]+[\d.]+)*)$")] | None = Field(
+        None, description="timm's policy string, or 'off'"
+    )
+    erasing: Share | None = Field(None, description="probability of random erasing")
+    mixup: Positive | None = Field(None, description="alpha of mixup's Beta distribution; 0 is off")
+    cutmix: Positive | None = Field(None, description="alpha of CutMix's Beta distribution; 0 is off")
+    cutmix_cell: int | list[int] | None = Field(
+        None,
+        description="CutMix on the borders of cells of so many pixels (or [height, width]), each with its own targets",
+    )
+    mix_probability: Share | None = Field(None, description="share of the images that are mixed at all")
+    smoothing: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="label smoothing")
+    repeats: Annotated[int, Field(ge=1)] | None = Field(None, description="copies of an image in one epoch")
+
+    def resolved(self) -> Augment:
+        """With every part set, from the level where it is not given."""
+        return Augment(**self._parts())
+
+    def _parts(self) -> dict[str, Any]:
+        level = _DEIT if self.level == "deit" else _PLAIN
+        return {**level, **self.model_dump(exclude_none=True)}
+
+    @model_validator(mode="after")
+    def _cells_make_sense(self) -> Self:
+        if self.cutmix_cell is None:
+            return self
+        cell = [self.cutmix_cell] * 2 if isinstance(self.cutmix_cell, int) else self.cutmix_cell
+        if len(cell) != 2 or min(cell) < 1:
+            raise ValueError("cutmix_cell is a number of pixels, or [height, width]")
+        parts = self._parts()
+        if parts["mixup"] or not parts["cutmix"]:
+            raise ValueError("cutmix_cell is for CutMix alone: it needs a cutmix above 0 and mixup 0")
+        return self
+
+
+_PLAIN: dict[str, Any] = {
+    "randaugment": "off",
+    "erasing": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "mix_probability": 1.0,
+    "smoothing": 0.0,
+    "repeats": 1,
+}
+_DEIT: dict[str, Any] = {
+    "randaugment": "rand-m9-n2-mstd0.5-inc1",
+    "erasing": 0.25,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "mix_probability": 1.0,
+    "smoothing": 0.1,
+    "repeats": 3,
+}
+
+
+class DataConfig(Config):
+    """`data` of a recipe."""
+
+    main_key: ClassVar[str | None] = "source"
+
+    source: str = Field("shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits or shapes")
+    limit: Annotated[int, Field(ge=1)] | None = Field(None, description="how many training images to use")
+    fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="share of the training images")
+    augment: Augment = Field(Augment(level="light"), description="none, light or deit, or its details")
+    split_seed: int = Field(0, description="seed of held-out splits and subsets, and of `shapes`")
+    on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> DataConfig:
+        if self.limit is not None and self.fraction is not None:
+            raise ValueError("give limit or fraction, not both")
+        return self
+
+
+DATASETS = {
+    "digits": "embedded: 1,797 handwritten digits, 8 x 8 grey",
+    "shapes[:N]": "embedded: procedural, 10 shapes, 32 x 32 RGB, N training images",
+    "FOLDER": "one sub-folder per class, or train/val/test folders of them",
+    "FILE.parquet": "Hugging Face style; also a folder of train*.parquet, test*.parquet",
+    "torchvision:NAME@FOLDER": "a torchvision set that is already on disk",
+    "hf:NAME": "a set of the Hugging Face hub (pip install 'vitclinic[hf]')",
+}
+"""What `source` takes."""

@@ -1,0 +1,103 @@
+"""From a valid recipe to a trained run: join the processes, open the data, claim the directory, fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from vitclinic._core.callback import Callback, CallbackList
+from vitclinic._core.distributed import join_processes, pick_device
+from vitclinic._core.errors import RunError
+from vitclinic.data import Dataset, open_data
+from vitclinic.training.budget import total_steps
+from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
+from vitclinic.training.interrupts import listen_for_signals
+from vitclinic.training.recipe import Recipe
+from vitclinic.training.run import Run
+from vitclinic.training.session import Session
+from vitclinic.training.trainer import Trainer
+
+
+def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback] = ()) -> Run:
+    """Train by a recipe, in a new directory or in that of the run to go on with; every process calls this.
+
+    Args:
+        recipe: What to train.
+        run: The run to resume, if it is not a new one.
+        callbacks: Told of reading, steps, epochs, rows of metrics and the end.
+
+    Returns:
+        The finished, interrupted or diverged run.
+    """
+    device = pick_device(recipe.device)
+    with ExitStack() as stack:
+        distributed = stack.enter_context(join_processes(device))
+        stack.enter_context(torch.random.fork_rng(enabled=True))
+        dataset = distributed.leader_first(
+            lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
+        )
+        # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
+        # process looks for it and makes it, since the others would find it made.
+        path = Path(distributed.leader_only(lambda: str(_checked_path(recipe, run, dataset))))
+        if recipe.logging.tensorboard and distributed.is_leader:
+            callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
+        if recipe.logging.trajectory is not None and distributed.is_leader:
+            callbacks = [*callbacks, TrajectoryRecorder(path, recipe.logging.trajectory)]
+        steps = run.status.get("total_steps") if run is not None else None
+        steps = steps or total_steps(recipe, dataset, distributed, device)
+        trainer = Trainer(recipe, dataset, steps, distributed, device)
+        distributed.leader_only(lambda: _claim(path, recipe, run, dataset, stack))
+        return _fit(Run(path), trainer, CallbackList(callbacks))
+
+
+def _checked_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
+    """The directory to work in: the run's own, or a new one (never one that already holds a run)."""
+    if run is None:
+        return _new_path(recipe, dataset)
+    if run.data_facts["digest"] != dataset.digest:
+        raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
+    return run.path
+
+
+def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> None:
+    """Lock the directory for as long as `stack` is open, and make it a run where it is new."""
+    stack.enter_context(Run(path).locked())
+    if run is None:
+        Run.create(path, recipe, dataset)
+
+
+def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
+    leads = trainer.distributed.is_leader
+    try:
+        with listen_for_signals() as interrupt:
+            Session(run, trainer, callback, interrupt).fit()
+    except BaseException as error:
+        if leads:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            run.write_status(status, reason=reason)
+        raise
+    finally:
+        trainer.close()
+    return run
+
+
+def _open_data(recipe: Recipe, callback: Callback) -> Dataset:
+    return open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans, progress=callback.on_progress)
+
+
+def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
+    """`out`, or a name of its own for every recipe; a run that is already there is never written over."""
+    digest = recipe.digest(dataset.digest)
+    name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])
+    path = Path(recipe.out).expanduser() if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
+    if (path / "recipe.yaml").is_file():
+        status = Run(path).status
+        advice = "give another out=" if status["status"] in ("finished", "diverged") else f"--resume {path}"
+        raise RunError(f"'{path}' already holds a run ({status['status']}): {advice}.")
+    Run(path).refuse_foreign_files()
+    return path
