@@ -163,7 +163,7 @@ def test_a_post_norm_network_walked_as_pre_norm_is_an_error_that_names_the_unit(
 
     network = Misread(img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2), num_classes=5)
     name = f"{Misread.__module__}.{Misread.__qualname__}"
-    register_family(Family("wrong", (name,), partial(swin.units, post_norm=False), swin.input_size))
+    register_family(Family("wrong", (name,), partial(swin.swin_units, post_norm=False), swin.swin_input_size))
     with pytest.raises(AnatomyError, match=r"in layers\.0\.blocks\.0\.msa the state after is not the state before"):
         Anatomy.of(network)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vitclinic.anatomy.eager import eager
 from vitclinic.anatomy.sites import Site, watch
@@ -26,13 +27,8 @@ class Silence:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        handles = watch(self.branch, torch.zeros_like)
-        try:
-            with eager():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _hooked(watch(self.branch, torch.zeros_like)):
+            yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +50,8 @@ class Bypass:
             # A copy: the layers that follow may work in place, and the input is not theirs.
             return x_bchw[..., ::rows, ::columns].clone()
 
-        handle = self.conv.register_forward_hook(subsample)
-        try:
-            with eager():
-                yield
-        finally:
-            handle.remove()
+        with _hooked([self.conv.register_forward_hook(subsample)]):
+            yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,3 +75,14 @@ class Erase:
                 yield
         finally:
             self.parameter.data = values
+
+
+@contextmanager
+def _hooked(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Run the network eagerly, so that its hooks are called, and take these away at the end."""
+    try:
+        with eager():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()

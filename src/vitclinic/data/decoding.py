@@ -1,7 +1,10 @@
-"""From an image file of any kind to 8-bit pixels of the size a network takes.
+"""From an image file of any kind to 8-bit pixels of the size a network takes; and which part of an image it sees.
 
 Conversions: EXIF orientation is applied; 16-bit greys are scaled to 8 bits; CMYK, palette and other colour
 modes become RGB; transparent pixels are laid over white; of an animation the first frame counts.
+
+Framing: photographs are stored a seventh larger than the network's input, so that training can crop them; evaluation
+sees the centre.
 """
 
 from __future__ import annotations
@@ -32,26 +35,25 @@ _GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 
 
 def is_grey(image: Image.Image) -> bool:
+    """Tell whether an image has no colours, by its mode."""
     return image.mode in _GREY_MODES
 
 
 def pixels(image: Image.Image, channels: int) -> Pixels:
-    """The decoded image as uint8, [height, width, channels] with 1 (grey) or 3 (RGB) channels."""
+    """Return the decoded image as uint8, [height, width, channels] with 1 (grey) or 3 (RGB) channels."""
     return with_channels(_upright(image), channels)
 
 
 def fitted(image: Image.Image, channels: int, size: Size) -> Pixels:
-    """As `pixels`, resized to cover `size` and cropped to it at the centre."""
+    """Decode as `pixels` does, resize to cover `size` and crop to it at the centre."""
     if image.format == "JPEG":  # decodes at 1/2, 1/4 or 1/8 where that is still large enough
         image.draft(None, (size[1] * 2, size[0] * 2))
     upright = with_channels(_upright(image), channels)
-    if upright.shape[:2] == size:
-        return upright
-    return with_channels(ImageOps.fit(as_image(upright), (size[1], size[0]), Image.Resampling.BICUBIC), channels)
+    return _fit(upright, size)
 
 
 def as_image(array: Pixels) -> Image.Image:
-    """Decoded pixels as a Pillow image again, grey or RGB."""
+    """Return decoded pixels as a Pillow image again, grey or RGB."""
     return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
@@ -60,7 +62,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def with_channels(image: Image.Image, channels: int) -> Pixels:
-    """The image, as it lies, as uint8 [height, width, channels]."""
+    """Return the image, as it lies, as uint8 [height, width, channels]."""
     if image.mode == "F":
         raise DataError("floating-point pixels have no agreed range: save the image with 8 or 16 bits")
     if image.mode.startswith("I"):
@@ -82,6 +84,7 @@ def _eight_bits(values: NDArray[np.generic], sixteen: bool) -> Pixels:
 
 
 PHOTO_SIZE = 64
+"""Images with a longer side than this count as photographs."""
 
 
 class Originals(Protocol):
@@ -99,24 +102,26 @@ Images = NDArray[np.uint8] | Originals
 
 
 def is_photo(size: Size) -> bool:
+    """Tell whether images of this size count as photographs."""
     return max(size) > PHOTO_SIZE
 
 
 def framed_size(size: Size, shorter_side: float) -> Size:
-    """The size to store images at, given the (median) shorter side of the originals."""
+    """Return the size to store images at, given the (median) shorter side of the originals."""
     with_margin = (round(size[0] * 8 / 7), round(size[1] * 8 / 7))
     return with_margin if is_photo(size) and shorter_side >= max(with_margin) else size
 
 
 def centre_view(images: Images, size: Size) -> NDArray[np.uint8]:
-    """What evaluation sees of images, [B, h, w, C]."""
+    """Return the centre of images, [B, h, w, C]: the part that evaluation sees."""
     if not isinstance(images, np.ndarray):
-        images = np.stack([_fitted(image, images.framed) for image in images])
+        images = np.stack([_fit(image, images.framed) for image in images])
     top, left = (images.shape[1] - size[0]) // 2, (images.shape[2] - size[1]) // 2
     return images[:, top : top + size[0], left : left + size[1]]
 
 
-def _fitted(image: Pixels, size: Size) -> Pixels:
+def _fit(image: Pixels, size: Size) -> Pixels:
+    """Resize pixels to cover `size`, and crop them to it at the centre."""
     if image.shape[:2] == size:
         return image
     fitted = ImageOps.fit(as_image(image), (size[1], size[0]), Image.Resampling.BICUBIC)

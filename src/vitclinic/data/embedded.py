@@ -12,35 +12,25 @@ from PIL import Image
 from vitclinic._core.errors import DataError
 from vitclinic._core.hashing import fingerprint
 from vitclinic.data import shapes
-from vitclinic.data.source import Source
+from vitclinic.data.source import NumberedRecords, Source
 
 _DIGITS = Path(__file__).with_name("digits.npz")
 _SHAPES_DEFAULT = {"n": 4000, "texture": 0.0}
 _SHAPES_VAL, _SHAPES_TEST = 500, 1000
 
 
-class ArrayRecords:
+class ArrayRecords(NumberedRecords):
     """Images in an array, [n, height, width] or [n, height, width, 3], one label each."""
 
     computed = True
     """Reading is no decoding of a file, which threads could share."""
 
     def __init__(self, source: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
-        self.source = source
+        super().__init__(source, labels)
         self.images = images
-        self.labels = np.asarray(labels, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def name(self, index: int) -> str:
-        return f"{self.source} image {index}"
 
     def read(self, index: int) -> Image.Image:
         return Image.fromarray(self.images[index])
-
-    def contents(self) -> list[int]:
-        return list(range(len(self)))
 
 
 class ShapesRecords:

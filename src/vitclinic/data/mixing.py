@@ -1,4 +1,4 @@
-"""Mixup and CutMix, drawn per sample.
+"""Mixup and CutMix, drawn per sample, and CutMix on the cells of a grid, whose patches then have targets too.
 
 Each image has a partner (see `stream`: its neighbour in the training stream) and its own lambda ~ Beta(a, a)
 and method, so that what it looks like does not depend on the batch it happens to be in.

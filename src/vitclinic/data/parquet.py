@@ -22,7 +22,7 @@ from PIL import Image
 from vitclinic._core.errors import DataError
 from vitclinic._core.hashing import fingerprint
 from vitclinic.data.cache import cache_folder
-from vitclinic.data.source import SPLITS, Source
+from vitclinic.data.source import SPLITS, NumberedRecords, Source
 
 IN_MEMORY_BYTES = 2**30
 """Files of more than this together are read through a memory-mapped copy in the cache."""
@@ -30,16 +30,12 @@ IN_MEMORY_BYTES = 2**30
 _LABELS = ("label", "labels", "fine_label", "class", "target")
 
 
-class TableRecords:
+class TableRecords(NumberedRecords):
     """Images in the bytes of an Arrow column, one label each."""
 
     def __init__(self, source: str, images: pa.ChunkedArray, labels: np.ndarray[Any, Any]) -> None:
-        self.source = source
+        super().__init__(source, labels)
         self.images = images
-        self.labels = np.asarray(labels, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def name(self, index: int) -> str:
         image = self.images[index]

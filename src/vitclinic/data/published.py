@@ -1,4 +1,8 @@
-"""`data=hf:NAME`: a data set of the Hugging Face hub, or a local folder that `datasets` can load."""
+"""Published data sets.
+
+`data=hf:NAME` is a set of the Hugging Face hub, or a local folder that `datasets` can load;
+`data=torchvision:NAME@FOLDER` is one of torchvision's, which must be in that folder already.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,24 @@ import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.hashing import fingerprint
-from vitclinic.data.source import Records, Source
+from vitclinic.data.source import NumberedRecords, Records, Source
 
 _SPLIT_NAMES = {"train": "train", "validation": "val", "val": "val", "valid": "val", "test": "test"}
 
 
-class HubRecords:
+class HubRecords(NumberedRecords):
     """The rows of a `datasets.Dataset`, images left encoded until they are read."""
 
     def __init__(self, name: str, dataset: Any, image: str, label: str) -> None:
         import datasets
 
-        self.source = name
+        super().__init__(name, dataset[label])
         self.image = image
         self.dataset = dataset.cast_column(image, datasets.Image(decode=False)).select_columns([image])
-        self.labels = np.asarray(dataset[label], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def name(self, index: int) -> str:
         return f"{self.source} row {index}"
@@ -40,11 +39,9 @@ class HubRecords:
             return Image.open(io.BytesIO(record["bytes"]))
         return Image.open(record["path"])
 
-    def contents(self) -> list[int]:
-        return list(range(len(self)))
-
 
 def open_hub(spec: str) -> Source:
+    """Open `hf:NAME`."""
     try:
         import datasets
     except ImportError:
@@ -100,29 +97,20 @@ KNOWN_SETS = (
 )
 
 
-class TorchvisionRecords:
+class TorchvisionRecords(NumberedRecords):
     """The (image, label) pairs of a torchvision data set."""
 
     def __init__(self, name: str, dataset: Any) -> None:
-        self.source = name
+        super().__init__(name, _torchvision_labels(dataset))
         self.dataset = dataset
-        self.labels = np.asarray(_labels(dataset), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def name(self, index: int) -> str:
-        return f"{self.source} image {index}"
 
     def read(self, index: int) -> Image.Image:
         image: Image.Image = self.dataset[index][0]
         return image
 
-    def contents(self) -> list[int]:
-        return list(range(len(self)))
-
 
 def open_torchvision(spec: str) -> Source:
+    """Open `torchvision:NAME@FOLDER`."""
     name, _, root = spec.removeprefix("torchvision:").partition("@")
     if name not in KNOWN_SETS:
         raise DataError(f"'{name}' is not a torchvision set we read.{did_you_mean(name, KNOWN_SETS)}")
@@ -139,7 +127,7 @@ def open_torchvision(spec: str) -> Source:
     if "train" not in splits:
         raise DataError(f"torchvision does not find {name} in '{root}'; it must be there already.")
     files = sorted((str(p), p.stat().st_size) for p in Path(root).rglob("*") if p.is_file())
-    return Source(spec, _classes(found["train"], splits), splits, fingerprint("torchvision", name, files))
+    return Source(spec, _torchvision_classes(found["train"], splits), splits, fingerprint("torchvision", name, files))
 
 
 def _split_arguments(factory: Any) -> dict[str, dict[str, Any]]:
@@ -159,7 +147,7 @@ def _build(factory: Any, root: str, arguments: dict[str, Any]) -> Any | None:
         return None
 
 
-def _labels(dataset: Any) -> list[int]:
+def _torchvision_labels(dataset: Any) -> list[int]:
     for attribute in ("targets", "labels", "_labels", "y"):
         values = getattr(dataset, attribute, None)
         if values is not None:
@@ -167,7 +155,7 @@ def _labels(dataset: Any) -> list[int]:
     return [int(dataset[i][1]) for i in range(len(dataset))]
 
 
-def _classes(dataset: Any, splits: dict[str, Records]) -> tuple[str, ...]:
+def _torchvision_classes(dataset: Any, splits: dict[str, Records]) -> tuple[str, ...]:
     names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     if names:
         return tuple(str(name) for name in names)

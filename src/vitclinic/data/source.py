@@ -1,4 +1,4 @@
-"""What a data source is, whatever it is made of: classes, and labelled images in one or more splits."""
+"""A data source, whatever it is made of: classes, and labelled images in one or more splits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
@@ -31,6 +31,23 @@ class Records(Protocol):
 
     def contents(self) -> Sequence[Any]:
         """What identifies the images without decoding them, wherever they lie: one item each."""
+
+
+class NumberedRecords:
+    """The base of records that are identified by their numbers alone: rows of a table, entries of an array."""
+
+    def __init__(self, source: str, labels: ArrayLike) -> None:
+        self.source = source
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        return f"{self.source} image {index}"
+
+    def contents(self) -> list[int]:
+        return list(range(len(self)))
 
 
 @dataclass(frozen=True)

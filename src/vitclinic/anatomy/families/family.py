@@ -1,4 +1,8 @@
-"""Which families of networks exist, and which one a network belongs to."""
+"""Families of networks: which there are, which one a network belongs to, and the parts that families are made of.
+
+`Family` and `recognise` come first; the functions below make the units of blocks, stems, pools and heads, as families
+of several libraries need them.
+"""
 
 from __future__ import annotations
 

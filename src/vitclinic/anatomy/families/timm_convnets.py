@@ -1,6 +1,6 @@
-"""ResNet and ResNeXt, timm's and torchvision's: one conv unit per block.
+"""Convolutional networks: ResNet and ResNeXt, timm's and torchvision's, and timm's ConvNeXt; one conv unit per block.
 
-A post-activation block computes relu(skip + branch): the residual is checked before that activation and the
+A ResNet's post-activation block computes relu(skip + branch): the residual is checked before that activation and the
 unit's output read after it. Both libraries add in place, so branch and sum are overwritten by the network
 itself. Removing a bottleneck replaces its 3 x 3 conv by the identity, or by subsampling if it has a stride
 [park2022]; a basic block, where no conv can be left out alone in general, has its branch set to zero. Blocks that
@@ -48,30 +48,30 @@ def resnet_units(network: Any, *, shared_activation: bool) -> list[Unit]:
                 continue
             if type(block).__name__ not in _CONVS:
                 raise unknown_block(name, block)
-            residual = Residual(_skip(block), _branch(block), _total(block, shared_activation))
-            activation = _activation(block, shared_activation)
-            walk.append(conv_unit(name, stage, block, residual, _removal(block), activation=activation))
+            residual = Residual(_resnet_skip(block), _resnet_branch(block), _resnet_total(block, shared_activation))
+            activation = _resnet_activation(block, shared_activation)
+            walk.append(conv_unit(name, stage, block, residual, _resnet_removal(block), activation=activation))
     return [*walk, head(network.fc, network, walk[-1])]
 
 
-def _skip(block: Any) -> Site:
+def _resnet_skip(block: Any) -> Site:
     return into(block) if block.downsample is None else out_of(block.downsample)
 
 
-def _branch(block: Any) -> Site:
+def _resnet_branch(block: Any) -> Site:
     norm = getattr(block, f"bn{_CONVS[type(block).__name__]}")
     later = [getattr(block, name, None) for name in ("drop_path", "se")]
     return out_of(next((module for module in later if module is not None), norm), overwritten=True)
 
 
-def _total(block: Any, shared_activation: bool) -> Site:
+def _resnet_total(block: Any, shared_activation: bool) -> Site:
     convs = _CONVS[type(block).__name__]
     if shared_activation:  # torchvision: the last call of the block's one ReLU follows the addition
         return into(block.relu, within=block, call=convs - 1, overwritten=True)
     return into(getattr(block, f"act{convs}"), overwritten=True)
 
 
-def _activation(block: Any, shared_activation: bool) -> Site:
+def _resnet_activation(block: Any, shared_activation: bool) -> Site:
     """Behind the last activation inside the branch; the block's last one follows the addition."""
     before = _CONVS[type(block).__name__] - 1
     if shared_activation:
@@ -79,7 +79,7 @@ def _activation(block: Any, shared_activation: bool) -> Site:
     return out_of(getattr(block, f"act{before}"))
 
 
-def _removal(block: Any) -> Bypass | None:
+def _resnet_removal(block: Any) -> Bypass | None:
     conv: nn.Conv2d = block.conv2
     bypassable = type(block).__name__ == "Bottleneck" and conv.in_channels == conv.out_channels
     return Bypass(conv) if bypassable else None

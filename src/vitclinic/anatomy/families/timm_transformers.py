@@ -1,4 +1,8 @@
-"""timm's ViT and DeiT: class, distillation and register tokens, pre-norm and residual post-norm blocks."""
+"""timm's transformers and MLP-Mixers: ViT and DeiT, PiT, Swin and Swin V2, VOLO, and Mixer, ResMLP and gMLP.
+
+ViTs may have class, distillation and register tokens, and pre-norm or residual post-norm blocks; Swin's attention is in
+windows, VOLO's outlookers have no attention map.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def vit_units(network: Any) -> list[Unit]:
     for index, block in enumerate(network.blocks):
         name, kind = f"blocks.{index}", type(block).__name__
         if kind in _ONE_STEP:
-            walk += _one_step(name, block, tokens)
+            walk += _vit_single_step(name, block, tokens)
             continue
         if kind not in _POST_NORM:
             raise unknown_block(name, block)
@@ -55,7 +59,7 @@ def vit_units(network: Any) -> list[Unit]:
     return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
-def _one_step(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
+def _vit_single_step(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
     kind = _ONE_STEP[type(block).__name__]
     branch = out_of(block.drop_path, tokens)
     if kind == "msa":
@@ -103,14 +107,14 @@ def swin_units(network: Any, *, post_norm: bool) -> list[Unit]:
             walk.append(pool(name, stage, layer.downsample, walk[-1].output, after))
         layout = Layout(channels_last=True, grid_at=into(layer.blocks[0], NHWC))
         for index, block in enumerate(layer.blocks):
-            attention = AttentionSpec(block.attn, layout, partial(_windows, block))
+            attention = AttentionSpec(block.attn, layout, partial(_swin_windows, block))
             walk += transformer_block(
                 f"{name}.blocks.{index}", stage, block, layout, attention=attention, post_norm=post_norm
             )
     return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
-def _windows(block: Any, grid: Size) -> Windows:
+def _swin_windows(block: Any, grid: Size) -> Windows:
     # timm has already fitted both to the block's grid.
     return Windows(tuple(block.window_size), tuple(block.shift_size))
 
@@ -149,22 +153,22 @@ def volo_units(network: Any) -> list[Unit]:
         if isinstance(entry, nn.Sequential):
             layout = Layout(channels_last=True, grid_at=into(entry, NHWC))
             for place, block in enumerate(entry):
-                walk += _block(f"network.{index}.{place}", stage, block, layout)
+                walk += _volo_block(f"network.{index}.{place}", stage, block, layout)
             stage += 1
         else:
             walk.append(pool(f"network.{index}", stage, entry, walk[-1].output, out_of(entry, NHWC)))
     tokens = Layout(prefix=1, grid_at=layout.grid_at)
     for index, block in enumerate(network.post_network or ()):
-        walk += _class_block(f"post_network.{index}", stage, block, tokens)
+        walk += _volo_class_block(f"post_network.{index}", stage, block, tokens)
     return [*walk, head(network.head, network, walk[-1], network.norm)]
 
 
-def _block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
+def _volo_block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
     attention = None if type(block).__name__ == "Outlooker" else AttentionSpec(block.attn, layout)
     return transformer_block(name, stage, block, layout, attention=attention)
 
 
-def _class_block(name: str, stage: int, block: Any, tokens: Layout) -> list[Unit]:
+def _volo_class_block(name: str, stage: int, block: Any, tokens: Layout) -> list[Unit]:
     states = [into(block, OFF_GRID, first=1), into(block.norm2, OFF_GRID), out_of(block, OFF_GRID, first=1)]
     steps = [
         Step(

@@ -1,7 +1,8 @@
-"""Brightness, contrast and saturation.
+"""The digital corruptions: brightness, contrast, saturation, pixelation and elastic deformation.
 
 Value and saturation are those of HSV: with hue and saturation kept, R, G and B are proportional to the value; with hue
-and value kept, their distances from the value are proportional to the saturation. No conversion is needed.
+and value kept, their distances from the value are proportional to the saturation. No conversion to HSV is needed. JPEG
+is in `corruption`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The 256 levels of a pixel, as floats in [0, 1]."""
+"""What corruptions share: the 256 levels of a pixel as floats in [0, 1], grey from colours, and linear filters.
+
+Filters are a Gaussian along both axes, as banded matrices, and correlation with a square kernel.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The outlines of the ten shape classes, as signed distances (negative inside).
+"""The outlines and the textures of the ten shape classes.
 
-Each takes the unit frame and v in [0, 1], which varies the proportions within the class; the distance is exact near
-the edges, where anti-aliasing needs it.
+An outline is a signed distance, negative inside. It takes the unit frame and v in [0, 1], which varies the proportions
+within the class; the distance is exact near the edges, where anti-aliasing needs it. A texture is a pattern in [0, 1]
+over the plane (u, w), with random numbers `chance` for those that need some.
 """
 
 from __future__ import annotations
