@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from vitclinic.anatomy import Anatomy, stream
 from vitclinic.probes import cka_between, mini_batch_cka
-from vitclinic.probes.features.cka import features_of
+from vitclinic.probes.features.cka import flatten_state
 
 
 class Shown(nn.Module):
@@ -48,7 +48,7 @@ class Shown(nn.Module):
 
     def features(self, images: Tensor, show: Callable[[int, Tensor], Any]) -> None:
         def read(at: int, activation: Tensor) -> None:
-            show(at, features_of(self.anatomy, self.anatomy.units[at].output, activation))
+            show(at, flatten_state(self.anatomy, self.anatomy.units[at].output, activation))
 
         sites = {at: unit.output for at, unit in enumerate(self.anatomy.units)}
         with stream(sites, read, grad=torch.is_grad_enabled()):

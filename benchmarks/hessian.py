@@ -59,7 +59,7 @@ def start(size: int, dtype: torch.dtype) -> Tensor:
 
 def ours(case: Case, tolerance: float) -> Found:
     surface = LossSurface(case.network, [case.batch])
-    with surface.measured():
+    with surface.gradient_mode():
         first = start(surface.size, surface.weights[0].dtype)
         found = largest_eigenpairs(Hessian(surface).product, first, case.top, tolerance=tolerance)
     return Found(found.values, found.vectors.numpy(), found.products)
@@ -68,7 +68,7 @@ def ours(case: Case, tolerance: float) -> Found:
 def ours_of_steps(case: Case, steps: float) -> Found:
     """As `ours`, told when to stop with the hindsight that hessian-eigenthings' steps need."""
     surface = LossSurface(case.network, [case.batch])
-    with surface.measured():
+    with surface.gradient_mode():
         first = start(surface.size, surface.weights[0].dtype)
         found = largest_eigenpairs(Hessian(surface).product, first, case.top, tolerance=0, max_products=int(steps))
     return Found(found.values, found.vectors.numpy(), found.products)
@@ -76,7 +76,7 @@ def ours_of_steps(case: Case, steps: float) -> Found:
 
 def kept_graph_and_arpack(case: Case, tolerance: float) -> Found:
     surface = LossSurface(case.network, [case.batch])
-    with surface.measured():
+    with surface.gradient_mode():
         hessian = Hessian(surface)
 
         def product(vector: np.ndarray) -> np.ndarray:
@@ -155,7 +155,7 @@ def error(found: Found, exact: np.ndarray) -> float:
 def residual(found: Found, wide: Case) -> float:
     """The largest |H y - value y| / |value|, in float64."""
     surface = LossSurface(wide.network, [wide.batch])
-    with surface.measured():
+    with surface.gradient_mode():
         hessian = Hessian(surface)
         units = [torch.from_numpy(vector.copy()).double() for vector in found.vectors]
         units = [vector / vector.norm() for vector in units]

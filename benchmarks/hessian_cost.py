@@ -51,7 +51,7 @@ def against_parameters(batch: Batch, rounds: int) -> None:
     times: list[list[tuple[float, float]]] = [[] for _ in WIDTHS]
     for turn in range(rounds + 1):
         for surface, hessian, vector, seen in zip(surfaces, hessians, vectors, times, strict=True):
-            with surface.measured():
+            with surface.gradient_mode():
                 pair = (timed(lambda h=hessian, v=vector: h.product(v)), timed(surface.gradient))
             if turn:  # the first product makes the graph
                 seen.append(pair)
@@ -72,7 +72,7 @@ def against_batches(batches: list[Batch], rounds: int) -> None:
         surface = LossSurface(network, batches[:count])
         vector = torch.randn(surface.size)
         kept, recomputed = Hessian(surface), Hessian(surface, memory=0)
-        with surface.measured():
+        with surface.gradient_mode():
             kept.product(vector)
             pairs = [
                 (timed(lambda h=kept, v=vector: h.product(v)), timed(lambda h=recomputed, v=vector: h.product(v)))
@@ -94,7 +94,7 @@ def memory(batches: list[Batch]) -> None:
             hessian = Hessian(surface, memory=bound)
 
             def eigenvalues(surface: LossSurface = surface, hessian: Hessian = hessian) -> None:
-                with surface.measured():
+                with surface.gradient_mode():
                     start = torch.randn(surface.size)
                     largest_eigenpairs(hessian.product, start, 5, tolerance=0.0, max_products=BASIS)
                     nonlocal graphs

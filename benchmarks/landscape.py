@@ -31,7 +31,7 @@ from vitclinic.probes.curvature.surface import LossSurface
 def timed_passes() -> Iterator[list[float]]:
     """The seconds of each forward pass made inside."""
     inside: list[float] = []
-    original = LossSurface.summed_loss
+    original = LossSurface.total_loss
 
     def timed(self: LossSurface, batch: Batch) -> Tensor:
         start = time.perf_counter()
@@ -40,11 +40,11 @@ def timed_passes() -> Iterator[list[float]]:
         finally:
             inside.append(time.perf_counter() - start)
 
-    setattr(LossSurface, "summed_loss", timed)  # noqa: B010
+    setattr(LossSurface, "total_loss", timed)  # noqa: B010
     try:
         yield inside
     finally:
-        setattr(LossSurface, "summed_loss", original)  # noqa: B010
+        setattr(LossSurface, "total_loss", original)  # noqa: B010
 
 
 def main() -> None:

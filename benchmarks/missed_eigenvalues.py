@@ -30,7 +30,7 @@ def spectrum(target: str, data: str, images: int) -> tuple[np.ndarray, np.ndarra
     subject = Examination(data, device="cpu", random_weights="@" not in target).open(target)
     batch = next(evaluation_batches(subject.dataset, "train", images))
     surface = LossSurface(subject.network.eval(), [batch])
-    with surface.measured():
+    with surface.gradient_mode():
         start = torch.randn(surface.size, generator=torch.Generator().manual_seed(0))
         nodes, weights = quadrature(Hessian(surface).product, start, 120)
     order = np.argsort(-np.abs(nodes))

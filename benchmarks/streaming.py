@@ -24,7 +24,7 @@ import torch
 
 from vitclinic.data import Dataset, Split
 from vitclinic.probes import StreamingProbe, Subject, known_probes
-from vitclinic.probes.shared_pass import shared_pass
+from vitclinic.probes.shared_pass import run_shared_pass
 
 ATTENTION = ("attention_entropy", "attention_distance")
 
@@ -62,7 +62,7 @@ def streaming(*without: str) -> list[str]:
 
 
 def measure(measured: Subject, names: list[str]) -> None:
-    outcomes = shared_pass(measured, {name: known_probes()[name]() for name in names})
+    outcomes = run_shared_pass(measured, {name: known_probes()[name]() for name in names})
     for name, outcome in outcomes.items():
         if isinstance(outcome, Exception):
             raise RuntimeError(name) from outcome

@@ -11,7 +11,7 @@ from tests.probes.subjects import subject
 from vitclinic._core.errors import RecipeError
 from vitclinic.exam.planner import FIRST, Offer, choose, forms, limits, parse_request
 from vitclinic.exam.schedule import Step, TimeBudget
-from vitclinic.probes import known_probes, obstacle_to, parse_probes
+from vitclinic.probes import find_obstacle, known_probes, parse_probes
 
 
 def spent(offers: list[Offer], taken: dict[str, int]) -> float:
@@ -62,7 +62,7 @@ def test_cheaper_forms_are_probes_that_cost_less(name: str) -> None:
     (probe,) = parse_probes([name])
     found = forms(probe)
     assert found[-1] == probe
-    if obstacle_to(probe, patient) is None:
+    if find_obstacle(probe, patient) is None:
         costs = [form.forwards(form.view(patient)) for form in found]
         assert costs == sorted(set(costs))
 

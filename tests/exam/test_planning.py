@@ -152,7 +152,7 @@ class Endless(OwningProbe):
         clock, partial = Clock(self.budget), Partial(subject.scratch.get(self.name))
         before = partial.read()
         counted = start = 0 if before is None else int(before["counted"])
-        while counted < self.enough and not clock.expired():
+        while counted < self.enough and not clock.has_expired():
             time.sleep(0.01)
             counted += 1
         partial.write({"counted": np.array(counted)})

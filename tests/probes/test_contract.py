@@ -10,9 +10,9 @@ import torch
 from tests.probes.subjects import NETWORKS, subject
 from vitclinic._core.records import Measurement
 from vitclinic.exam.pace import estimate_seconds
-from vitclinic.probes import known_probes, measure, parse_probes, seen_by
-from vitclinic.probes.restoring import _TABLES, left_as_it_was
-from vitclinic.probes.running import obstacle_to
+from vitclinic.probes import known_probes, measure, parse_probes, view_of
+from vitclinic.probes.restoring import _TABLES, preserve_state
+from vitclinic.probes.running import find_obstacle
 
 QUICK = {
     "sharpness": {"images": 8, "trace_draws": 2, "density_steps": 3, "tolerance": 0.2},
@@ -60,7 +60,7 @@ def exams():
             unusual(patient.network)
             before = photograph(patient.network)
             (measurement,) = measure(patient, [probe])
-            found[probe.name, name] = (measurement, before, photograph(patient.network), seen_by(probe, patient))
+            found[probe.name, name] = (measurement, before, photograph(patient.network), view_of(probe, patient))
     return found
 
 
@@ -113,7 +113,7 @@ def test_a_probe_says_what_it_is_and_what_it_costs(name):
     assert probe.name == name
     assert (probe.__doc__ or "").split("\n")[0].endswith(".")
     assert probe().forwards(subject()) >= 0
-    applies = obstacle_to(probe(), subject()) is None
+    applies = find_obstacle(probe(), subject()) is None
     assert (estimate_seconds(subject(), [probe()]) > 0) == applies
 
 
@@ -123,7 +123,7 @@ def test_whatever_is_done_to_a_network_is_undone_also_on_errors(ending):
     before = photograph(network)
 
     def vandalise():
-        with left_as_it_was(network):
+        with preserve_state(network):
             assert not any(module.training for module in network.modules())
             network.train()
             network.register_forward_hook(lambda *_: None, always_call=True)

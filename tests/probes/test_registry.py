@@ -6,16 +6,16 @@ import pytest
 
 from vitclinic._core import registry as plugins
 from vitclinic._core.errors import RecipeError
-from vitclinic.probes import OwningProbe, known_probes, parse_probes, register, usual_probes
+from vitclinic.probes import OwningProbe, default_probes, known_probes, parse_probes, register
 from vitclinic.probes.probe import PROBES, Probe
 
 
 def test_names_and_options():
     norms, cost = parse_probes(["norms", {"cost": {"repeats": 3}}])
     assert (norms.name, cost.name, cost.repeats) == ("norms", "cost", 3)
-    assert [probe.name for probe in parse_probes(None)] == usual_probes()
-    assert {"cost", "norms", "fourier", "attention_entropy"} <= set(usual_probes())
-    assert not {"sharpness", "landscape", "lesion", "attention_maps"} & set(usual_probes())
+    assert [probe.name for probe in parse_probes(None)] == default_probes()
+    assert {"cost", "norms", "fourier", "attention_entropy"} <= set(default_probes())
+    assert not {"sharpness", "landscape", "lesion", "attention_maps"} & set(default_probes())
     assert parse_probes([cost]) == [cost]
 
 

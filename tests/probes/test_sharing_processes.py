@@ -13,7 +13,7 @@ from tests.processes import in_two_processes
 from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.records import Scalar
 from vitclinic.probes import Probe, Result, StreamingProbe, Tally, known_probes
-from vitclinic.probes.shared_pass import Outcome, shared_pass
+from vitclinic.probes.shared_pass import Outcome, run_shared_pass
 from vitclinic.probes.subject import Subject
 
 IMAGES = 32  # two shares of two batches, so that the mini-batches of CKA are those of one process
@@ -86,12 +86,12 @@ def plain(outcome: Outcome) -> dict[str, Any]:
 
 def both(rank: int) -> dict[str, Any]:
     together = Distributed.current()
-    found = shared_pass(vit(together), probes())
+    found = run_shared_pass(vit(together), probes())
     passed: list[int] = []
     watched = vit(together)
     watched.progress = lambda what, done, total: passed.append(done)
-    mixed = shared_pass(watched, {"firsts": Firsts(), "norms": known_probes()["norms"]()})
-    failing = shared_pass(vit(together), {"fails": Fails(), "norms": known_probes()["norms"]()})
+    mixed = run_shared_pass(watched, {"firsts": Firsts(), "norms": known_probes()["norms"]()})
+    failing = run_shared_pass(vit(together), {"fails": Fails(), "norms": known_probes()["norms"]()})
     return {
         "streaming": {name: plain(outcome) for name, outcome in found.items()},
         "firsts": plain(mixed["firsts"])["seen value"],
@@ -108,7 +108,7 @@ def shares(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_two_processes_find_what_one_finds(shares, name):
-    (alone,) = [plain(outcome) for outcome in shared_pass(vit(ALONE), {name: known_probes()[name]()}).values()]
+    (alone,) = [plain(outcome) for outcome in run_shared_pass(vit(ALONE), {name: known_probes()[name]()}).values()]
     first, second = (share["streaming"][name] for share in shares)
     assert first.keys() == alone.keys()
     for key, value in alone.items():

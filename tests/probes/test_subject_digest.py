@@ -36,13 +36,13 @@ def test_a_known_class_with_replaced_parts_gets_the_clear_error():
 
 
 def test_a_converted_or_operated_network_comes_back_as_it_was():
-    from vitclinic.probes import left_as_it_was
+    from vitclinic.probes import preserve_state
 
     network = timm.create_model("resnet18", channels=[4, 4, 8, 8], num_classes=3)
     network.fc.weight.grad = torch.ones_like(network.fc.weight)
     hook = network.conv1.register_forward_hook(lambda *_: None)
     before, head, names = network_digest(network), network.fc, list(dict(network.named_modules()))
-    with left_as_it_was(network):
+    with preserve_state(network):
         network.double()
         network.fc = nn.Linear(8, 3)
         hook.remove()

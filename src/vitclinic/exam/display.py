@@ -19,7 +19,7 @@ from vitclinic._core.records import Finding, Measurement, Status
 from vitclinic._core.time import format_duration
 from vitclinic.exam.exam import MARK, Exam, all_rows, column_names, key_rows
 from vitclinic.exam.schedule import Schedule, Step
-from vitclinic.probes import Subject, seen_by
+from vitclinic.probes import Subject, view_of
 
 _STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "failed": "red"}
 """The colour of each; of a step that has several, the last of these is shown."""
@@ -120,7 +120,7 @@ def _plan_lines(schedule: Schedule) -> list[str]:
     for label in dict.fromkeys(step.label for step in schedule.steps if step.seconds != 0):
         steps = [step for step in schedule.steps if step.label == label and step.seconds != 0]
         probe, subject = steps[0].probes[0], steps[0].subject
-        view = seen_by(probe, subject)
+        view = view_of(probe, subject)
         which = f" ({', '.join(probe.name for probe in steps[0].probes)})" if label != probe.name else ""
         own = view is not subject or subject is not schedule.subjects[steps[0].place]
         images = f" on {_images(view)}" if own else ""

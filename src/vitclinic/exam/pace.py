@@ -12,9 +12,9 @@ from vitclinic._core.distributed import ALONE
 from vitclinic._core.time import seconds as in_seconds
 from vitclinic.probes.memory import halving
 from vitclinic.probes.probe import Probe, StreamingProbe
-from vitclinic.probes.restoring import left_as_it_was
-from vitclinic.probes.running import obstacle_to
-from vitclinic.probes.shared_pass import shared_pass
+from vitclinic.probes.restoring import preserve_state
+from vitclinic.probes.running import find_obstacle
+from vitclinic.probes.shared_pass import run_shared_pass
 from vitclinic.probes.subject import Subject
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Pace:
 
     def of(self, probe: Probe) -> float:
         """Return the seconds of a probe's own work, at most its own budget; 0 if it does not apply."""
-        if obstacle_to(probe, self.subject) is not None:
+        if find_obstacle(probe, self.subject) is not None:
             return 0.0
         forwards = probe.forwards(probe.view(self.subject))
         return min(self.forward * forwards, _most_seconds(probe)) if forwards else 0.0
@@ -52,7 +52,7 @@ class Pace:
         streaming = {
             probe.name: probe
             for probe in probes
-            if isinstance(probe, StreamingProbe) and obstacle_to(probe, self.subject) is None
+            if isinstance(probe, StreamingProbe) and find_obstacle(probe, self.subject) is None
         }
         if not streaming or math.isnan(self.forward):
             return self.forward * images if streaming else 0.0
@@ -87,10 +87,10 @@ def _seconds_of_a_pass(subject: Subject, probes: dict[str, StreamingProbe]) -> f
     """Return the seconds per image of a pass with these probes, after a warm-up pass."""
     told, subject.progress = subject.progress, lambda what, done, total: None
     try:
-        with left_as_it_was(subject.network, subject.seed):
-            shared_pass(subject, probes)
+        with preserve_state(subject.network, subject.seed):
+            run_shared_pass(subject, probes)
             started = time.perf_counter()
-            shared_pass(subject, probes)
+            run_shared_pass(subject, probes)
             return (time.perf_counter() - started) / len(subject)
     finally:
         subject.progress = told

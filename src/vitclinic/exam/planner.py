@@ -29,7 +29,7 @@ from vitclinic._core.records import Number, plain_data
 from vitclinic._core.time import seconds
 from vitclinic.exam.pace import Pace
 from vitclinic.exam.store import Store
-from vitclinic.probes import Probe, StreamingProbe, known_probes, parse_probes, usual_probes
+from vitclinic.probes import Probe, StreamingProbe, default_probes, known_probes, parse_probes
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def parse_request(
     if probes is not None:
         chosen = _with_settings(parse_probes(probes), settings)
     else:
-        names = usual_probes() if quick else [name for name, probe in known_probes().items() if not probe.asked_for]
+        names = default_probes() if quick else [name for name, probe in known_probes().items() if not probe.asked_for]
         names.sort(key=lambda name: (name not in settings, known_probes()[name].rank))
         chosen = _with_settings(parse_probes(names), settings)
         budget = budget if budget is not None or quick or full else BUDGET

@@ -18,7 +18,7 @@ from vitclinic._core.errors import RunError
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import SCHEMA, Measurement
 from vitclinic._core.time import seconds
-from vitclinic.probes import Probe, StreamingProbe, Subject, conditions_of, known_probes, seen_by
+from vitclinic.probes import Probe, StreamingProbe, Subject, describe_conditions, known_probes, view_of
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class Store:
 
     def path(self, probe: Probe, limit: int | None = None) -> Path:
         """Return where the measurement by `probe` is, or will be."""
-        subject = seen_by(probe, self.view(probe, limit))
+        subject = view_of(probe, self.view(probe, limit))
         options = probe.model_dump(mode="json", exclude_defaults=True, exclude={"budget"})
-        identity = [probe.revision, options, conditions_of(probe, subject), subject.seed]
+        identity = [probe.revision, options, describe_conditions(probe, subject), subject.seed]
         key = fingerprint(SCHEMA, probe.name, subject.digest, subject.data_digest, *identity)
         return self.folder / f"{probe.name}-{key[:12]}.json"
 
@@ -82,7 +82,7 @@ class Store:
             log.warning("%s It is measured anew.", error)
             return None
         # The batch may have been halved since the path was named, and the result be another's.
-        same = stored.conditions == conditions_of(probe, seen_by(probe, self.view(probe, limit)))
+        same = stored.conditions == describe_conditions(probe, view_of(probe, self.view(probe, limit)))
         usable = same and stored.status in REUSED
         return stored if usable and (however_short or _is_far_enough(stored, probe)) else None
 

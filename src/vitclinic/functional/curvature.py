@@ -58,7 +58,7 @@ class Surface(LossSurface):
         if not self.images:
             raise ValueError("There are no batches to take the loss of.")
 
-    def summed_loss(self, batch: Any) -> Tensor:
+    def total_loss(self, batch: Any) -> Tensor:
         """The loss of the callable, or the sum over a batch's samples."""
         if callable(self.loss):
             found, samples = self.loss(), 1

@@ -178,7 +178,7 @@ def occlude_center(images: Tensor, color: float | Sequence[float] | Tensor = 0.0
         tensor([1., 0., 0., 1.])
     """
     check_shape(images, "B C H W", "images")
-    return occlusion.occluded(images, torch.as_tensor(color).expand(images.shape[1]))
+    return occlusion.occlude(images, torch.as_tensor(color).expand(images.shape[1]))
 
 
 def corrupt(images: Tensor, name: str, severity: int, indices: Sequence[int] | None = None, seed: int = 0) -> Tensor:

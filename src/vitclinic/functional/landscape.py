@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitclinic.functional.curvature import Estimate, Loss, Surface
 from vitclinic.functional.shapes import check_parts, check_shape
 from vitclinic.probes.curvature import directions, landscape, tangent_kernel, trajectory
-from vitclinic.probes.curvature.flatness import perturbed_losses
+from vitclinic.probes.curvature.flatness import sample_losses
 
 
 def average_flatness(
@@ -48,7 +48,7 @@ def average_flatness(
         raise ValueError(f"sigma must be above 0 and draws at least 1 (got {sigma} and {draws}).")
     surface = Surface(loss, params)
     with torch.no_grad():
-        return Estimate.of(torch.from_numpy(perturbed_losses(surface, sigma, draws, seed=seed)))
+        return Estimate.of(torch.from_numpy(sample_losses(surface, sigma, draws, seed=seed)))
 
 
 def random_direction(params: Iterable[Tensor], seed: int = 0) -> list[Tensor]:
@@ -94,7 +94,7 @@ def filter_normalize(
     check_parts(direction, weights, "direction")
     if over not in ("filter", "dim0"):
         raise ValueError(f"over must be 'filter' or 'dim0' (got {over!r}).")
-    return directions.normalised(direction, weights, over, "zero" if vectors == "zero" else "normalised")
+    return directions.normalize_direction(direction, weights, over, "zero" if vectors == "zero" else "normalised")
 
 
 def loss_landscape(

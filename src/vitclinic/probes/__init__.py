@@ -46,15 +46,15 @@ if TYPE_CHECKING:
         Result,
         StreamingProbe,
         Tally,
+        default_probes,
         known_probes,
         mean_scalar,
         parse_probes,
         register,
         unit_row,
-        usual_probes,
     )
-    from vitclinic.probes.restoring import left_as_it_was
-    from vitclinic.probes.running import conditions_of, measure, obstacle_to, seen_by
+    from vitclinic.probes.restoring import preserve_state
+    from vitclinic.probes.running import describe_conditions, find_obstacle, measure, view_of
     from vitclinic.probes.subject import PastWeights, Subject, Training
 
 __all__ = [
@@ -102,21 +102,21 @@ __all__ = [
     "Variance",
     "block_structure",
     "cka_between",
-    "conditions_of",
+    "default_probes",
+    "describe_conditions",
     "find_normalization",
+    "find_obstacle",
     "known_probes",
-    "left_as_it_was",
     "load_subject",
     "mean_scalar",
     "measure",
     "mini_batch_cka",
-    "obstacle_to",
     "parameters_by_unit",
     "parse_probes",
+    "preserve_state",
     "register",
-    "seen_by",
     "unit_row",
-    "usual_probes",
+    "view_of",
 ]
 
 make_lazy(__name__)

@@ -19,7 +19,7 @@ from vitclinic.anatomy import AttentionMap, Site, record_attention, stream
 from vitclinic.data import Batch, Dataset, Split
 from vitclinic.data.loader import LoadedImages
 from vitclinic.probes.probe import Probe, Result, StreamingProbe, parse_probes
-from vitclinic.probes.running import obstacle_to, recorded
+from vitclinic.probes.running import find_obstacle, record
 from vitclinic.probes.shared_pass import Desk
 from vitclinic.probes.subject import Subject, as_logits
 
@@ -114,7 +114,7 @@ class ProbeCollection:
         outcomes = {name: self._obstacles.get(name) or self._desk.outcome(name) for name in self.probes}
         mode: Literal["eval", "train"] = "train" if self._training else "eval"
         return {
-            name: recorded(
+            name: record(
                 self.probes[name],
                 self._subject,
                 replace(outcome, mode=mode) if isinstance(outcome, Result) else outcome,
@@ -198,7 +198,7 @@ class ProbeCollection:
             )
             self._desk = Desk()
             for name, probe in self.probes.items():
-                obstacle = obstacle_to(probe, self._subject)
+                obstacle = find_obstacle(probe, self._subject)
                 if obstacle is None:
                     self._desk.attempt(name, self._desk.admit, name, probe, self._subject)
                 else:

@@ -77,9 +77,9 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._freed, key, size)
+        weakref.finalize(storage, self._free, key, size)
 
-    def _freed(self, key: int, size: int) -> None:
+    def _free(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
 
@@ -135,7 +135,7 @@ class Cost(OwningProbe):
     @torch.no_grad()
     def measure(self, subject: Subject) -> Result:
         batch = min(self.batch, subject.batch_size)
-        images = _repeated(next(subject.batches()).images, batch)
+        images = _repeat(next(subject.batches()).images, batch)
         seconds = self._times(subject, images)
         rates = batch / seconds[:, 1]
         weights = [*subject.network.parameters(), *subject.network.buffers()]
@@ -156,8 +156,8 @@ class Cost(OwningProbe):
         """Seconds of one image and of the batch, [repeats, 2], taken in turns so that a slow spell hits both."""
         sizes = [images[:1], images]
         for some in sizes:
-            _timed(subject, some)
-        return np.array([[_timed(subject, some) for some in sizes] for _ in range(self.repeats)])
+            _time(subject, some)
+        return np.array([[_time(subject, some) for some in sizes] for _ in range(self.repeats)])
 
 
 def flops(subject: Subject, images: Tensor) -> int:
@@ -165,13 +165,13 @@ def flops(subject: Subject, images: Tensor) -> int:
 
     It counts matrix products and convolutions, wherever they happen: fused attention, which would hide them, is off.
     """
-    with torch.no_grad(), _unfused(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), _unfuse_attention(), FlopCounterMode(display=False) as counter:
         subject.network(images)
     return int(counter.get_total_flops())
 
 
 @contextmanager
-def _unfused() -> Iterator[None]:
+def _unfuse_attention() -> Iterator[None]:
     """Attention as plain matrix products; nn.MultiheadAttention leaves its fast path, too."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -182,7 +182,7 @@ def _unfused() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _timed(subject: Subject, images: Tensor) -> float:
+def _time(subject: Subject, images: Tensor) -> float:
     start = time.perf_counter()
     subject.network(images)
     if subject.device.type == "cuda":
@@ -195,7 +195,7 @@ def _median(values: list[float]) -> Scalar:
     return Scalar(value=statistics.median(values), low=low, high=high, n=len(values))
 
 
-def _repeated(images: Tensor, count: int) -> Tensor:
+def _repeat(images: Tensor, count: int) -> Tensor:
     """`count` images: the given ones, again and again where they are too few."""
     return images.repeat(-(-count // len(images)), 1, 1, 1)[:count]
 

@@ -43,12 +43,12 @@ def network_digest(network: nn.Module) -> str:
     (`mymodule.function(x)`) does not.
     """
     identity = _Identity(network)
-    identity.add(_printed(network))
+    identity.add(_describe(network))
     identity.add(network)
     return identity.digest.hexdigest()
 
 
-def _printed(network: nn.Module) -> str:
+def _describe(network: nn.Module) -> str:
     """Return what the network prints as, without memory addresses, and with the names of 0.1."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(network))
     for today, before in RENAMED.items():
@@ -63,7 +63,7 @@ class _Identity:
         self.digest = hashlib.sha256()
         self._seen: dict[int, object] = {}
         hooks = [hook for module in network.modules() for hook in _hooks(module)]
-        self._state = {name for hook in hooks for name in _assigned_by(hook)}
+        self._state = {name for hook in hooks for name in _hook_attributes(hook)}
 
     def add(self, value: object) -> None:
         """Take in `value`, as far as it is the same in another process."""
@@ -143,7 +143,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def _settings(value: Any, state: set[str]) -> Iterator[object]:
     """The attributes of an object and their values, without those that change as it is used."""
-    changing = state | _assigned_in(type(value))  # type: ignore[arg-type]  # classes are hashable
+    changing = state | _state_attributes(type(value))  # type: ignore[arg-type]  # classes are hashable
     for name, setting in sorted(getattr(value, "__dict__", {}).items()):
         if name not in changing and not (isinstance(value, nn.Module) and name in _INTERNAL):
             yield from (name, setting)
@@ -178,7 +178,7 @@ def _operands(code: CodeType, *operations: str) -> set[str]:
 
 
 @cache
-def _assigned_in(kind: type) -> frozenset[str]:
+def _state_attributes(kind: type) -> frozenset[str]:
     """The attributes that `forward` or `__call__` of a class assign, themselves or in methods that they use."""
     methods: dict[str, list[FunctionType]] = {}
     for base in kind.__mro__:
@@ -198,7 +198,7 @@ def _assigned_in(kind: type) -> frozenset[str]:
     return frozenset(assigned)
 
 
-def _assigned_by(hook: Callable[..., Any]) -> set[str]:
+def _hook_attributes(hook: Callable[..., Any]) -> set[str]:
     function = hook
     while isinstance(function, partial | MethodType):
         function = function.func if isinstance(function, partial) else function.__func__

@@ -14,7 +14,7 @@ from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, open_data
 from vitclinic.data.loader import LOADER
 from vitclinic.models import Normalized
-from vitclinic.probes.restoring import left_as_it_was
+from vitclinic.probes.restoring import preserve_state
 from vitclinic.probes.subject import Subject, as_logits
 
 Data = str | Path | DataConfig | Dataset | Iterable[Any] | Mapping[str, Iterable[Any]]
@@ -102,7 +102,7 @@ def _count_outputs(network: nn.Module, dataset: Dataset, seed: int) -> int:
     example = torch.from_numpy(next(part for part in dataset.splits.values() if len(part)).read([0]))  # type: ignore[arg-type]
     like = next(network.parameters(), torch.empty(0))
     try:
-        with left_as_it_was(network, seed), torch.no_grad():
+        with preserve_state(network, seed), torch.no_grad():
             logits = as_logits(network(example.permute(0, 3, 1, 2).to(like.device, like.dtype)))
     except ModelError:
         raise

@@ -139,9 +139,9 @@ class Probe(Config):
             >>> Norms()(model, loader).scalars["activation_norm_last"].n
             8
         """
-        from vitclinic.probes.running import measure_alone
+        from vitclinic.probes.running import measure_one
 
-        return measure_alone(self, model, data, **options)
+        return measure_one(self, model, data, **options)
 
     def pictures(self, measurement: Measurement) -> Mapping[str, NDArray[np.uint8]]:
         """What there is to look at in a measurement of this probe: [H, W, 3] by names that a file can have."""
@@ -244,7 +244,7 @@ def known_probes() -> dict[str, type[Probe]]:
     return PROBES.all()
 
 
-def usual_probes() -> list[str]:
+def default_probes() -> list[str]:
     """Return the names of the probes that are meant where none is named: those that take seconds."""
     return [name for name, probe in known_probes().items() if probe.by_default]
 
@@ -252,7 +252,7 @@ def usual_probes() -> list[str]:
 def parse_probes(entries: Sequence[Any] | None) -> list[Probe]:
     """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order; None means the usual ones."""
     if entries is None:
-        entries = usual_probes()
+        entries = default_probes()
     if not entries:
         raise RecipeError("'probes' is empty; name some of `vitclinic list probes`, or leave it out.")
     return PROBES.parse(entries)

@@ -29,7 +29,7 @@ _TABLES = (
 
 
 @contextmanager
-def left_as_it_was(network: nn.Module, seed: int = 0) -> Iterator[None]:
+def preserve_state(network: nn.Module, seed: int = 0) -> Iterator[None]:
     """The network in eval mode without gradients, random numbers from `seed`; afterwards everything as before.
 
     Everything is: the modules it is made of, their types of numbers, training flags, hooks, which parameters want a

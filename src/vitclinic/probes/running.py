@@ -18,8 +18,8 @@ from vitclinic._core.records import Measurement, Status, plain_data
 from vitclinic.probes.loading import Data, load_subject
 from vitclinic.probes.memory import halving
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Probe, Result, StreamingProbe
-from vitclinic.probes.restoring import left_as_it_was
-from vitclinic.probes.shared_pass import Outcome, shared_pass
+from vitclinic.probes.restoring import preserve_state
+from vitclinic.probes.shared_pass import Outcome, run_shared_pass
 from vitclinic.probes.subject import Subject
 
 log = logging.getLogger(__name__)
@@ -29,17 +29,17 @@ _NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
 """What says that a probe has no meaning here; any other error is a failure."""
 
 
-def recorded(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
+def record(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
     """The measurement; a result that cannot be recorded is a failure too."""
-    subject = seen_by(probe, subject)
+    subject = view_of(probe, subject)
     try:
-        return _record(probe, subject, outcome, duration)
+        return _build_measurement(probe, subject, outcome, duration)
     except Exception as error:  # a probe may return anything
         log.info("the result of %s cannot be recorded", probe.name, exc_info=error)
-        return _record(probe, subject, error, duration)
+        return _build_measurement(probe, subject, error, duration)
 
 
-def seen_by(probe: Probe, subject: Subject) -> Subject:
+def view_of(probe: Probe, subject: Subject) -> Subject:
     """What a probe looks at; the subject itself if the probe cannot see what it wants, and so fails."""
     try:
         return probe.view(subject)
@@ -48,22 +48,22 @@ def seen_by(probe: Probe, subject: Subject) -> Subject:
         return subject
 
 
-def stated_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
+def collect_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
     """What else than subject, data, options and seed the result depends on, as a record holds it."""
     conditions: dict[str, Any] = plain_data(probe.conditions(subject), "conditions")
     return conditions
 
 
-def conditions_of(probe: Probe, subject: Subject) -> dict[str, Any]:
+def describe_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
     """The stated conditions or, of a probe that cannot state them and so fails, the reason."""
     try:
-        return stated_conditions(probe, subject)
+        return collect_conditions(probe, subject)
     except Exception as error:  # a probe may raise anything
         log.info("%s does not say what it depends on", probe.name, exc_info=error)
         return {"unknown": _status(error)[1]}
 
 
-def _record(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
+def _build_measurement(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
     if not isinstance(outcome, Result | Exception):
         raise TypeError(f"the probe gives {type(outcome).__name__}; expected a Result")
     result = outcome if isinstance(outcome, Result) else Result()
@@ -74,7 +74,7 @@ def _record(probe: Probe, subject: Subject, outcome: Result | Exception, duratio
         "config": probe.model_dump(mode="json"),
         "subject": subject.digest,
         "data": subject.data_digest,
-        "conditions": conditions_of(probe, subject),
+        "conditions": describe_conditions(probe, subject),
         "status": status,
         "reason": reason,
         "scalars": dict(result.scalars),
@@ -102,14 +102,14 @@ def _status(error: Exception) -> tuple[Status, str]:
     return "failed", text if isinstance(error, VitclinicError) and text else f"{type(error).__name__}: {text}"
 
 
-def obstacle_to(probe: Probe, subject: Subject) -> Exception | None:
+def find_obstacle(probe: Probe, subject: Subject) -> Exception | None:
     """Why `probe` cannot measure `subject`: a DoesNotApply, or the error of a network or a probe that is broken."""
     try:
         subject = probe.view(subject)
         _check_applies(probe, subject)
         probe.check(subject)
         probe.forwards(subject)
-        stated_conditions(probe, subject)
+        collect_conditions(probe, subject)
     except EmptySplitError as error:  # of a split of the probe's own choice: the exam's has some
         log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
         return DoesNotApply(f"it is measured on images of the {error.split} split, and the data has none.")
@@ -157,24 +157,24 @@ def measure(
     measurements: dict[str, Measurement] = {}
     batch_size = subject.batch_size
     for probe, outcome, seconds in _outcomes(subject, probes):
-        measurements[probe.name] = recorded(probe, subject, outcome, seconds)
+        measurements[probe.name] = record(probe, subject, outcome, seconds)
         done(measurements[probe.name])
     subject.batch_size = batch_size
     return [measurements[probe.name] for probe in probes]
 
 
-def measure_alone(probe: Probe, model: nn.Module, data: Data, **options: Any) -> Measurement:
+def measure_one(probe: Probe, model: nn.Module, data: Data, **options: Any) -> Measurement:
     """Return the measurement of a network by one probe; raise what keeps it from being made.
 
     A loader's images are what the probe measures, whichever split it would choose by itself.
     """
     subject = load_subject(model, data, **options)
     if subject.dataset.undivided:
-        subject = subject.over(replace(subject.dataset, undivided=False))
+        subject = subject.on_dataset(replace(subject.dataset, undivided=False))
     ((_, outcome, seconds),) = _outcomes(subject, [probe])
     if isinstance(outcome, Exception):
         raise outcome
-    return recorded(probe, subject, outcome, seconds)
+    return record(probe, subject, outcome, seconds)
 
 
 def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe, Outcome, float]]:
@@ -183,7 +183,7 @@ def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe
     streaming: dict[str, StreamingProbe] = {}
     owning: list[OwningProbe] = []
     for probe in probes:
-        obstacle = obstacle_to(probe, subject)
+        obstacle = find_obstacle(probe, subject)
         if obstacle is not None:
             yield probe, obstacle, 0.0
         elif isinstance(probe, StreamingProbe):
@@ -192,40 +192,40 @@ def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe
             owning.append(probe)
     if streaming:
         started = time.perf_counter()
-        outcomes = _streamed(subject, streaming)
+        outcomes = _run_streaming(subject, streaming)
         seconds = time.perf_counter() - started
         yield from ((streaming[name], outcome, seconds) for name, outcome in outcomes.items())
     for probe in owning:
         view = probe.view(subject)
         view.batch_size = batch_size
         started = time.perf_counter()
-        outcomes = _attempted(view, [probe.name], partial(_measured, view, probe))
+        outcomes = _attempt(view, [probe.name], partial(_run_owning, view, probe))
         yield probe, outcomes[probe.name], time.perf_counter() - started
 
 
-def _streamed(subject: Subject, probes: dict[str, StreamingProbe]) -> dict[str, Outcome]:
+def _run_streaming(subject: Subject, probes: dict[str, StreamingProbe]) -> dict[str, Outcome]:
     """The outcomes of the shared pass; if that fails as a whole, of a pass for each, so that the culprit bears it."""
-    outcomes = _attempted(subject, probes, lambda: shared_pass(subject, probes))
+    outcomes = _attempt(subject, probes, lambda: run_shared_pass(subject, probes))
     failed_as_a_whole = len(probes) > 1 and len(set(map(id, outcomes.values()))) == 1
     if not failed_as_a_whole:
         return outcomes
-    return {name: _streamed(subject, {name: probe})[name] for name, probe in probes.items()}
+    return {name: _run_streaming(subject, {name: probe})[name] for name, probe in probes.items()}
 
 
-def _measured(subject: Subject, probe: OwningProbe) -> dict[str, Outcome]:
+def _run_owning(subject: Subject, probe: OwningProbe) -> dict[str, Outcome]:
     return {probe.name: probe.measure(subject)}
 
 
-def _attempted(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[str, Outcome]]) -> dict[str, Outcome]:
-    """The outcomes of `attempt`, or its failure as the outcome of each; the network is restored after every try."""
+def _attempt(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[str, Outcome]]) -> dict[str, Outcome]:
+    """Run `attempt` and restore the network after every try; if it fails, every probe gets the error as its outcome."""
 
-    def restored() -> dict[str, Outcome]:
-        with left_as_it_was(subject.network, subject.seed):
+    def attempt_and_restore() -> dict[str, Outcome]:
+        with preserve_state(subject.network, subject.seed):
             return subject.distributed.agree(attempt)  # also for want of memory: all start over with half the batch
 
     what = f"{subject.name}, {' and '.join(names)}"
     try:
-        return halving(subject, what, restored)
+        return halving(subject, what, attempt_and_restore)
     except Exception as error:  # a failing probe is a result; the others go on
         log.info("%s failed", what, exc_info=error)
         return dict.fromkeys(names, error)

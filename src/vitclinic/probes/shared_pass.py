@@ -20,7 +20,7 @@ from vitclinic.probes.subject import Subject
 Outcome = Result | Exception
 
 
-def shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[str, Outcome]:
+def run_shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[str, Outcome]:
     """The result of each probe, or what it failed of, after all images have gone through the network once.
 
     A site is hooked once however many probes read it. A probe that fails is left out from then on and does not stop the
@@ -36,7 +36,7 @@ def shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[
         if desk.viewers:
             stack.enter_context(record_attention(desk.viewers, desk.view))
         divided = desk.divisible and 1 < subject.distributed.size <= len(subject)
-        for batch in subject.share() if divided else subject.batches():
+        for batch in subject.own_batches() if divided else subject.batches():
             desk.begin_batch(batch)
             desk.end_batch(batch, subject.logits(batch.images))
             subject.progress(subject.name, int(batch.indices[-1]) + 1, len(subject))

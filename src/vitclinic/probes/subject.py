@@ -23,7 +23,7 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.splits import subset
 from vitclinic.probes.digest import network_digest
-from vitclinic.probes.restoring import left_as_it_was
+from vitclinic.probes.restoring import preserve_state
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many images are done, how many there are)."""
@@ -92,7 +92,7 @@ class Subject:
         self.network = network
         self.name = name
         self.split = split
-        self.dataset = _limited(dataset, split, limit)
+        self.dataset = _limit(dataset, split, limit)
         self._whole = dataset
         self._views: dict[tuple[str, int | None], Subject] = {}
         self._elsewhere: dict[tuple[str, int | None], Subject] = {}
@@ -118,7 +118,7 @@ class Subject:
             self._views[split, limit] = self._with(self._whole, split, limit, self.output_names)
         return self._views[split, limit]
 
-    def elsewhere(self, source: str, limit: int | None = None) -> Subject:
+    def on_source(self, source: str, limit: int | None = None) -> Subject:
         """The same network with at most `limit` images of another data source, whose classes may be others.
 
         They are brought to the size that the network is given here. The outputs are taken to mean the classes of the
@@ -132,11 +132,11 @@ class Subject:
             self._elsewhere[source, limit] = self._with(dataset, "test", limit, self.output_names or names)
         return self._elsewhere[source, limit]
 
-    def over(self, dataset: Dataset) -> Subject:
+    def on_dataset(self, dataset: Dataset) -> Subject:
         """Return the same network with the same split of another data set."""
         return self._with(dataset, self.split, None, self.output_names)
 
-    def only(self, numbers: Sequence[int]) -> Subject:
+    def select(self, numbers: Sequence[int]) -> Subject:
         """The same network with those of its images, in that order."""
         rows, images = np.array(numbers), self.images
         chosen = Split(images.images, images.rows[rows], images.labels[rows])
@@ -194,7 +194,7 @@ class Subject:
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size):
             yield batch.to(self.device, self.dtype)
 
-    def share(self) -> Iterator[Batch]:
+    def own_batches(self) -> Iterator[Batch]:
         """As `batches`, of those images that are this process's share: all of them where there is one process."""
         part, parts = self.distributed.rank, self.distributed.size
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size, part, parts):
@@ -226,7 +226,7 @@ class Subject:
     def outputs(self) -> int:
         """How many classes the network tells apart. The first call of the network: a misfit is a sentence here."""
         try:
-            with left_as_it_was(self.network, self.seed), torch.no_grad():
+            with preserve_state(self.network, self.seed), torch.no_grad():
                 logits = self.logits(self.example)
         except ModelError:  # a sentence already
             raise
@@ -248,7 +248,7 @@ class Subject:
     @cached_property
     def _anatomy(self) -> Anatomy | AnatomyError:
         try:
-            with left_as_it_was(self.network, self.seed):
+            with preserve_state(self.network, self.seed):
                 return Anatomy.of(self.network, self.example)
         except AnatomyError as error:
             return error
@@ -271,7 +271,7 @@ class Subject:
     def seconds_per_image(self) -> float:
         """What one image of a forward pass costs, from one batch run twice."""
         images = next(self.batches()).images
-        with left_as_it_was(self.network, self.seed), torch.no_grad():
+        with preserve_state(self.network, self.seed), torch.no_grad():
             self.network(images)
             start = time.perf_counter()
             self.network(images)
@@ -309,7 +309,7 @@ def check_ready(network: nn.Module, name: str) -> None:
         raise ModelError(f"{name} is on the meta device and has no weights; load them first.")
 
 
-def _limited(dataset: Dataset, split: str, limit: int | None) -> Dataset:
+def _limit(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     images = dataset.splits.get(split)
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))

@@ -153,7 +153,7 @@ def test_odd_networks():
     patient = subject(Saying(torch.full((22, 5), math.nan)))
     (found,) = measure(patient, parse_probes(["accuracy"]))
     assert found.status == "failed"
-    assert found.reason == "network gives logits that are not finite."
+    assert found.reason == "network returns logits that are not finite (NaN or infinity)."
 
 
 def test_processes_that_divide_the_images_find_the_same():

@@ -18,8 +18,8 @@ from vitclinic.data import Dataset, Split
 from vitclinic.data.corruptions.sampling import Draws
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.frequency_noise import mean_drop, rings, unit_noise
-from vitclinic.probes.behaviour.missing_rate import pairs
-from vitclinic.probes.behaviour.occlusion import occluded
+from vitclinic.probes.behaviour.missing_rate import draw_pairs
+from vitclinic.probes.behaviour.occlusion import occlude
 
 
 def found_by(name, patient, **options):
@@ -65,12 +65,12 @@ def test_occlusion_equals_a_loop(value, colour, batch_size):
 
 def test_the_hidden_square_is_central_and_half_as_wide():
     for height, width in ((224, 224), (8, 12), (7, 5), (1, 1)):
-        hidden = occluded(torch.ones(1, 2, height, width), torch.tensor([0.0, 0.5]))
+        hidden = occlude(torch.ones(1, 2, height, width), torch.tensor([0.0, 0.5]))
         assert (hidden[0, 0] == 0).sum() == max(1, height // 2) * max(1, width // 2)
         assert torch.equal(hidden[0, 0] == 0, hidden[0, 1] == 0.5)
         assert hidden[0, 0, (height - 1) // 2, (width - 1) // 2] == 0
     assert (hidden[0, 0] == 0).nonzero().tolist() == [[0, 0]]
-    full = occluded(torch.ones(1, 1, 224, 224), torch.zeros(1))[0, 0]
+    full = occlude(torch.ones(1, 1, 224, 224), torch.zeros(1))[0, 0]
     assert (full[56:168, 56:168] == 0).all()
 
 
@@ -200,7 +200,7 @@ def test_missing_rate_equals_a_loop():
     found = found_by("missing_rate", patient, pairs=100)
     view = patient.on("train", 200)
     images = [(pixels, label) for pixels, label, _ in singles(view)]
-    first, second = pairs(200, 2)
+    first, second = draw_pairs(200, 2)
     missed, different = [], []
     for i, j in zip(first, second, strict=True):
         guess = taken_for(patient.network, (images[i][0] + images[j][0]) / 2)
@@ -217,7 +217,7 @@ def test_missing_rate_equals_a_loop():
 
 @given(st.integers(0, 50), st.integers(0, 5))
 def test_no_image_is_in_two_pairs(images, seed):
-    first, second = pairs(images, seed)
+    first, second = draw_pairs(images, seed)
     assert len(first) == len(second) == images // 2
     assert len({*first, *second}) == 2 * (images // 2)
     assert all(0 <= row < images for row in (*first, *second))

@@ -118,7 +118,9 @@ def test_each_process_shows_the_network_its_share(shares, alone, name):
 
 
 def test_what_breaks_in_one_process_is_said_by_all(shares):
-    assert [share["broken"] for share in shares] == ["failed: network gives logits that are not finite."] * 2
+    assert [share["broken"] for share in shares] == [
+        "failed: network returns logits that are not finite (NaN or infinity)."
+    ] * 2
 
 
 def test_what_was_known_before_is_taken_over_by_all(shares, alone):

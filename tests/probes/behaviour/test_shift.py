@@ -225,12 +225,12 @@ def test_the_classes_of_the_exam_are_what_a_network_without_names_means(tmp_path
 
 def test_the_other_set_is_opened_once_and_limited(folder):
     patient = subject(cnn)
-    view = patient.elsewhere(str(folder), 30)
-    assert patient.elsewhere(str(folder), 30) is view
+    view = patient.on_source(str(folder), 30)
+    assert patient.on_source(str(folder), 30) is view
     assert len(view) == 30
     assert (view.dataset.size, view.dataset.channels) == ((8, 8), 1)
     assert view.output_names == digits().classes
-    assert len(patient.elsewhere(str(folder))) == sum(len(split) for split in open_data(str(folder)).splits.values())
+    assert len(patient.on_source(str(folder))) == sum(len(split) for split in open_data(str(folder)).splits.values())
 
 
 def test_a_source_with_a_test_split_is_measured_on_that():

@@ -16,7 +16,7 @@ from tests.probes.subjects import subject
 from vitclinic.data import Batch
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes import measure, parse_probes
-from vitclinic.probes.curvature.flatness import Flatness, perturbed_losses, standard_error
+from vitclinic.probes.curvature.flatness import Flatness, sample_losses, standard_error
 from vitclinic.probes.curvature.surface import Displacement, LossSurface, Mode
 
 
@@ -30,7 +30,7 @@ class Quadratic(LossSurface):
         holder.w = nn.Parameter(torch.tensor([0.5, -0.2, 0.1], dtype=torch.float64))
         super().__init__(holder, batches((1,)))
 
-    def summed_loss(self, batch: Batch) -> Tensor:
+    def total_loss(self, batch: Batch) -> Tensor:
         (w,) = self.weights
         return w @ self.A @ w / 2
 
@@ -42,7 +42,7 @@ def test_the_flatness_of_a_quadratic_loss_is_its_value_and_half_sigma_squared_tr
     deviation = math.sqrt(sigma**2 * float(slope @ slope) + sigma**4 / 2 * float((surface.A @ surface.A).trace()))
     errors = []
     for draws in (100, 6400):
-        losses = perturbed_losses(surface, sigma, draws)
+        losses = sample_losses(surface, sigma, draws)
         assert standard_error(losses) == pytest.approx(deviation / math.sqrt(draws), rel=0.2)
         errors.append(abs(losses.mean() - exact))
         assert errors[-1] < 3 * standard_error(losses)
@@ -55,8 +55,8 @@ def test_losses_equal_those_of_copies_with_noise_and_the_network_is_as_before(na
     net, data = network(name), batches()
     before = {key: value.clone() for key, value in net.state_dict().items()}
     surface = LossSurface(net, data, mode=mode)
-    with surface.evaluated():
-        found = perturbed_losses(surface, 0.1, 3, seed=7)
+    with surface.evaluation_mode():
+        found = sample_losses(surface, 0.1, 3, seed=7)
     for draw, loss in enumerate(found):
         twin = copy.deepcopy(net)
         for module in twin.modules():

@@ -45,7 +45,7 @@ def products(hessian: Hessian, n: int) -> torch.Tensor:
 @pytest.mark.parametrize("soft", [False, True], ids=["labels", "shares"])
 def test_products_equal_those_of_the_dense_matrix(name: str, net: nn.Module, memory: int | None, soft: bool) -> None:
     surface = LossSurface(net, batches(soft=soft), decay=0.1)
-    with surface.measured():
+    with surface.gradient_mode():
         hessian = Hessian(surface, memory)
         vectors, found = products(hessian, surface.size)
         assert hessian.keeps == (memory is None)
@@ -58,7 +58,7 @@ def test_decay_acts_on_the_decayed_parameters_only() -> None:
     mask = torch.cat([torch.full((p.numel(),), float(p.ndim > 1), dtype=torch.float64) for p in net.parameters()])
     assert 0 < mask.sum() < len(mask)
     surface = LossSurface(net, batches(), decay=0.7, decayed=decayed)
-    with surface.measured():
+    with surface.gradient_mode():
         hessian = Hessian(surface)
         vectors, found = products(hessian, surface.size)
         product, size = hessian.block(["blocks.0.norm1.weight"])
@@ -102,7 +102,7 @@ def test_a_network_is_as_it_was_after_an_error_inside(context: str) -> None:
 def test_a_bound_that_fits_one_graph_keeps_one_and_gives_the_same() -> None:
     net, data = network("vit"), batches()
     surface = LossSurface(net, data)
-    with surface.measured():
+    with surface.gradient_mode():
         whole = Hessian(surface)
         _, expected = products(whole, surface.size)
         bounded = Hessian(surface, whole.graph_bytes // 2)
@@ -121,7 +121,7 @@ def test_batch_norm_by_the_batch_is_another_hessian_and_leaves_the_running_stati
             module.track_running_stats = False
             module.running_mean = module.running_var = None
     surface = LossSurface(net, data, mode="train")
-    with surface.measured():
+    with surface.gradient_mode():
         vectors, found = products(Hessian(surface), surface.size)
     torch.testing.assert_close(found, vectors @ dense_hessian(twin, data), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(found, vectors @ dense_hessian(net, data))
@@ -137,11 +137,11 @@ def test_a_block_is_the_submatrix() -> None:
     offsets = torch.tensor([0, *sizes]).cumsum(0)
     rows = torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i, name in enumerate(names) if name in chosen])
     surface = LossSurface(net, data, parameters=chosen)
-    with surface.measured():
+    with surface.gradient_mode():
         vectors, found = products(Hessian(surface), surface.size)
     torch.testing.assert_close(found, vectors @ dense("vit")[rows][:, rows], rtol=1e-9, atol=1e-9)
     whole = LossSurface(net, data, decay=0.2)
-    with whole.measured():
+    with whole.gradient_mode():
         product, size = Hessian(whole).block(list(chosen))
         assert size == surface.size
         shared = torch.stack([product(vector) for vector in vectors])
@@ -153,7 +153,7 @@ def test_top_eigenvalues_equal_those_of_the_dense_matrix(name: str, net: nn.Modu
     exact = exact[exact.abs().argsort(descending=True)][:5]
     surface = LossSurface(net, batches(), decay=0.05)
     start = torch.randn(surface.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with surface.measured():
+    with surface.gradient_mode():
         found = largest_eigenpairs(Hessian(surface).product, start, 5, tolerance=1e-8)
     torch.testing.assert_close(torch.from_numpy(found.values), exact, rtol=1e-6, atol=0)
 
@@ -165,7 +165,7 @@ def test_frozen_and_unused_parameters_count_as_zero_rows() -> None:
     flags = {name: p.requires_grad for name, p in net.named_parameters()}
     data = batches()
     surface = LossSurface(net, data)
-    with surface.measured():
+    with surface.gradient_mode():
         vectors, found = products(Hessian(surface), surface.size)
     assert {name: p.requires_grad for name, p in net.named_parameters()} == flags
     for p in net.parameters():
@@ -176,7 +176,7 @@ def test_frozen_and_unused_parameters_count_as_zero_rows() -> None:
 def test_the_gradient_is_that_of_the_mean_loss(net: nn.Module) -> None:
     data = batches()
     surface = LossSurface(net, data, decay=0.3)
-    with surface.measured():
+    with surface.gradient_mode():
         found, at = surface.gradient(), surface.value()
         step = 1e-6 * found / found.norm()
         with torch.no_grad():
@@ -187,7 +187,7 @@ def test_the_gradient_is_that_of_the_mean_loss(net: nn.Module) -> None:
 
 def test_released_graphs_are_freed() -> None:
     surface = LossSurface(network("vit"), batches())
-    with surface.measured():
+    with surface.gradient_mode():
         hessian = Hessian(surface)
         hessian.product(torch.ones(surface.size, dtype=torch.float64))
         graph = weakref.ref(hessian._kept[0].parts[0])  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Measurement
 from vitclinic.data import Augment
 from vitclinic.probes import Subject, Training, measure, parse_probes
-from vitclinic.probes.curvature.directions import normalised, random_direction, top_eigenvectors
+from vitclinic.probes.curvature.directions import normalize_direction, random_direction, top_eigenvectors
 from vitclinic.probes.curvature.landscape import Grid
 from vitclinic.probes.curvature.surface import LossSurface
 from vitclinic.probes.partial import Partial
@@ -36,7 +36,7 @@ def landscape(patient: Subject, **options: object) -> Measurement:
 
 def directions_of(net: nn.Module, count: int = 2, how: str = "filter") -> list[list[Tensor]]:
     weights = list(net.parameters())
-    return [normalised(random_direction(weights, seed), weights, how) for seed in range(count)]  # type: ignore[arg-type]
+    return [normalize_direction(random_direction(weights, seed), weights, how) for seed in range(count)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dimensions", [1, 2])
@@ -47,7 +47,7 @@ def test_every_point_equals_the_loss_of_a_copy_moved_there(name: str, dimensions
     directions = directions_of(net, dimensions)
     surface = LossSurface(net, data, decay=0.1)
     grid = Grid(points=3, span=0.7, dimensions=dimensions)
-    with surface.evaluated():
+    with surface.evaluation_mode():
         grid.fill(surface, directions)
     for place in np.ndindex(grid.losses.shape):
         twin = copy.deepcopy(net)
@@ -68,7 +68,7 @@ def test_per_filter_means_that_each_output_has_the_norm_of_its_weights() -> None
     net = network("convnet")
     weights = list(net.parameters())
     raw = random_direction(weights, 0)
-    for d, r, w in zip(normalised(raw, weights), raw, weights, strict=True):
+    for d, r, w in zip(normalize_direction(raw, weights), raw, weights, strict=True):
         expected = torch.zeros_like(r)
         if w.ndim > 1:
             for f in range(len(w)):
@@ -80,7 +80,7 @@ def test_over_dim_0_means_that_each_input_has_the_norm_of_its_weights() -> None:
     net = network("convnet")
     weights = list(net.parameters())
     raw = random_direction(weights, 0)
-    for d, r, w in zip(normalised(raw, weights, "dim0"), raw, weights, strict=True):
+    for d, r, w in zip(normalize_direction(raw, weights, "dim0"), raw, weights, strict=True):
         expected = torch.zeros_like(r)
         if w.ndim > 1:
             for rest in np.ndindex(w.shape[1:]):
@@ -93,14 +93,14 @@ def test_over_dim_0_means_that_each_input_has_the_norm_of_its_weights() -> None:
 def test_one_dimensional_parameters_as_one_filter_each_and_zeros_that_stay_zero(how: str) -> None:
     weights = [torch.tensor([3.0, 4.0]), torch.zeros(2, 2), torch.ones(2, 2), torch.tensor(-2.0)]
     raw = [torch.tensor([0.0, 2.0]), torch.ones(2, 2), torch.zeros(2, 2), torch.tensor(0.5)]
-    found = normalised(raw, weights, how, "normalised")  # type: ignore[arg-type]
+    found = normalize_direction(raw, weights, how, "normalised")  # type: ignore[arg-type]
     expected = [torch.tensor([0.0, 5.0]), torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor(2.0)]
     for d, e in zip(found, expected, strict=True):
         torch.testing.assert_close(d, e)
 
 
 def test_without_normalisation_a_direction_has_unit_length() -> None:
-    found = normalised([torch.tensor([3.0]), torch.tensor([[4.0]])], [torch.ones(1), torch.ones(1, 1)], "none")
+    found = normalize_direction([torch.tensor([3.0]), torch.tensor([[4.0]])], [torch.ones(1), torch.ones(1, 1)], "none")
     assert [float(part) for part in found] == pytest.approx([0.6, 0.8])
 
 
@@ -113,7 +113,7 @@ def test_eigenvectors_are_those_of_the_dense_hessian_and_the_loss_bends_by_the_e
     for direction, exact in zip(directions, vectors.T[order], strict=True):
         assert abs(float(surface.flat(direction) @ exact)) == pytest.approx(1.0, abs=1e-4)
     grid = Grid(points=3, span=1e-4, dimensions=1)
-    with surface.evaluated():
+    with surface.evaluation_mode():
         grid.fill(surface, directions[:1])
     below, at, above = grid.losses
     assert (below - 2 * at + above) / 1e-8 == pytest.approx(found.values[0], rel=1e-3)

@@ -17,7 +17,7 @@ from tests.probes.curvature.networks import NETWORKS, batches, network
 from tests.probes.subjects import CLASSES, Unknown, noise, subject
 from vitclinic._core.errors import ModelError
 from vitclinic.probes import NTK, measure
-from vitclinic.probes.curvature.tangent_kernel import TangentKernel, conditioning, measured_statistics, relu_for_gelu
+from vitclinic.probes.curvature.tangent_kernel import TangentKernel, conditioning, recompute_batch_norm, replace_gelu
 
 
 def dense_jacobian(net: nn.Module, images: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def test_relu_stands_in_for_every_gelu_and_goes_again() -> None:
     for gelu in (nn.GELU(), nn.GELU("tanh"), QuickGELU(), Functional()):
         net = nn.Sequential(gelu)
         before = net(x)
-        with relu_for_gelu(net):
+        with replace_gelu(net):
             assert torch.equal(net(x), x.clamp(min=0)), gelu
         assert torch.equal(net(x), before)
         assert net[0] is gelu
@@ -163,7 +163,7 @@ def test_statistics_are_those_of_the_images_and_go_again() -> None:
     net, images = network("convnet"), batches((12,))[0].images
     twin = copy.deepcopy(net)
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    with measured_statistics(net, images.split(12)):
+    with recompute_batch_norm(net, images.split(12)):
         assert not net[1].training
         first = net[0](images).transpose(0, 1).flatten(1)
         torch.testing.assert_close(net[1].running_mean, first.mean(1))
@@ -182,7 +182,7 @@ def test_a_norm_without_running_statistics_is_given_some() -> None:
     net, images = network("convnet"), batches((12,))[0].images
     net[1] = nn.BatchNorm2d(4, track_running_stats=False).double()
     net.eval()
-    with measured_statistics(net, images.split(4)):
+    with recompute_batch_norm(net, images.split(4)):
         alone = torch.cat([net(image[None]) for image in images])
         torch.testing.assert_close(alone, net(images))
     assert net[1].running_mean is None

@@ -50,7 +50,7 @@ def numbers(data: list[Batch], distributed: Distributed) -> dict[str, Tensor]:
     """Everything that is a sum over images."""
     surface = LossSurface(network("vit"), data, decay=0.1, distributed=distributed)
     vector = torch.randn(surface.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with surface.measured():
+    with surface.gradient_mode():
         hessian = Hessian(surface)
         product, size = hessian.block(["head.weight", "blocks.0.mlp.fc1.weight"])
         found = largest_eigenpairs(hessian.product, vector, 3, tolerance=1e-12)

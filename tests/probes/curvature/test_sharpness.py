@@ -18,7 +18,7 @@ from vitclinic.data import Augment, Dataset
 from vitclinic.probes import Subject, Training, measure, parse_probes
 from vitclinic.probes.curvature import curvature, sharpness
 from vitclinic.probes.curvature.hessian import Hessian
-from vitclinic.probes.curvature.hessian_spectrum import jackknifed, negative_proportion, negative_share, positive_mean
+from vitclinic.probes.curvature.hessian_spectrum import jackknife, negative_proportion, negative_share, positive_mean
 from vitclinic.probes.curvature.lanczos import Eigenpairs
 from vitclinic.probes.curvature.sharpness import components
 from vitclinic.probes.curvature.surface import LossSurface
@@ -261,7 +261,7 @@ def test_vectors_of_half_precision_networks_are_float32() -> None:
 def test_jackknife_of_a_mean_is_the_t_interval() -> None:
     """Of a plain mean the jackknife's standard error is s / sqrt(n)."""
     values = np.array([[1.0], [2.0], [4.0], [7.0]])
-    found = jackknifed(values, lambda v: float(v.mean()))
+    found = jackknife(values, lambda v: float(v.mean()))
     from scipy import stats
 
     low, high = stats.t.interval(0.95, 3, loc=3.5, scale=stats.sem([1, 2, 4, 7]))
@@ -288,7 +288,7 @@ def test_intervals_end_where_the_numbers_end() -> None:
     assert nep.low == 0
     assert nep.high < 1
     assert negative_proportion(-values).high == 1
-    assert jackknifed(values, positive_mean, least=0.0).low == 0
+    assert jackknife(values, positive_mean, least=0.0).low == 0
 
 
 def test_there_is_no_ape_where_no_eigenvalue_is_positive() -> None:
@@ -296,7 +296,7 @@ def test_there_is_no_ape_where_no_eigenvalue_is_positive() -> None:
     ones = np.ones(2)
     pairs = [Eigenpairs(-ones, ones, ones, torch.empty(0), 3, True)] * 2
     assert "ape" not in probe._result(pairs, None).scalars
-    one = jackknifed(np.array([[1.0, 2.0], [-1.0, -1.0], [-1.0, -2.0]]), positive_mean)
+    one = jackknife(np.array([[1.0, 2.0], [-1.0, -1.0], [-1.0, -2.0]]), positive_mean)
     assert (one.value, one.low, one.high) == (1.5, None, None)
 
 

@@ -16,7 +16,7 @@ from tests.probes.test_contract import photograph, unusual
 from vitclinic._core.errors import DataError
 from vitclinic.anatomy import Anatomy, taps
 from vitclinic.probes import CKA, DoesNotApply, Subject, block_structure, cka_between, measure
-from vitclinic.probes.features.cka import features_of
+from vitclinic.probes.features.cka import flatten_state
 
 
 def cka(patient, **options):
@@ -138,7 +138,7 @@ def test_activations_are_read_where_they_lie(name):
     with torch.no_grad(), taps({unit: unit.output for unit in units}) as seen:
         network(images)
     for unit in units:
-        features = features_of(anatomy, unit.output, seen[unit])
+        features = flatten_state(anatomy, unit.output, seen[unit])
         assert features.untyped_storage().data_ptr() == seen[unit].untyped_storage().data_ptr(), unit.name
 
 

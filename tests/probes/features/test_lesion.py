@@ -134,14 +134,14 @@ def test_the_replay_computes_what_the_whole_network_computes(network):
     skippable = stretches(anatomy)
     assert {stretch.last for stretch in skippable} >= {block.units[-1].depth for block in anatomy.blocks}
     with Replay(anatomy) as replay:
-        with replay.recording():
+        with replay.record():
             as_logits(network(images))
         for unit in anatomy.units:
             if unit.removal is None:
                 continue
             with anatomy.removed(unit):
                 plain = as_logits(network(images))
-                with replay.up_to(unit.depth), running(skippable) as ran:
+                with replay.skip_before(unit.depth), running(skippable) as ran:
                     assert torch.equal(as_logits(network(images)), plain), unit
             assert ran == {s.last for s in skippable if s.last >= unit.depth and list(s.module.children())}
     assert [vars(module).get("forward") for module in network.modules()] == forwards
@@ -179,9 +179,9 @@ def test_what_cannot_be_replayed_is_computed_anew(odd):
         first.forward = lambda x: SimpleNamespace(value=own(x))
         network.blocks[1].register_forward_pre_hook(lambda _, args: (args[0].value,))
     with torch.no_grad(), Replay(anatomy) as replay:
-        with replay.recording():
+        with replay.record():
             whole = network(images)
-        with replay.up_to(len(anatomy.units)), running(replay.stretches) as ran:
+        with replay.skip_before(len(anatomy.units)), running(replay.stretches) as ran:
             assert torch.equal(network(images), whole)
     assert ran == {anatomy.unit("blocks.0.mlp").depth}
 
@@ -193,10 +193,10 @@ def test_writing_into_what_was_replayed_does_no_harm():
     images = torch.rand(2, 3, 16, 16)
     with torch.no_grad(), Replay(anatomy) as replay:
         whole = network(images)
-        with replay.recording():
+        with replay.record():
             network(images)
         for _ in range(2):
-            with replay.up_to(anatomy.unit("blocks.1.msa").depth):
+            with replay.skip_before(anatomy.unit("blocks.1.msa").depth):
                 assert torch.equal(network(images), whole)
 
 

@@ -21,7 +21,7 @@ from vitclinic.probes.attention.layers import (
     MeanOverLayers,
     attention_units,
     by_layer,
-    divided,
+    divide_scalar,
     pieces,
     sums_by_layer,
 )
@@ -109,7 +109,7 @@ class _Layer:
 
     def row(self, unit: Unit) -> UnitRow:
         distance = mean_scalar(self.distance)
-        return unit_row(unit, distance=distance, relative_distance=divided(distance, self.tokens - 1))
+        return unit_row(unit, distance=distance, relative_distance=divide_scalar(distance, self.tokens - 1))
 
 
 class _Tally(Tally):

@@ -22,7 +22,7 @@ from vitclinic.probes.attention.layers import (
     MeanOverLayers,
     attention_units,
     by_layer,
-    divided,
+    divide_scalar,
     pieces,
     sums_by_layer,
 )
@@ -59,7 +59,7 @@ def row_entropy(weights: Tensor, visible: Tensor | None = None) -> Tensor:
     if visible is None and weights.dtype in (torch.float32, torch.float64):
         rows = weights.reshape(-1, weights.shape[-1])
         return torch.cat([_entropy(piece) for piece in pieces(rows)]).view(weights.shape[:-1])
-    return torch.cat([_restricted_entropy(piece, visible) for piece in pieces(weights)])
+    return torch.cat([_visible_entropy(piece, visible) for piece in pieces(weights)])
 
 
 def _entropy(rows: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _entropy(rows: Tensor) -> Tensor:
     return (0 - logs.mul_(rows).sum(-1)).clamp_min_(0)  # no minus zero
 
 
-def _restricted_entropy(weights: Tensor, visible: Tensor | None) -> Tensor:
+def _visible_entropy(weights: Tensor, visible: Tensor | None) -> Tensor:
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     kept = weights if visible is None else weights * visible
     total = kept.sum(-1)
@@ -140,7 +140,7 @@ class _Layer:
             values["patch_entropy"] = mean_scalar(self.of_patches)
         values["maximum"] = Scalar(value=self.maximum)
         if self.maximum > 0:  # else there is one key, and nothing to spread over
-            values["ratio"] = divided(values["entropy"], self.maximum)
+            values["ratio"] = divide_scalar(values["entropy"], self.maximum)
         return unit_row(unit, **values)
 
 

@@ -30,7 +30,7 @@ def pieces(x: Tensor) -> Iterator[Tensor]:
     yield from torch.split(x, max(1, numbers // max(1, x[0].numel())))
 
 
-def divided(scalar: Scalar, by: float) -> Scalar:
+def divide_scalar(scalar: Scalar, by: float) -> Scalar:
     """The scalar and its interval divided by a positive number."""
     low, high = (None if end is None else end / by for end in (scalar.low, scalar.high))
     return Scalar(value=scalar.value / by, low=low, high=high, n=scalar.n)

@@ -64,7 +64,7 @@ def _put_back(x_bwn: Tensor, seen: AttentionMap) -> Tensor:
     return grid_bhw
 
 
-def _chosen(images: Any) -> Any:
+def _check_images(images: Any) -> Any:
     """One sentence before the types are checked, which would answer for each of them."""
     listed = isinstance(images, list) and images and all(type(each) is int and each >= 0 for each in images)
     if not listed and not (type(images) is int and images >= 1):
@@ -90,7 +90,7 @@ class AttentionMaps(OwningProbe):
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
     by_default: ClassVar[bool] = False
 
-    images: Annotated[int | list[int], BeforeValidator(_chosen)] = Field(
+    images: Annotated[int | list[int], BeforeValidator(_check_images)] = Field(
         8, description="how many, the first of the split's stratified order; or a list of their numbers in the split"
     )
     layer: int = Field(-1, description="which attention layer, from 0; negative numbers count from the last")
@@ -104,7 +104,7 @@ class AttentionMaps(OwningProbe):
                 f"'probes.attention_maps.images' lists image {max(self.images)}, and the {subject.split} split has"
                 f" {len(everything)}."
             )
-        return everything.only(self.images)
+        return everything.select(self.images)
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject))

@@ -22,7 +22,7 @@ from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import RunningMean, share_interval
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour.behaviour import finite
+from vitclinic.probes.behaviour.behaviour import check_logits
 from vitclinic.probes.estimates import mean, share
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally, register
 from vitclinic.probes.subject import Subject
@@ -155,7 +155,7 @@ class _Tally(Tally):
         self.reliability = Reliability(bins)
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        logits_bk, y_b = finite(logits, self.subject.name).cpu().double(), batch.targets.cpu()
+        logits_bk, y_b = check_logits(logits, self.subject.name).cpu().double(), batch.targets.cpu()
         rank = ranks(logits_bk, y_b)
         self.hits.add(rank)
         log_p = logits_bk.log_softmax(1)

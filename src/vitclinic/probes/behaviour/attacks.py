@@ -27,7 +27,7 @@ from vitclinic._core.perturbation import Ball, Norm, lengths
 from vitclinic._core.records import Scalar
 from vitclinic.data import Batch
 from vitclinic.data.corruptions.sampling import Draws
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, finite, recognised, see_together
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, check_logits, divide_images, is_correct
 from vitclinic.probes.estimates import Correct, accuracy, drop, share
 from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject, as_logits
@@ -156,18 +156,18 @@ class AttackProbe(BehaviourProbe):
     def measure(self, subject: Subject) -> Result:
         outcomes = _Outcomes(len(subject))
 
-        def see(batch: Batch) -> int:
-            self._see(subject, batch, outcomes)
+        def measure_batch(batch: Batch) -> int:
+            self._measure_batch(subject, batch, outcomes)
             return len(batch)
 
-        see_together(subject, self.name, len(subject), subject.share(), see, vars(outcomes).values())
+        divide_images(subject, self.name, len(subject), subject.own_batches(), measure_batch, vars(outcomes).values())
         return self._result(outcomes)
 
-    def _see(self, subject: Subject, batch: Batch, outcomes: _Outcomes) -> None:
+    def _measure_batch(self, subject: Subject, batch: Batch, outcomes: _Outcomes) -> None:
         places = batch.indices.numpy()
         # An attack's steps are finer than half precision.
         images = batch.images.to(torch.promote_types(subject.dtype, torch.float32))
-        correct = recognised(subject, images, batch.targets)
+        correct = is_correct(subject, images, batch.targets)
         outcomes.clean[places] = correct
         if not correct.any():
             return
@@ -177,7 +177,7 @@ class AttackProbe(BehaviourProbe):
         for attempt in range(1 + self.restarts):
             if not standing.size:
                 break
-            attacked, stuck = self._attacked(subject, standing, images, targets, attempt)
+            attacked, stuck = self._attack(subject, standing, images, targets, attempt)
             outcomes.stuck[standing] |= stuck.cpu().numpy()
             left, lead = _answers(subject, attacked, targets)
             if not attempt:
@@ -185,7 +185,7 @@ class AttackProbe(BehaviourProbe):
             standing, images, targets = standing[left], images[left], targets[left]
         outcomes.robust[standing] = True
 
-    def _attacked(
+    def _attack(
         self, subject: Subject, places: np.ndarray, images: Tensor, targets: Tensor, attempt: int
     ) -> tuple[Tensor, Tensor]:
         start = None
@@ -217,7 +217,7 @@ class AttackProbe(BehaviourProbe):
 @torch.no_grad()
 def _answers(subject: Subject, images: Tensor, targets: Tensor) -> tuple[Correct, NDArray[np.float64]]:
     """Whether each image is recognised, and the lead of its class's logit over the largest other."""
-    logits = finite(subject.logits(images.to(subject.dtype)), subject.name).double()
+    logits = check_logits(subject.logits(images.to(subject.dtype)), subject.name).double()
     own = logits.gather(1, targets[:, None])
     others = logits.scatter(1, targets[:, None], -torch.inf).amax(1)
     correct: Correct = (logits.argmax(1) == targets).cpu().numpy()

@@ -1,4 +1,4 @@
-"""What the behaviour probes share: which images, and what the network makes of them."""
+"""Code shared by the behaviour probes: choosing images, predicting, and dividing the work among processes."""
 
 from __future__ import annotations
 
@@ -19,32 +19,37 @@ T = TypeVar("T")
 
 
 class BehaviourProbe(OwningProbe):
-    """A probe that shows the network changed versions of the exam's images."""
+    """Base class of probes that show the network modified versions of the exam's images."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 128},)
 
-    images: Annotated[int, Field(ge=1)] = Field(512, description="at most so many images, stratified")
+    images: Annotated[int, Field(ge=1)] = Field(512, description="maximum number of images (stratified sample)")
 
     def view(self, subject: Subject) -> Subject:
         return subject if self.images >= len(subject) else subject.on(subject.split, self.images)
 
 
-def see_together(
-    subject: Subject, what: str, total: int, mine: Iterable[T], see: Callable[[T], int], found: Iterable[NDArray[Any]]
+def divide_images(
+    subject: Subject,
+    what: str,
+    total: int,
+    mine: Iterable[T],
+    measure_batch: Callable[[T], int],
+    found: Iterable[NDArray[Any]],
 ) -> None:
-    """What all processes find out about `total` images, each about its own share of them, in all of them.
+    """Measure `total` images, each process its own share, and give all processes the results for all images.
 
-    `see` looks at one of `mine`, this process's batches, notes in the arrays `found` what it finds about the images in
-    it, and says how many they are. What no process has noted yet is zero.
+    `measure_batch` takes one of this process's batches (`mine`), writes its results into the arrays `found` and returns
+    the number of images in the batch. Entries that no process has written yet must be zero: the shares are summed.
     """
     arrays, distributed = list(found), subject.distributed
 
     def own() -> list[NDArray[Any]]:
         seen = 0
         for batch in mine:
-            seen += see(batch)
+            seen += measure_batch(batch)
             subject.progress(what, min(seen * distributed.size, total), total)
         return arrays
 
@@ -55,20 +60,20 @@ def see_together(
                 array += other
 
 
-def finite(logits: Tensor, name: str) -> Tensor:
-    """The logits, unless there is one that is no number: then nothing is predicted."""
+def check_logits(logits: Tensor, name: str) -> Tensor:
+    """Return the logits; raise a ModelError if any of them is NaN or infinite."""
     if not logits.isfinite().all():
-        raise ModelError(f"{name} gives logits that are not finite.")
+        raise ModelError(f"{name} returns logits that are not finite (NaN or infinity).")
     return logits
 
 
 @torch.no_grad()
-def predicted(subject: Subject, images: Tensor) -> Tensor:
-    """The classes [B] that the network takes images in [0, 1] for; of equal logits the first."""
-    return finite(subject.logits(images.to(subject.dtype)), subject.name).argmax(1)
+def predict(subject: Subject, images: Tensor) -> Tensor:
+    """Return the predicted class [B] of images in [0, 1]; ties go to the first class."""
+    return check_logits(subject.logits(images.to(subject.dtype)), subject.name).argmax(1)
 
 
-def recognised(subject: Subject, images: Tensor, targets: Tensor) -> Correct:
-    """Whether each image is taken for its target."""
-    correct: Correct = (predicted(subject, images) == targets).cpu().numpy()
+def is_correct(subject: Subject, images: Tensor, targets: Tensor) -> Correct:
+    """Return which images [B] are classified correctly."""
+    correct: Correct = (predict(subject, images) == targets).cpu().numpy()
     return correct

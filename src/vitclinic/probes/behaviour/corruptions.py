@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, is_correct
 from vitclinic.probes.estimates import accuracy, mean_over
 from vitclinic.probes.partial import Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
@@ -44,11 +44,11 @@ class Outcomes:
         self.correct: NDArray[np.int8] = np.full((len(self.cells), images), _UNKNOWN, np.int8)
 
     @property
-    def known(self) -> int:
+    def num_known(self) -> int:
         return int((self.correct != _UNKNOWN).sum())
 
     @property
-    def corrupted(self) -> NDArray[np.int8]:
+    def by_corruption(self) -> NDArray[np.int8]:
         """[corruptions, severities, images]."""
         return self.correct[1:].reshape(-1, len(SEVERITIES), self.correct.shape[1])
 
@@ -122,13 +122,13 @@ class Corruptions(BehaviourProbe):
         mine = unseen[np.arange(len(unseen)) // size % distributed.size == distributed.rank]
         if not len(mine):
             return
-        for batch in subject.only(mine.tolist()).batches():
+        for batch in subject.select(mine.tolist()).batches():
             places = mine[batch.indices.numpy()]
-            self._see(subject, batch, places, outcomes, partial)
+            self._measure_batch(subject, batch, places, outcomes, partial)
             yield places, outcomes.correct[:, places]
 
     @torch.no_grad()
-    def _see(
+    def _measure_batch(
         self, subject: Subject, batch: Batch, places: NDArray[np.int64], outcomes: Outcomes, partial: Partial
     ) -> None:
         """All corruptions of one batch: its images are read once."""
@@ -137,12 +137,12 @@ class Corruptions(BehaviourProbe):
             if (row[places] != _UNKNOWN).all():
                 continue
             images = batch.images if cell is None else Corruption(*cell, seed=subject.seed)(batch.images, rows)
-            row[places] = recognised(subject, images, batch.targets)
+            row[places] = is_correct(subject, images, batch.targets)
             partial.write({"correct": outcomes.correct}, every=SAVED_EVERY)
-            subject.progress(self.name, outcomes.known, outcomes.correct.size)
+            subject.progress(self.name, outcomes.num_known, outcomes.correct.size)
 
     def _result(self, outcomes: Outcomes) -> Result:
-        clean, corrupted = outcomes.correct[0], outcomes.corrupted
+        clean, corrupted = outcomes.correct[0], outcomes.by_corruption
         share = corrupted.mean((0, 1), dtype=np.float64)
         scalars = {
             "accuracy": mean_over(share, 0.0, 1.0),

@@ -23,7 +23,7 @@ from vitclinic._core.perturbation import lengths
 from vitclinic._core.records import Scalar
 from vitclinic.data import Batch
 from vitclinic.data.corruptions.sampling import Draws
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, divide_images, is_correct
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.probe import Result, register
 from vitclinic.probes.subject import Subject
@@ -58,22 +58,24 @@ class FrequencyNoise(BehaviourProbe):
         clean = np.zeros(len(subject), np.bool_)
         noisy = {int(ring): np.zeros(len(subject), np.bool_) for ring in np.unique(ring_hw)}
 
-        def see(batch: Batch) -> int:
-            self._see(subject, batch, ring_hw, clean, noisy)
+        def measure_batch(batch: Batch) -> int:
+            self._measure_batch(subject, batch, ring_hw, clean, noisy)
             return len(batch)
 
-        see_together(subject, self.name, len(subject), subject.share(), see, (clean, *noisy.values()))
+        divide_images(subject, self.name, len(subject), subject.own_batches(), measure_batch, (clean, *noisy.values()))
         return self._result(subject, ring_hw, clean, noisy)
 
-    def _see(self, subject: Subject, batch: Batch, ring_hw: Rings, clean: Correct, noisy: dict[int, Correct]) -> None:
+    def _measure_batch(
+        self, subject: Subject, batch: Batch, ring_hw: Rings, clean: Correct, noisy: dict[int, Correct]
+    ) -> None:
         places = batch.indices.numpy()
         images = batch.images.to(torch.promote_types(subject.dtype, torch.float32))
-        clean[places] = recognised(subject, images, batch.targets)
+        clean[places] = is_correct(subject, images, batch.targets)
         draws = Draws(self.name, subject.seed, subject.images.rows[places], subject.device)
         delta = draws.normal(*images.shape[1:]).to(images)
         for ring, correct in noisy.items():
             noise = self.strength * unit_noise(delta, torch.from_numpy(ring_hw == ring))
-            correct[places] = recognised(subject, images + noise, batch.targets)
+            correct[places] = is_correct(subject, images + noise, batch.targets)
 
     def _result(self, subject: Subject, ring_hw: Rings, clean: Correct, noisy: dict[int, Correct]) -> Result:
         edges = self.width * np.arange(int(ring_hw.max()) + 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.probes.behaviour.behaviour import predicted, see_together
+from vitclinic.probes.behaviour.behaviour import divide_images, predict
 from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
@@ -52,15 +52,15 @@ class MissingRate(OwningProbe):
             raise DoesNotApply("there is one training image, and so no pair.")
         missed, different = np.zeros(total, np.bool_), np.zeros(total, np.bool_)
 
-        def see(batches: tuple[Batch, Batch]) -> int:
+        def measure_batch(batches: tuple[Batch, Batch]) -> int:
             one, other = batches
             places = one.indices.numpy()
-            found = predicted(subject, midpoint(one.images, other.images))
+            found = predict(subject, midpoint(one.images, other.images))
             missed[places] = is_missed(found, one.targets, other.targets).cpu().numpy()
             different[places] = (one.targets != other.targets).cpu().numpy()
             return len(one)
 
-        see_together(subject, self.name, total, paired_batches(subject), see, (missed, different))
+        divide_images(subject, self.name, total, iterate_pairs(subject), measure_batch, (missed, different))
         scalars = {"missing_rate": share(int(missed.sum()), total)}
         for name, chosen in (("different_classes", different), ("same_class", ~different)):
             if chosen.any():
@@ -78,16 +78,16 @@ def is_missed(predicted: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return (predicted != one) & (predicted != other)
 
 
-def pairs(images: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def draw_pairs(images: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The two halves of a random order of the images; of an odd number one is left out."""
     order = generator("missing_rate", seed).permutation(images)
     half = images // 2
     return order[:half], order[half : 2 * half]
 
 
-def paired_batches(subject: Subject) -> Iterator[tuple[Batch, Batch]]:
+def iterate_pairs(subject: Subject) -> Iterator[tuple[Batch, Batch]]:
     """Batches of first and of second images, in pairs; those that are this process's share."""
-    halves = [_part(subject.dataset, subject.images, rows) for rows in pairs(len(subject), subject.seed)]
+    halves = [_part(subject.dataset, subject.images, rows) for rows in draw_pairs(len(subject), subject.seed)]
     part, parts = subject.distributed.rank, subject.distributed.size
     one, other = (evaluation_batches(half, "train", subject.batch_size, part, parts) for half in halves)
     for a, b in zip(one, other, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.models import Normalized
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, recognised, see_together
+from vitclinic.probes.behaviour.behaviour import BehaviourProbe, divide_images, is_correct
 from vitclinic.probes.estimates import accuracy, drop
 from vitclinic.probes.probe import DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
@@ -39,18 +39,18 @@ class Occlusion(BehaviourProbe):
         clean, hidden = np.zeros(len(subject), np.bool_), np.zeros(len(subject), np.bool_)
         colour = mean_colour(subject) if self.value == "mean" else torch.zeros(subject.dataset.channels)
 
-        def see(batch: Batch) -> int:
+        def measure_batch(batch: Batch) -> int:
             places = batch.indices.numpy()
-            clean[places] = recognised(subject, batch.images, batch.targets)
-            hidden[places] = recognised(subject, occluded(batch.images, colour), batch.targets)
+            clean[places] = is_correct(subject, batch.images, batch.targets)
+            hidden[places] = is_correct(subject, occlude(batch.images, colour), batch.targets)
             return len(batch)
 
-        see_together(subject, self.name, len(subject), subject.share(), see, (clean, hidden))
+        divide_images(subject, self.name, len(subject), subject.own_batches(), measure_batch, (clean, hidden))
         scalars = {"accuracy": accuracy(hidden), "clean_accuracy": accuracy(clean), "drop": drop(clean, hidden)}
         return Result(scalars, arrays={"clean": clean, "occluded": hidden})
 
 
-def occluded(images_bchw: Tensor, colour_c: Tensor) -> Tensor:
+def occlude(images_bchw: Tensor, colour_c: Tensor) -> Tensor:
     """Images with the centre, half as high and half as wide, in one colour: 112 x 112 of 224 x 224."""
     hidden = images_bchw.clone()
     rows, columns = (_middle(side) for side in images_bchw.shape[2:])

@@ -14,7 +14,7 @@ from vitclinic._core.facts import KeyScalars
 from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import fitted
-from vitclinic.probes.behaviour.behaviour import predicted, see_together
+from vitclinic.probes.behaviour.behaviour import divide_images, predict
 from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
@@ -54,15 +54,15 @@ class ShapeBias(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         chosen, shape, texture = (np.zeros(self.images, np.int64) for _ in range(3))
 
-        def see(rows: NDArray[np.int64]) -> int:
+        def measure_batch(rows: NDArray[np.int64]) -> int:
             images, shape[rows], texture[rows] = conflicts(subject, rows)
-            found = predicted(subject, images.to(subject.device, subject.dtype))
+            found = predict(subject, images.to(subject.device, subject.dtype))
             chosen[rows] = found.cpu().numpy()
             return len(rows)
 
         mine = np.array_split(np.arange(self.images), subject.distributed.size)[subject.distributed.rank]
         batches = (mine[start : start + subject.batch_size] for start in range(0, len(mine), subject.batch_size))
-        see_together(subject, self.name, self.images, batches, see, (chosen, shape, texture))
+        divide_images(subject, self.name, self.images, batches, measure_batch, (chosen, shape, texture))
         return _result(chosen, shape, texture)
 
 

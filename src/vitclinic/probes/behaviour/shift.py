@@ -25,7 +25,7 @@ from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import Scalar
 from vitclinic._core.serialization import read_json, read_yaml
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour.behaviour import finite, see_together
+from vitclinic.probes.behaviour.behaviour import check_logits, divide_images
 from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
@@ -44,7 +44,7 @@ class Outputs:
     count: int
     names: tuple[str, ...] | None
 
-    def chosen(self, entry: Any, where: str) -> list[int]:
+    def resolve(self, entry: Any, where: str) -> list[int]:
         """The numbers of the outputs that an entry of a map stands for; `where` says whose entry it is."""
         if entry is None:
             return []
@@ -53,14 +53,14 @@ class Outputs:
 
     def _number(self, item: Any, where: str) -> int:
         if isinstance(item, str):
-            return self._named(item, where)
+            return self._find(item, where)
         if isinstance(item, bool) or not isinstance(item, int):
             raise DataError(f"{where}: expected the name or the number of an output, or several (got {item!r}).")
         if not 0 <= item < self.count:
             raise DataError(f"{where}: there is no output {item}; the network has {self.count}, from 0.")
         return item
 
-    def _named(self, name: str, where: str) -> int:
+    def _find(self, name: str, where: str) -> int:
         if self.names is None:
             raise DataError(f"{where}: what the network's outputs mean is not known; write a number for '{name}'.")
         return _place(name, self.names, f"{where}: the network")
@@ -84,7 +84,7 @@ def class_map(given: Mapping[Any, Any] | Sequence[Any] | None, classes: tuple[st
             raise DataError(f"The class map has {len(entries)} entries and the data {len(classes)} classes.")
     valid = np.zeros((len(classes), outputs.count), np.bool_)
     for label, (name, entry) in enumerate(zip(classes, entries, strict=True)):
-        valid[label, outputs.chosen(entry, f"The class map, '{name}'")] = True
+        valid[label, outputs.resolve(entry, f"The class map, '{name}'")] = True
     return valid
 
 
@@ -95,10 +95,10 @@ def image_map(given: Any, records: int, outputs: Outputs) -> list[list[int]]:
         raise DataError(
             f"The labels must be a list with one entry for each of {records} images; what is given {found}."
         )
-    return [outputs.chosen(entry, f"The labels, image {number}") for number, entry in enumerate(given)]
+    return [outputs.resolve(entry, f"The labels, image {number}") for number, entry in enumerate(given)]
 
 
-def unrelated(classes: tuple[str, ...], outputs: Outputs) -> str | None:
+def find_mismatch(classes: tuple[str, ...], outputs: Outputs) -> str | None:
     """Why classes and outputs do not belong together without a map; None where they do, by names or by numbers."""
     if outputs.names is None:
         if outputs.count == len(classes):
@@ -126,7 +126,7 @@ def read_map(path: str) -> Any:
 
 
 def _by_name(classes: tuple[str, ...], outputs: Outputs) -> list[Any]:
-    if reason := unrelated(classes, outputs):
+    if reason := find_mismatch(classes, outputs):
         if outputs.names is None:
             raise DoesNotApply(reason)
         raise DataError(reason[0].upper() + reason[1:])
@@ -203,7 +203,7 @@ class Shift(OwningProbe):
 
     def view(self, subject: Subject) -> Subject:
         if self.data is not None:
-            return subject.elsewhere(self.data, self.images)
+            return subject.on_source(self.data, self.images)
         few = self.images is not None and self.images < len(subject)
         return subject.on(subject.split, self.images) if few else subject
 
@@ -221,17 +221,17 @@ class Shift(OwningProbe):
         correct, among, counted = (np.zeros(len(subject), np.bool_) for _ in range(3))
         unmapped = torch.from_numpy(~competing).to(subject.device)
 
-        def see(batch: Batch) -> int:
+        def measure_batch(batch: Batch) -> int:
             places = batch.indices.numpy()
             with torch.no_grad():
-                logits = finite(subject.logits(batch.images), subject.name)
+                logits = check_logits(subject.logits(batch.images), subject.name)
             valid = right_for(places)
             counted[places] = valid.any(1)
             correct[places] = hits(logits, valid)
             among[places] = hits(logits.masked_fill(unmapped, -torch.inf), valid)
             return len(batch)
 
-        see_together(subject, self.name, len(subject), subject.share(), see, (correct, among, counted))
+        divide_images(subject, self.name, len(subject), subject.own_batches(), measure_batch, (correct, among, counted))
         n = int(counted.sum())
         if not n:
             raise DataError(f"The {'labels leave' if self.labels else 'class map leaves'} out all images.")
@@ -250,7 +250,7 @@ class Shift(OwningProbe):
         images = subject.images
         if self.labels is None:
             given = read_map(self.classes) if isinstance(self.classes, str) else self.classes
-            if given is None and self.data is None and (reason := unrelated(subject.classes, outputs)):
+            if given is None and self.data is None and (reason := find_mismatch(subject.classes, outputs)):
                 raise DoesNotApply(reason)  # nothing was asked for that could be wrong
             valid = class_map(given, subject.classes, outputs)
             return lambda places: valid[images.labels[places]], np.logical_or.reduce(valid)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour.behaviour import finite, see_together
+from vitclinic.probes.behaviour.behaviour import check_logits, divide_images
 from vitclinic.probes.estimates import mean_over
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
@@ -60,12 +60,12 @@ class TrainNLL(OwningProbe):
         nll, entropy = np.zeros(count), np.zeros(count)
         mine = range(-(-count // size))[subject.distributed.rank :: subject.distributed.size]
 
-        def see(numbered: tuple[int, Batch]) -> int:
+        def measure_batch(numbered: tuple[int, Batch]) -> int:
             number, batch = numbered
             places = np.arange(number * size, min((number + 1) * size, count))
             part = batch.split(len(places))[0]
             with torch.no_grad():
-                logits = finite(subject.logits(part.images), subject.name)
+                logits = check_logits(subject.logits(part.images), subject.name)
             log_p = logits.cpu().double().log_softmax(1)
             y_bk = shares(part.targets.cpu(), log_p.shape[1])
             nll[places] = -(y_bk * log_p).sum(1).numpy()
@@ -73,7 +73,7 @@ class TrainNLL(OwningProbe):
             return len(places)
 
         batches = zip(mine, subject.augmented_batches(size, len(mine), self.augment, which=mine), strict=True)
-        see_together(subject, self.name, count, batches, see, (nll, entropy))
+        divide_images(subject, self.name, count, batches, measure_batch, (nll, entropy))
         return Result({"nll": mean_over(nll, 0.0), "target_entropy": mean_over(entropy, 0.0)})
 
 

@@ -39,12 +39,12 @@ class CurvatureProbe(OwningProbe):
 
     def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
         """The loss on the subject's images, of which each process holds its share."""
-        return surface_of(
-            subject, subject.share(), self.batch_norm, regularised=regularised, distributed=subject.distributed
+        return build_surface(
+            subject, subject.own_batches(), self.batch_norm, regularised=regularised, distributed=subject.distributed
         )
 
 
-def surface_of(
+def build_surface(
     subject: Subject,
     batches: Iterable[Batch],
     batch_norm: Mode = "eval",
@@ -75,9 +75,9 @@ class Clock:
         self.ends = None if budget is None else time.monotonic() + share * seconds(budget)
         self.distributed = distributed
 
-    def expired(self) -> bool:
-        return self.ends is not None and self.distributed.any(self.late())
+    def has_expired(self) -> bool:
+        return self.ends is not None and self.distributed.any(self.is_late())
 
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Whether this process's own clock has run out: inside work that it does by itself, without a meeting."""
         return self.ends is not None and time.monotonic() >= self.ends

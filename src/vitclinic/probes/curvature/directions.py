@@ -51,13 +51,13 @@ def top_eigenvectors(
     `go_on` is asked after each product, once there are as many as vectors.
     """
 
-    def continued(products: int, best: Ritz) -> bool:
+    def continue_search(products: int, best: Ritz) -> bool:
         return products < count or go_on(products, best)
 
     (start,) = random_direction([surface.flat([w.detach() for w in surface.weights]).to(surface.vector_dtype)], seed)
-    with surface.measured():
+    with surface.gradient_mode():
         hessian = Hessian(surface)
-        found = largest_eigenpairs(hessian.product, start, count, tolerance=ACCURACY, go_on=continued)
+        found = largest_eigenpairs(hessian.product, start, count, tolerance=ACCURACY, go_on=continue_search)
         hessian.release()
     return [_like(surface.split(vector), surface.weights) for vector in found.vectors], found
 
@@ -67,7 +67,7 @@ def _like(direction: Direction, weights: Sequence[Tensor]) -> Direction:
     return [part.to(weight.dtype) for part, weight in zip(direction, weights, strict=True)]
 
 
-def normalised(
+def normalize_direction(
     direction: Sequence[Tensor],
     weights: Sequence[Tensor],
     how: Normalisation = "filter",
@@ -140,10 +140,10 @@ def principal_directions(displacements: Sequence[Read], count: int, memory: int)
     signs = np.sign(u_tk[np.abs(u_tk).argmax(axis=0), np.arange(len(gram))])
     coefficients = (u_tk * signs)[:, :found] / np.sqrt(squares[:found])
     shares = squares[:found] / total if found else np.zeros(0)
-    return Principal(_combined(displacements, coefficients), shares)
+    return Principal(_combine(displacements, coefficients), shares)
 
 
-def _combined(displacements: Sequence[Read], coefficients: NDArray[np.float64]) -> list[Direction]:
+def _combine(displacements: Sequence[Read], coefficients: NDArray[np.float64]) -> list[Direction]:
     """sum_t c_tk D_t for each k, summed in float64."""
     sums: list[list[Tensor]] = []
     for row, read in zip(coefficients, displacements, strict=True):

@@ -24,7 +24,7 @@ FEWEST = 10
 """Draws before a standard error is believed; it is itself an estimate."""
 
 
-def perturbed_losses(
+def sample_losses(
     surface: LossSurface,
     sigma: float,
     draws: int,
@@ -38,7 +38,7 @@ def perturbed_losses(
 
     Stops when the standard error is at most `precision` times the mean, when `go_on`, called after each draw with the
     losses so far, says no, or at a loss that is not finite, after which the mean is not, either. `known` are the losses
-    of the first draws, where they have been made before. Use inside `surface.evaluated()`.
+    of the first draws, where they have been made before. Use inside `surface.evaluation_mode()`.
     """
     losses = list(known)
     with Displacement(surface.weights) as displacement:
@@ -101,13 +101,13 @@ class Flatness(CurvatureProbe):
             done["losses"] = np.array(losses)
             partial.write(done, every=SAVED_EVERY)
             subject.progress("flatness", len(losses) * len(subject), self.draws * len(subject))
-            return not clock.expired()
+            return not clock.has_expired()
 
         known = done["losses"].tolist()
         try:
-            with surface.evaluated():
+            with surface.evaluation_mode():
                 loss = surface.check()
-                losses = perturbed_losses(
+                losses = sample_losses(
                     surface,
                     self.sigma,
                     self.draws,

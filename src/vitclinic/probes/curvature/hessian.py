@@ -107,14 +107,14 @@ class Hessian:
     def _gradient(self, index: int, batch: Batch) -> tuple[_Gradient, bool]:
         if index < len(self._kept):
             kept = self._kept[index]
-            return (self._made(batch), False) if kept is None else (kept, True)
+            return (self._differentiate(batch), False) if kept is None else (kept, True)
         room = self.memory - self.graph_bytes
         if room <= 0:
             self._kept.append(None)
-            return self._made(batch), False
+            return self._differentiate(batch), False
         size = _SavedBytes()
         with torch.autograd.graph.saved_tensors_hooks(size.note, lambda tensor: tensor):
-            made = self._made(batch)
+            made = self._differentiate(batch)
         if size.total <= room:
             self.graph_bytes += size.total
             self._kept.append(made)
@@ -122,10 +122,10 @@ class Hessian:
         self._kept.append(None)
         return made, False
 
-    def _made(self, batch: Batch) -> _Gradient:
+    def _differentiate(self, batch: Batch) -> _Gradient:
         surface = self.surface
         grads: Sequence[Tensor | None] = torch.autograd.grad(
-            surface.summed_loss(batch), surface.weights, create_graph=True, allow_unused=True
+            surface.total_loss(batch), surface.weights, create_graph=True, allow_unused=True
         )
         which = [at for at, part in enumerate(grads) if part is not None and part.requires_grad]
         return _Gradient([grads[at] for at in which], which)  # type: ignore[misc]

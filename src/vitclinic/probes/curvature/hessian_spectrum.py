@@ -31,7 +31,7 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature.curvature import Clock, surface_of
+from vitclinic.probes.curvature.curvature import Clock, build_surface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface, Mode
@@ -89,20 +89,20 @@ class HessianSpectrum(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         clock = Clock(self.budget, distributed=subject.distributed)
         partial = Partial(subject.scratch.get(self.name), distributed=subject.distributed)
-        found = _unpacked(partial.read())
+        found = _unpack(partial.read())
         remaining = range(len(found), self.batches)
         cut_off: list[Eigenpairs] = []
         try:
             for some in subject.distributed.rounds(len(remaining), self._own(subject, remaining, clock)):
                 found += [pairs for pairs, _ in takewhile(lambda each: each[1], some)]
                 cut_off = [pairs for pairs, finished in some if not finished]
-                partial.write(_packed(found), every=SAVED_EVERY)
+                partial.write(_pack(found), every=SAVED_EVERY)
                 subject.progress(self.name, max(1, len(found)) * self.batch, self.batches * self.batch)
-                if cut_off or clock.expired():
+                if cut_off or clock.has_expired():
                     break
         finally:
-            partial.write(_packed(found))
-        coarse = surface_of(subject, []).coarseness(self.tolerance)
+            partial.write(_pack(found))
+        coarse = build_surface(subject, []).coarseness(self.tolerance)
         return self._result(found or cut_off[:1], coarse)
 
     def _own(self, subject: Subject, remaining: range, clock: Clock) -> Iterator[tuple[Eigenpairs, bool]]:
@@ -110,8 +110,8 @@ class HessianSpectrum(OwningProbe):
         numbers = remaining[subject.distributed.rank :: subject.distributed.size]
         drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
         for number, batch in zip(numbers, drawn, strict=True):
-            surface = surface_of(subject, [batch], self.batch_norm, regularised=self.regulariser)
-            with surface.measured():
+            surface = build_surface(subject, [batch], self.batch_norm, regularised=self.regulariser)
+            with surface.gradient_mode():
                 if number == numbers[0]:
                     surface.check()
                 found = self._top(surface, torch_seed(f"hessian_spectrum {number}", subject.seed), clock)
@@ -123,7 +123,7 @@ class HessianSpectrum(OwningProbe):
 
         def go_on(products: int, found: object) -> bool:
             nonlocal in_time
-            in_time = not clock.late()
+            in_time = not clock.is_late()
             return in_time
 
         generator = torch.Generator().manual_seed(seed)
@@ -148,7 +148,7 @@ class HessianSpectrum(OwningProbe):
             "products": Scalar(value=sum(pairs.products for pairs in found)),
         }
         if (values > 0).any():
-            scalars["ape"] = jackknifed(values, positive_mean, least=0.0)
+            scalars["ape"] = jackknife(values, positive_mean, least=0.0)
         arrays = {
             "eigenvalues": values,
             "residuals": np.stack([pairs.residuals for pairs in found]),
@@ -163,12 +163,12 @@ class HessianSpectrum(OwningProbe):
         return result.unless("; ".join(missing) + "." if missing else None)
 
 
-def _packed(found: list[Eigenpairs]) -> dict[str, NDArray[Any]]:
+def _pack(found: list[Eigenpairs]) -> dict[str, NDArray[Any]]:
     """The first mini-batches' eigenvalues as arrays with a row for each."""
     return {name: np.array([getattr(pairs, name) for pairs in found]) for name in _KEPT}
 
 
-def _unpacked(arrays: Mapping[str, NDArray[Any]] | None) -> list[Eigenpairs]:
+def _unpack(arrays: Mapping[str, NDArray[Any]] | None) -> list[Eigenpairs]:
     if arrays is None:
         return []
     rows = zip(*(arrays[name] for name in _KEPT), strict=True)
@@ -191,14 +191,14 @@ def positive_mean(values: Values) -> float:
 
 def negative_proportion(values: Values) -> Scalar:
     """NEP with its interval: Wilson's over the rows where all have the same share, which says nothing of its spread."""
-    found, n = jackknifed(values, negative_share, least=0.0, most=1.0), len(values)
+    found, n = jackknife(values, negative_share, least=0.0, most=1.0), len(values)
     if n < 2 or np.ptp((values < 0).mean(axis=1)) > 0:
         return found
     low, high = share_interval(round(found.value * n), n)
     return Scalar(value=found.value, low=low, high=high, n=n)
 
 
-def jackknifed(
+def jackknife(
     values: Values, statistic: Callable[[Values], float], *, least: float = -math.inf, most: float = math.inf
 ) -> Scalar:
     """A statistic of all rows of `values`, with its 95% t interval from leaving out one row at a time.

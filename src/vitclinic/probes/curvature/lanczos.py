@@ -96,10 +96,10 @@ class Basis:
         self.size = m + 1
         self.projected[m + 1, m] = self.projected[m, m + 1] = self.beta
         if self.size < len(image):
-            self.vectors[m + 1] = image / self.beta if not self.closed else self._fresh()
+            self.vectors[m + 1] = image / self.beta if not self.is_invariant else self._fresh()
 
     @property
-    def closed(self) -> bool:
+    def is_invariant(self) -> bool:
         """Whether the matrix maps the basis into itself, to rounding: its eigenvalues are then exact."""
         return self.beta <= 10 * torch.finfo(self.vectors.dtype).eps * self.largest
 

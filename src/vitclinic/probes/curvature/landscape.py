@@ -21,7 +21,7 @@ from vitclinic.probes.curvature.directions import (
     coordinates,
     digest,
     displacements,
-    normalised,
+    normalize_direction,
     principal_directions,
     random_direction,
     top_eigenvectors,
@@ -60,7 +60,7 @@ class Grid:
     def fill(
         self, surface: LossSurface, directions: Sequence[Direction], go_on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Evaluate what remains, until `go_on`, called after each place, says no. Inside `surface.evaluated()`.
+        """Evaluate what remains, until `go_on`, called after each place, says no. Inside `surface.evaluation_mode()`.
 
         Place (i, j) is w + axis[i] directions[0] + axis[j] directions[1].
         """
@@ -159,7 +159,7 @@ class Landscape(CurvatureProbe):
             )
         clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject, regularised=self.regulariser == "run")
-        with surface.evaluated():
+        with surface.evaluation_mode():
             surface.check()
         plane = self._plane(subject, surface)
         grid = Grid(self.points, self.span, self.dimensions)
@@ -169,10 +169,10 @@ class Landscape(CurvatureProbe):
         def go_on() -> bool:
             partial.write(grid.arrays(), every=SAVED_EVERY)
             subject.progress("landscape", int(grid.evaluated.sum()) * len(subject), grid.losses.size * len(subject))
-            return not clock.expired()
+            return not clock.has_expired()
 
         try:
-            with surface.evaluated():
+            with surface.evaluation_mode():
                 grid.fill(surface, plane.directions, go_on)
         finally:
             partial.write(grid.arrays())
@@ -184,12 +184,12 @@ class Landscape(CurvatureProbe):
         seeds = [torch_seed("landscape", subject.seed, number) for number in range(self.dimensions)]
         if self.directions == "random":
             raw = [random_direction(surface.weights, seed) for seed in seeds]
-            return _Plane(self._normalised(raw, surface, "filter"))
+            return _Plane(self._normalize(raw, surface, "filter"))
         clock = Clock(self.budget, share=0.5, distributed=subject.distributed)  # the rest is the grid's
-        raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.expired())
+        raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.has_expired())
         scalars = {f"eigenvalue_{number}": Scalar(value=value) for number, value in enumerate(found.values.tolist(), 1)}
         short = f"the eigenvectors had not converged after {found.products} products with the Hessian"
-        return _Plane(self._normalised(raw, surface, "none"), scalars, shortcoming=None if found.converged else short)
+        return _Plane(self._normalize(raw, surface, "none"), scalars, shortcoming=None if found.converged else short)
 
     def _principal_plane(self, subject: Subject, surface: LossSurface) -> _Plane:
         """The directions in which the training moved most, and where in them its epochs are."""
@@ -208,16 +208,16 @@ class Landscape(CurvatureProbe):
             directions = [[far * d for d in direction] for far, direction in zip(reach, directions, strict=True)]
             path = path / reach
         elif self.normalisation != "none":
-            directions = self._normalised(directions, surface, self.normalisation)
+            directions = self._normalize(directions, surface, self.normalisation)
             path = coordinates(reads, directions)
         lengths = [float(surface.flat(direction).double().norm()) for direction in directions]
         scalars = {f"explained_{number}": Scalar(value=float(share)) for number, share in enumerate(found.shares, 1)}
         scalars |= {f"length_{number}": Scalar(value=length) for number, length in enumerate(lengths, 1)}
         return _Plane(directions, scalars, {"path": path, "path_epoch": np.array(list(moved))})
 
-    def _normalised(self, raw: Sequence[Direction], surface: LossSurface, usual: Normalisation) -> list[Direction]:
+    def _normalize(self, raw: Sequence[Direction], surface: LossSurface, usual: Normalisation) -> list[Direction]:
         how = self.normalisation or usual
-        return [normalised(direction, surface.weights, how, self.one_dimensional) for direction in raw]
+        return [normalize_direction(direction, surface.weights, how, self.one_dimensional) for direction in raw]
 
     def _result(self, grid: Grid, plane: _Plane) -> Result:
         losses = grid.losses[grid.evaluated]

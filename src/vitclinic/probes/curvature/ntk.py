@@ -27,9 +27,9 @@ from vitclinic.probes.curvature.tangent_kernel import (
     TangentKernel,
     batch_norms,
     conditioning,
-    drawn_head,
-    measured_statistics,
-    relu_for_gelu,
+    randomize_head,
+    recompute_batch_norm,
+    replace_gelu,
 )
 from vitclinic.probes.partial import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
@@ -87,18 +87,18 @@ class NTK(OwningProbe):
         if m < 2:
             raise DoesNotApply("one image has no condition number; there must be at least two.")
         partial = Partial(subject.scratch.get(self.name), distributed=subject.distributed)
-        found = _unpacked(partial.read())
+        found = _unpack(partial.read())
         remaining = range(len(found), count)
         try:
-            with self._prepared(subject, m):
+            with self._prepare(subject, m):
                 for some in subject.distributed.rounds(len(remaining), self._own(subject, m, remaining)):
                     found += some
-                    partial.write(_packed(found), every=SAVED_EVERY)
+                    partial.write(_pack(found), every=SAVED_EVERY)
                     subject.progress(self.name, len(found) * m, count * m)
-                    if clock.expired():
+                    if clock.has_expired():
                         break
         finally:
-            partial.write(_packed(found))
+            partial.write(_pack(found))
         return _result(found, count)
 
     def _own(self, subject: Subject, m: int, remaining: range) -> Iterator[Conditioning]:
@@ -114,15 +114,15 @@ class NTK(OwningProbe):
         )
 
     @contextmanager
-    def _prepared(self, subject: Subject, m: int) -> Iterator[None]:
+    def _prepare(self, subject: Subject, m: int) -> Iterator[None]:
         """The network as it is measured."""
         with ExitStack() as undo:
             if self.head is not None:
-                undo.enter_context(drawn_head(subject.network, subject.outputs, self.head, subject.seed))
+                undo.enter_context(randomize_head(subject.network, subject.outputs, self.head, subject.seed))
             if self.relu:
-                undo.enter_context(relu_for_gelu(subject.network))
+                undo.enter_context(replace_gelu(subject.network))
             if self.batch_norm == "measured":
-                undo.enter_context(measured_statistics(subject.network, _blocks(subject, m)))
+                undo.enter_context(recompute_batch_norm(subject.network, _blocks(subject, m)))
             elif any(norm.running_mean is None for norm in batch_norms(subject.network)):
                 raise DoesNotApply("the network's BatchNorm keeps no running statistics; set batch_norm: measured.")
             yield
@@ -142,12 +142,12 @@ def _blocks(subject: Subject, m: int, which: Sequence[int] | None = None) -> Ite
         yield batch.to(subject.device, subject.dtype).images
 
 
-def _packed(found: list[Conditioning]) -> dict[str, NDArray[Any]]:
+def _pack(found: list[Conditioning]) -> dict[str, NDArray[Any]]:
     """The first blocks' eigenvalues and condition numbers as arrays with a row for each."""
     return {name: np.array([getattr(block, name) for block in found]) for name in _KEPT}
 
 
-def _unpacked(arrays: Mapping[str, NDArray[Any]] | None) -> list[Conditioning]:
+def _unpack(arrays: Mapping[str, NDArray[Any]] | None) -> list[Conditioning]:
     if arrays is None:
         return []
     rows = zip(*(arrays[name] for name in _KEPT), strict=True)

@@ -73,10 +73,10 @@ class Sharpness(CurvatureProbe):
     density_steps: Annotated[int, Field(ge=2)] = Field(20, description="products for each of them")
 
     def forwards(self, subject: Subject) -> float:
-        whole, blocks = self.expected_products(subject)
+        whole, blocks = self.estimate_products(subject)
         return _PASSES * (whole + blocks / 2) * len(subject)
 
-    def expected_products(self, subject: Subject) -> tuple[int, int]:
+    def estimate_products(self, subject: Subject) -> tuple[int, int]:
         """With the whole Hessian, and with the blocks of its components."""
         whole = _PRODUCTS + self.trace_draws + self.density_draws * self.density_steps
         return whole, _PRODUCTS * len(list(components(subject))) if self.components else 0
@@ -84,7 +84,7 @@ class Sharpness(CurvatureProbe):
     def measure(self, subject: Subject) -> Result:
         clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject)
-        with surface.measured():
+        with surface.gradient_mode():
             surface.check()
             return _Examination(self, subject, Hessian(surface), clock).result()
 
@@ -105,7 +105,7 @@ class _Examination:
         self.partial = Partial(subject.scratch.get(probe.name), distributed=subject.distributed)
         self.done: dict[str, NDArray[Any]] = self.partial.read() or {"products": np.array(0)}
         hessian.products = int(self.done["products"])
-        self.expected = sum(probe.expected_products(subject))
+        self.expected = sum(probe.estimate_products(subject))
         self.missing: list[str] = []
         self.scalars: dict[str, Scalar] = {}
         self.units: list[UnitRow] = []
@@ -158,8 +158,8 @@ class _Examination:
 
         def go_on(products: int, found: object) -> bool:
             nonlocal in_time
-            self._tell()
-            in_time = not self.clock.expired()
+            self._report_progress()
+            in_time = not self.clock.has_expired()
             return in_time
 
         probe = self.probe
@@ -176,13 +176,13 @@ class _Examination:
     def _trace(self) -> None:
         draws = self.done.get("trace", np.zeros(0))
         for draw in range(len(draws), self.probe.trace_draws):
-            if self.clock.expired():
+            if self.clock.has_expired():
                 self.missing.append(f"trace ({draw} of {self.probe.trace_draws} draws)")
                 break
             signs = self._random(f"trace {draw}", self.hessian.surface.size).sign()
             draws = np.append(draws, quadratic_form(self.hessian.product, signs))
             self._keep("trace", draws)
-            self._tell()
+            self._report_progress()
         if len(draws):
             running = RunningMean()
             running.add(draws)
@@ -194,7 +194,7 @@ class _Examination:
     def _components(self) -> None:
         for component, row, owned in components(self.subject):
             what = f"lambda_max of {component}"
-            if what not in self.done and self.clock.expired():
+            if what not in self.done and self.clock.has_expired():
                 self.missing.append(what)
                 continue
             product, size = self.hessian.block(owned)
@@ -210,7 +210,7 @@ class _Examination:
         for draw in range(probe.density_draws):
             what = f"density {draw}"
             if what not in self.done:
-                found = None if self.clock.expired() else self._rule(what)
+                found = None if self.clock.has_expired() else self._rule(what)
                 if found is None:
                     self.missing.append(f"density ({draw} of {probe.density_draws} draws)")
                     break
@@ -227,21 +227,21 @@ class _Examination:
 
         def go_on() -> bool:
             nonlocal in_time
-            in_time = not self.clock.expired()
+            in_time = not self.clock.has_expired()
             return in_time
 
         start = self._random(what, self.hessian.surface.size).sign()
-        found = quadrature(self._told(self.hessian.product), start, self.probe.density_steps, go_on)
+        found = quadrature(self._with_progress(self.hessian.product), start, self.probe.density_steps, go_on)
         return np.stack(found) if in_time else None
 
-    def _told(self, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def telling(vector: Tensor) -> Tensor:
-            self._tell()
+    def _with_progress(self, product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def reporting(vector: Tensor) -> Tensor:
+            self._report_progress()
             return product(vector)
 
-        return telling
+        return reporting
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         done, images = self.hessian.products, len(self.subject)
         self.subject.progress(self.probe.name, done * images, max(done, self.expected) * images)
 

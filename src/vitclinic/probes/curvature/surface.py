@@ -73,7 +73,8 @@ class LossSurface:
     """L as a function of some parameters of a network, the others held where they are.
 
     `mode` is BatchNorm's: "train" normalises each batch by its own statistics, and leaves the running ones alone;
-    dropout and stochastic depth are off in both. Use inside `measured()`, or `evaluated()` where values are enough.
+    dropout and stochastic depth are off in both. Use it inside `gradient_mode()`, or `evaluation_mode()` if loss
+    values are enough.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class LossSurface:
         )
 
     @contextmanager
-    def evaluated(self) -> Iterator[None]:
+    def evaluation_mode(self) -> Iterator[None]:
         """`mode`, for forward passes without gradients; undone afterwards."""
         modes = [(module, module.training) for module in self.network.modules()]
         try:
@@ -131,27 +132,27 @@ class LossSurface:
             for module in self.network.modules():
                 if self.mode == "train" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.train()
-            with _running_statistics_kept(self.network), torch.no_grad():
+            with _freeze_running_statistics(self.network), torch.no_grad():
                 yield
         finally:
             for module, training in modes:
                 module.training = training
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def gradient_mode(self) -> Iterator[None]:
         """Attention that can be differentiated twice, `mode`, gradients for the chosen weights; undone afterwards."""
         flags = [(p, p.requires_grad) for p in self.network.parameters()]
         chosen = {id(p) for p in self.weights}
         try:
             for p, _ in flags:
                 p.requires_grad_(p.is_floating_point() and id(p) in chosen)
-            with self.evaluated(), double_differentiable(), torch.enable_grad():
+            with self.evaluation_mode(), double_differentiable(), torch.enable_grad():
                 yield
         finally:
             for p, flag in flags:
                 p.requires_grad_(flag)
 
-    def summed_loss(self, batch: Batch) -> Tensor:
+    def total_loss(self, batch: Batch) -> Tensor:
         """The sum over a batch's images of their cross-entropies; the regulariser is not in it."""
         logits = as_logits(self.network(batch.images))
         if logits.dtype.itemsize < 4:
@@ -166,7 +167,7 @@ class LossSurface:
     def _own_loss(self) -> Tensor:
         """The sum over this process's images, in float64."""
         zero = torch.zeros((), dtype=torch.float64, device=self.weights[0].device)
-        return sum((self.summed_loss(batch).double() for batch in self.batches), zero)
+        return sum((self.total_loss(batch).double() for batch in self.batches), zero)
 
     @torch.no_grad()
     def regulariser(self) -> float:
@@ -184,7 +185,7 @@ class LossSurface:
         """Of the sum over this process's images, [n]."""
         total = torch.zeros(self.size, dtype=self.weights[0].dtype, device=self.weights[0].device)
         for batch in self.batches:
-            total += self.flat(torch.autograd.grad(self.summed_loss(batch), self.weights, allow_unused=True))
+            total += self.flat(torch.autograd.grad(self.total_loss(batch), self.weights, allow_unused=True))
         return total
 
     def decay_mask(self) -> Tensor:
@@ -229,7 +230,7 @@ class LossSurface:
 
 
 @contextmanager
-def _running_statistics_kept(network: nn.Module) -> Iterator[None]:
+def _freeze_running_statistics(network: nn.Module) -> Iterator[None]:
     """BatchNorm in training mode would move its running statistics."""
     norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
     kept = [(norm, norm.track_running_stats) for norm in norms]

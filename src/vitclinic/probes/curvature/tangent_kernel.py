@@ -41,7 +41,7 @@ class _ReLU(TorchFunctionMode):
 
 
 @contextmanager
-def relu_for_gelu(network: nn.Module) -> Iterator[None]:
+def replace_gelu(network: nn.Module) -> Iterator[None]:
     """ReLU in the place of every GELU [chen2022 App. G]: of torch's, and of modules that are named as one.
 
     The names are for the approximations that some libraries write out, such as QuickGELU.
@@ -57,7 +57,7 @@ def relu_for_gelu(network: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def drawn_head(network: nn.Module, classes: int, deviation: float, seed: int) -> Iterator[None]:
+def randomize_head(network: nn.Module, classes: int, deviation: float, seed: int) -> Iterator[None]:
     """A classifier of normal weights and no bias in the place of the network's own, which may start at zero."""
     found = [module for module in network.modules() if isinstance(module, nn.Linear) and module.out_features == classes]
     if not found:
@@ -82,7 +82,7 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 @contextmanager
-def measured_statistics(network: nn.Module, batches: Iterable[Tensor]) -> Iterator[None]:
+def recompute_batch_norm(network: nn.Module, batches: Iterable[Tensor]) -> Iterator[None]:
     """BatchNorm with the mean and the variance of these images: those of each batch, averaged; then fixed.
 
     Batches should be of one size. A network without BatchNorm does not see them.
@@ -188,7 +188,7 @@ class TangentKernel:
         """The parameters, in groups whose rows for so many images fit the memory."""
         sizes = {name: p.numel() for name, p in self.parameters.items()}
         # Half of it: the gradients of one pass lie beside the rows that they are copied into.
-        return list(_grouped(sizes, max(1, self.memory // (2 * self.dtype.itemsize * images))))
+        return list(_group(sizes, max(1, self.memory // (2 * self.dtype.itemsize * images))))
 
     def _jacobian(self, group: Group, images: Tensor) -> Tensor:
         """The columns of J that belong to a group, [m, p]."""
@@ -208,21 +208,21 @@ class TangentKernel:
         wanted = {name: self.parameters[name] for name in names}
         rest = {name: p for name, p in self.parameters.items() if name not in wanted}
 
-        def summed(parameters: dict[str, Tensor], image: Tensor) -> Tensor:
+        def sum_logits(parameters: dict[str, Tensor], image: Tensor) -> Tensor:
             return as_logits(functional_call(self.network, {**rest, **parameters}, (image[None],))).sum()
 
         if not self.one_by_one:
             try:
-                return vmap(grad(summed), in_dims=(None, 0))(wanted, images)  # type: ignore[no-any-return]
+                return vmap(grad(sum_logits), in_dims=(None, 0))(wanted, images)  # type: ignore[no-any-return]
             except Exception as error:  # whatever cannot be mapped says so in its own way
                 if is_out_of_memory(error):
                     raise
                 log.info("the network cannot be mapped over images", exc_info=error)
                 self.one_by_one = True
-        return _passed_one_by_one(summed, wanted, images)
+        return _differentiate_one_by_one(sum_logits, wanted, images)
 
 
-def _passed_one_by_one(
+def _differentiate_one_by_one(
     function: Callable[[dict[str, Tensor], Tensor], Tensor], parameters: Mapping[str, Tensor], images: Tensor
 ) -> dict[str, Tensor]:
     leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
@@ -237,7 +237,7 @@ def _passed_one_by_one(
     return {name: torch.stack(parts).detach() for name, parts in rows.items()}
 
 
-def _grouped(sizes: Mapping[str, int], limit: int) -> Iterator[Group]:
+def _group(sizes: Mapping[str, int], limit: int) -> Iterator[Group]:
     """Neighbours of at most `limit` weights together; a parameter that is larger comes in parts."""
     names: list[str] = []
     width = 0

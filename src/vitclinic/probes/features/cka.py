@@ -20,7 +20,7 @@ from vitclinic.anatomy import Anatomy, Site, Unit, stream
 from vitclinic.data import Batch
 from vitclinic.probes.features.hsic import LEAST, HSICSums, Matrix, gram
 from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, register, unit_row
-from vitclinic.probes.restoring import left_as_it_was
+from vitclinic.probes.restoring import preserve_state
 from vitclinic.probes.subject import Subject
 
 
@@ -75,7 +75,7 @@ class _Tally(Tally):
         self.grams.read(key, activation)
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        for grams in self.grams.taken():
+        for grams in self.grams.take():
             self.hsic.add(grams)
 
     def sums(self) -> Mapping[str, HSICSums]:
@@ -91,18 +91,18 @@ class _Tally(Tally):
         rows = [
             unit_row(
                 unit,
-                cka_mean=estimate.of(_outer(ours[at], 1 - ours[at]) / (len(units) - 1)),
-                **({"cka_previous": estimate.of(_outer(ours[at], ours[at - 1]))} if at else {}),
+                cka_mean=estimate.weighted_sum(_outer(ours[at], 1 - ours[at]) / (len(units) - 1)),
+                **({"cka_previous": estimate.weighted_sum(_outer(ours[at], ours[at - 1]))} if at else {}),
             )
             for at, unit in enumerate(units)
         ]
         scalars = {
-            "cka_mean": estimate.of((1 - ours) / (1 - ours).sum()),
+            "cka_mean": estimate.weighted_sum((1 - ours) / (1 - ours).sum()),
             "images": Scalar(value=float(estimate.images)),
         }
         blocks = _block_weights(_stages(units, self.parts))
         if blocks.any():
-            scalars["block_structure"] = estimate.of(blocks)
+            scalars["block_structure"] = estimate.weighted_sum(blocks)
         return Result(scalars, rows, {"cka": estimate.cka})
 
 
@@ -114,7 +114,7 @@ class _Estimate:
         self.images = int(sums.images.sum())
         self._without_each = sums.without_each()
 
-    def of(self, weights: Matrix) -> Scalar:
+    def weighted_sum(self, weights: Matrix) -> Scalar:
         """The weighted sum of the matrix, by a jackknife over mini-batches."""
         value = float((weights * self.cka).sum())
         if not len(self._without_each):
@@ -138,18 +138,18 @@ class _Grams:
         self._seen: dict[str, list[Tensor]] = {}
 
     def read(self, name: str, activation: Tensor) -> None:
-        features = features_of(self.anatomy, self.sites[name], activation)
+        features = flatten_state(self.anatomy, self.sites[name], activation)
         size = self.batch or len(features)
         parts = (features[start : start + size] for start in range(0, len(features), size))
         self._seen[name] = [gram(part) for part in parts if len(part) >= LEAST]
 
-    def taken(self) -> list[Tensor]:
+    def take(self) -> list[Tensor]:
         """Of each mini-batch of the last batch, [units, n, n], the units in order."""
         seen, self._seen = self._seen, {}
         return [torch.stack(grams) for grams in zip(*(seen[name] for name in self.sites), strict=True)]
 
 
-def features_of(anatomy: Anatomy, site: Site, activation: Tensor) -> Tensor:
+def flatten_state(anatomy: Anatomy, site: Site, activation: Tensor) -> Tensor:
     """[B, positions * channels], in whatever order needs no copy: a Gram matrix does not know it."""
     if not site.layout.spatial:
         return activation.flatten(1)
@@ -224,7 +224,7 @@ def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) 
     sums: HSICSums | None = None
     with ExitStack() as stack, torch.no_grad():
         for network in networks:
-            stack.enter_context(left_as_it_was(network))
+            stack.enter_context(preserve_state(network))
         for images in batches:
             if not isinstance(images, Tensor) or images.ndim != 4:
                 raise DataError(
@@ -236,7 +236,7 @@ def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) 
             readers = readers or [_reader(network, images, stack) for network in networks]
             for network in networks:
                 network(_where(network, images))
-            grams = torch.cat([grams.double().cpu() for reader in readers for grams in reader.taken()])
+            grams = torch.cat([grams.double().cpu() for reader in readers for grams in reader.take()])
             sums = sums or HSICSums(len(grams))
             sums.add(grams)
     if sums is None:

@@ -66,7 +66,7 @@ class _Tally(ChangesTally):
 
     def finish(self) -> Result:
         """The curves, too: a row for each unit, NaN behind the end of one that is shorter than others."""
-        units = self.measured()
+        units = self.find_units()
         diagonals = [half_diagonal(self.sizes[unit.output]) for unit in units]
         curves: dict[str, list[NDArray[Any]]] = {
             "frequencies": [diagonal.frequencies for diagonal in diagonals],
@@ -74,7 +74,7 @@ class _Tally(ChangesTally):
             "delta_log_amplitude": [self.states[unit.name].mean for unit in units],
             "half_width": [self.states[unit.name].half_width() for unit in units],
         }
-        return replace(super().finish(), arrays={name: _padded(rows) for name, rows in curves.items()})
+        return replace(super().finish(), arrays={name: _pad_rows(rows) for name, rows in curves.items()})
 
 
 def log_amplitude(maps: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _tensors(size: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
     )
 
 
-def _padded(rows: list[NDArray[Any]]) -> NDArray[Any]:
+def _pad_rows(rows: list[NDArray[Any]]) -> NDArray[Any]:
     """Rows of different lengths as a matrix, with NaN (False) behind the shorter ones."""
     longest = max(len(row) for row in rows)
     filler = False if rows[0].dtype == np.bool_ else math.nan

@@ -56,7 +56,7 @@ def gram(features: Tensor) -> Tensor:
     return products * (products.diagonal().amax() > rounding)
 
 
-def u_centred(grams: Matrix) -> Matrix:
+def u_center(grams: Matrix) -> Matrix:
     """Gram matrices [L, n, n] such that the inner product of two of them is n (n - 3) times their unbiased HSIC.
 
     With K of zero diagonal, K_ij - (K1)_i / (n-2) - (K1)_j / (n-2) + 1'K1 / ((n-1)(n-2)) off the diagonal, and zero on
@@ -80,7 +80,7 @@ def hsic(grams: Matrix) -> Matrix:
     HSIC_1(K, L) = [tr(KL) + 1'K1 1'L1 / ((n-1)(n-2)) - 2/(n-2) 1'KL1] / (n (n-3)), diagonals being zero.
     """
     n = grams.shape[-1]
-    flat = u_centred(grams).reshape(len(grams), -1)
+    flat = u_center(grams).reshape(len(grams), -1)
     values: Matrix = flat @ flat.T / (n * (n - 3))
     return values
 

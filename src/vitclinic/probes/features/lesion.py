@@ -84,11 +84,11 @@ class Lesion(OwningProbe):
         """The network's answers for one batch, whole and without each unit."""
         passes = (len(units) + 1) * len(subject)
         before = answers.done * (len(units) + 1)
-        with replay.recording():
+        with replay.record():
             answers.note(0, batch, subject.logits(batch.images))
         for number, unit in enumerate(units, start=1):
             subject.progress(self.name, before + number * len(batch), passes)
-            with replay.up_to(unit.depth), subject.anatomy.removed(unit):
+            with replay.skip_before(unit.depth), subject.anatomy.removed(unit):
                 answers.note(number, batch, subject.logits(batch.images))
         answers.done = int(batch.indices[-1]) + 1
         subject.progress(self.name, answers.done * (len(units) + 1), passes)
@@ -135,9 +135,9 @@ def _share_behind(unit: Unit, anatomy: Anatomy) -> float:
 
 
 def _images_at_a_time(subject: Subject, replay: Replay) -> int:
-    with replay.recording():
+    with replay.record():
         subject.logits(subject.example)
-    return max(1, KEPT_BYTES // max(1, replay.kept_bytes))
+    return max(1, KEPT_BYTES // max(1, replay.recorded_bytes))
 
 
 def _result(units: Sequence[Unit], answers: Answers) -> Result:

@@ -24,9 +24,9 @@ class Replay:
     """Lets a network skip what lies before a unit. Inside the context, `record` one pass, then ask for parts of it.
 
         with Replay(anatomy) as replay:
-            with replay.recording():
+            with replay.record():
                 network(images)
-            with replay.up_to(unit.depth), anatomy.removed(unit):
+            with replay.skip_before(unit.depth), anatomy.removed(unit):
                 network(images)  # computes only from the unit's block on
 
     The outputs are those of the whole network, bit for bit. What is skipped are blocks, stems and pools; modules that
@@ -53,7 +53,7 @@ class Replay:
         self._kept.clear()
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def record(self) -> Iterator[None]:
         """Keep what comes out of the modules in the one pass of the network inside."""
         self._kept.clear()
         self._unfit.clear()
@@ -64,7 +64,7 @@ class Replay:
             self._recording = False
 
     @contextmanager
-    def up_to(self, depth: int) -> Iterator[None]:
+    def skip_before(self, depth: int) -> Iterator[None]:
         """The modules all of whose units come before `depth` return what was recorded."""
         self._skipping_before = depth
         try:
@@ -73,7 +73,7 @@ class Replay:
             self._skipping_before = 0
 
     @property
-    def kept_bytes(self) -> int:
+    def recorded_bytes(self) -> int:
         """The memory of what was recorded."""
         return sum(tensor.nbytes for value in self._kept.values() for tensor in _tensors(value))
 
@@ -85,7 +85,7 @@ class Replay:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if stretch.last < self._skipping_before and module in self._kept:
-                return _copied(self._kept[module])
+                return _copy(self._kept[module])
             output = own(*args, **kwargs)
             if self._recording:
                 self._keep(module, output)
@@ -106,7 +106,7 @@ class Replay:
         if module in self._unfit:
             self._kept.pop(module, None)
         else:
-            self._kept[module] = _copied(output)
+            self._kept[module] = _copy(output)
 
 
 def stretches(anatomy: Anatomy) -> list[Stretch]:
@@ -131,13 +131,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, Tensor | bool | int | float | str | torch.Size)
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if type(value) in (tuple, list):
-        return type(value)(map(_copied, value))
+        return type(value)(map(_copy, value))
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: _copy(item) for key, item in value.items()}
     return value
 
 

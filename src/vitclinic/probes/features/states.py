@@ -113,8 +113,8 @@ class ChangesTally(Tally):
         groups = (("state", self.states), ("change", self.changes), ("kind", self.kinds))
         return {f"{group} {name}": mean for group, means in groups for name, mean in means.items()}
 
-    def measured(self) -> list[Unit]:
-        """The units after which there is a number, in order."""
+    def find_units(self) -> list[Unit]:
+        """Return the units with at least one measured number, in order."""
         units = [unit for unit in self.units if unit.name in self.states]
         if not units:
             raise DoesNotApply(
@@ -123,7 +123,7 @@ class ChangesTally(Tally):
         return units
 
     def finish(self) -> Result:
-        units = self.measured()
+        units = self.find_units()
         scalars = {f"{self.number}_last": mean_scalar(self.states[units[-1].name])}
         scalars |= {f"{self.number}_change_{kind}": mean_scalar(mean) for kind, mean in self.kinds.items()}
         return Result(scalars, [self._row(unit) for unit in units])

@@ -155,13 +155,13 @@ class _Tally(Tally):
         except ModelError as error:
             raise ModelError(f"after {key.unit.name}, {error}") from error
         self._batch[key] = absolute_cosine(self.samples.of(tokens)).cpu().numpy()
-        self.absolute[key].add(_defined(self._batch[key]))
-        self.signed[key].add(_defined(cosine(tokens).cpu().numpy()))
+        self.absolute[key].add(_drop_nan(self._batch[key]))
+        self.signed[key].add(_drop_nan(cosine(tokens).cpu().numpy()))
 
     def end_batch(self, *_: object) -> None:
         inside = [state for state in self.states if state.unit.block is not None]
         if len(inside) > 1:
-            self.rise.add(_defined(self._batch[inside[-1]] - self._batch[inside[0]]))
+            self.rise.add(_drop_nan(self._batch[inside[-1]] - self._batch[inside[0]]))
 
     def sums(self) -> dict[str, RunningMean]:
         means = {"signed": self.signed, "absolute": self.absolute}
@@ -190,7 +190,7 @@ class _Tally(Tally):
         return [state for state in self.states if self.absolute[state].n and self.signed[state].n]
 
 
-def _defined(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Those of the images in which there are two tokens to compare."""
     return values[~np.isnan(values)]
 
