@@ -30,7 +30,7 @@ from torch import nn
 import vitclinic
 from remedies import arms as remedy_arms
 from vitclinic._core.records import Measurement
-from vitclinic.experiments.study import Pool
+from vitclinic.experiments.pool import Pool
 
 Numbers = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -100,8 +100,8 @@ def subjects(group: str, options: argparse.Namespace, seed: int) -> Iterator[tup
             yield name, {}, untrained(name, seed), {"data": options.data, "out": options.pool / "initial"}
         return
     for arm in arms(group, options.data):
-        run = Pool(options.pool).trained(vitclinic.build_recipe({**arm.recipe, "seed": seed}))
-        yield arm.name, {"digest": run.path.name, "test": run.results["test"]}, f"{run.path}@{arm.checkpoint}", {}
+        run = Pool(options.pool).train(vitclinic.build_recipe({**arm.recipe, "seed": seed}))
+        yield arm.name, {"digest": run.path.name, "test": run.results["test"]}, run.at(arm.checkpoint), {}
 
 
 STATES = ["fourier", "variance", "cka", "token_similarity", "sparsity"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from vitclinic.experiments.prescribe import Prescription, prescribe
+from vitclinic import Prescription, prescribe
 from vitclinic.experiments.prescribe.display import Display, show_prescription
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -89,7 +89,9 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     with Display(console) as display:
-        found = prescribe("cifar10", *WORDS, data=options.data, budget=options.budget, out=options.out, watcher=display)
+        found = prescribe(
+            "cifar10", WORDS, data=options.data, budget=options.budget, out=options.out, callbacks=[display]
+        )
     show_prescription(found, console)
     command = f"vitclinic prescribe cifar10 {' '.join(WORDS)} --data CIFAR10 --budget {options.budget}"
     plain = record(found)

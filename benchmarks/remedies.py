@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy, AttentionMap, record_attention, stream
 from vitclinic.data import Dataset, evaluation_batches, open_data
-from vitclinic.experiments.study import Pool
+from vitclinic.experiments.pool import Pool
 from vitclinic.training import Run, build_recipe, load_model
 
 Numbers = dict[str, Any]
@@ -215,7 +215,7 @@ def main() -> None:
             if not fnmatch(name, options.arms or "*"):
                 continue
             data = open_data(build_recipe(recipe).data)
-            runs = [pool.trained(build_recipe({**recipe, "seed": seed})) for seed in range(options.seeds)]
+            runs = [pool.train(build_recipe({**recipe, "seed": seed})) for seed in range(options.seeds)]
             rows[name] = [measured(run, group, data) for run in runs]
         table(group, rows)
         if options.arms is None:

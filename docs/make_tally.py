@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitclinic.experiments.study.reporting import changed, not_blind, tally
+from vitclinic.experiments.study.store import describe_changes, not_blind, tally
 from vitclinic.reports.formatting import seconds
 from vitclinic.reports.study.page import comparison
-from vitclinic.reports.study.result import StudyResult, read_result
+from vitclinic.reports.study.result import StoredResult, read_result
 from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ Lines that the papers do not give are ours. Those of {not_blind} were drawn afte
 COLUMNS = ["| claim | verdict | effects [interval] | seeds | cost | date |", "|---|---|---|---|---|---|"]
 
 
-def page(results: dict[str, StudyResult]) -> str:
+def page(results: dict[str, StoredResult]) -> str:
     found = tally(results)
     lines = [
         HEAD.format(not_blind=", ".join(not_blind())),
@@ -64,7 +64,7 @@ def row(entry: Entry) -> str:
     return line([about, verdict, effects(result), seeds(result), cost, result.date])
 
 
-def effects(result: StudyResult) -> str:
+def effects(result: StoredResult) -> str:
     shown = [comparison(one) for one in result.comparisons]
     return "<br>".join(
         f"{one['says']}: `{one['measure']}` {one['mean']}"
@@ -73,7 +73,7 @@ def effects(result: StudyResult) -> str:
     )
 
 
-def seeds(result: StudyResult) -> str:
+def seeds(result: StoredResult) -> str:
     """Of all comparisons, where they differ, in their order."""
     numbers = [
         f"{one.seeds}{f' ({one.missing} without a number)' if one.missing else ''}" for one in result.comparisons
@@ -85,11 +85,11 @@ def line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def seen(results: dict[str, StudyResult]) -> str:
+def seen(results: dict[str, StoredResult]) -> str:
     facts = {
         result.claim: {"verdict": result.verdict, "seeds": len(result.seeds), "date": result.date}
         for result in results.values()
-        if result.scale == "cpu" and not changed(result)
+        if result.scale == "cpu" and not describe_changes(result)
     }
     return json.dumps(facts, indent=2) + "\n"
 

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     from vitclinic.exam.exam import Exam, Exams
     from vitclinic.exam.examine import examine
     from vitclinic.exam.reporting import report
-    from vitclinic.experiments.prescribe.prescribe import prescribe
+    from vitclinic.experiments.prescribe.conduct import prescribe
     from vitclinic.experiments.prescribe.prescription import Prescription
-    from vitclinic.experiments.study.conduct import study
+    from vitclinic.experiments.study.catalogue import open_study
+    from vitclinic.experiments.study.conduct import StudyResult, study
+    from vitclinic.experiments.study.schema import Study
+    from vitclinic.experiments.study.store import report_studies
+    from vitclinic.experiments.study.verdicts import Verdict
     from vitclinic.listing import (
         list_datasets,
         list_models,
@@ -33,10 +37,11 @@ if TYPE_CHECKING:
         list_treatments,
     )
     from vitclinic.models.factory import create_model
+    from vitclinic.reports.study.result import Comparison
     from vitclinic.training.network import load_model
     from vitclinic.training.overrides import build_recipe
     from vitclinic.training.recipe import Recipe
-    from vitclinic.training.run import Run
+    from vitclinic.training.run import Checkpoint, Run
     from vitclinic.training.train import resume, train
     from vitclinic.treatments.surgery import treat
 
@@ -44,6 +49,8 @@ __version__ = version("vitclinic")
 
 __all__ = [
     "Callback",
+    "Checkpoint",
+    "Comparison",
     "Dataset",
     "Exam",
     "Exams",
@@ -52,6 +59,9 @@ __all__ = [
     "Prescription",
     "Recipe",
     "Run",
+    "Study",
+    "StudyResult",
+    "Verdict",
     "VitclinicError",
     "__version__",
     "anatomy",
@@ -70,9 +80,11 @@ __all__ = [
     "load_model",
     "models",
     "open_data",
+    "open_study",
     "prescribe",
     "probes",
     "report",
+    "report_studies",
     "resume",
     "study",
     "tasks",

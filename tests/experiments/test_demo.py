@@ -13,7 +13,7 @@ from tests.exam.findings.made import changed, exam
 from vitclinic._core.errors import RunError
 from vitclinic.cli import main
 from vitclinic.experiments import demo as demonstration
-from vitclinic.experiments.demo import CLAIMS, compare, expected, train_both
+from vitclinic.experiments.demo import CLAIMS, compare, judge_claims, train_both
 from vitclinic.treatments import known_treatments
 
 SMALL = """
@@ -38,7 +38,7 @@ def test_what_is_expected_is_of_numbers_and_treatments_that_there_are():
 
 
 def test_changes_as_the_papers_say():
-    alike, accurate = expected(PLAIN, networks((0.30, 0.34), (0.50, 0.56)))
+    alike, accurate = judge_claims(PLAIN, networks((0.30, 0.34), (0.50, 0.56)))
     assert alike.title == "Lower similarity of the last layer's patches, as published"
     assert accurate.title == "Higher accuracy, as published"
     assert alike.severity == accurate.severity == "healthy"
@@ -51,7 +51,7 @@ def test_changes_as_the_papers_say():
 
 
 def test_changes_against_the_papers_are_said_to_be():
-    alike, accurate = expected(PLAIN, networks((0.70, 0.74), (0.30, 0.36)))
+    alike, accurate = judge_claims(PLAIN, networks((0.70, 0.74), (0.30, 0.36)))
     assert alike.title == "Similarity of the last layer's patches changes against the paper"
     assert accurate.title == "Accuracy changes against the paper"
     assert alike.severity == accurate.severity == "notice"
@@ -60,7 +60,7 @@ def test_changes_against_the_papers_are_said_to_be():
 
 @pytest.mark.parametrize("treated", [networks((0.5, 0.61), (0.45, 0.5)), networks((0.64, 0.7), (0.3, 0.40)), PLAIN])
 def test_intervals_that_meet_say_nothing(treated):
-    for finding in expected(PLAIN, treated):
+    for finding in judge_claims(PLAIN, treated):
         assert finding.title.startswith("No clear change in ")
         assert finding.severity == "notice"
         assert "the two intervals overlap" in finding.statement
@@ -78,7 +78,7 @@ def test_intervals_that_meet_say_nothing(treated):
 )
 def test_what_was_not_measured_is_said_to_be_untested(treated):
     for plain, other in ((PLAIN, treated), (treated, PLAIN)):
-        found = expected(plain, other)
+        found = judge_claims(plain, other)
         assert [finding.title for finding in found] == [f"No comparison of {claim.what}" for claim in CLAIMS]
         assert {finding.severity for finding in found} == {"notice"}
 
@@ -89,7 +89,7 @@ def small(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(SMALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demonstration, "RECIPE", str(tmp_path / "small.yaml"))
-    monkeypatch.setattr(demonstration, "SHORTER", ())
+    monkeypatch.setattr(demonstration, "SHORTER", {})
     monkeypatch.setattr(demonstration, "TREATMENTS", ("conv_stem",))
     monkeypatch.setattr(demonstration, "BUDGET", "6s")
     return Path("my: demo #1")

@@ -9,15 +9,15 @@ from tests.reports.made_studies import DIFFERENCES, HOSTILE_ARM, compared, store
 from tests.reports.test_page import Tags, carried
 from vitclinic._core.errors import RunError
 from vitclinic.experiments.study.catalogue import open_study
-from vitclinic.experiments.study.reporting import changed, tally
+from vitclinic.experiments.study.store import describe_changes, tally
 from vitclinic.reports.study.page import render_study
-from vitclinic.reports.study.result import read_result, result_of
+from vitclinic.reports.study.result import parse_result, read_result
 from vitclinic.reports.study.tally import Claim, counts, entries, render_index
 
 
 @pytest.fixture(scope="module")
 def page():
-    return render_study(result_of(stored()))
+    return render_study(parse_result(stored()))
 
 
 def one_seed():
@@ -80,15 +80,15 @@ def test_the_verdict_comes_first_and_everything_behind_it_is_there(page):
 
 def test_the_command_is_one_that_a_shell_takes_and_names_the_study_s_file():
     changed = {"named": "my study.yaml", "data": ["my photos"], "words": ["treatments=[{sam: {rho: 0.1}}]"]}
-    assert result_of(stored(**changed, scale="paper")).command == (
+    assert parse_result(stored(**changed, scale="paper")).command == (
         "vitclinic study 'my study.yaml' --data 'my photos' --scale paper --seeds 5 'treatments=[{sam: {rho: 0.1}}]'"
     )
-    assert "--data" not in result_of(stored(data=["a", "b"])).command  # which would have both arms take one of them
+    assert "--data" not in parse_result(stored(data=["a", "b"])).command  # which would have both arms take one of them
 
 
 def test_a_study_that_is_not_blind_says_so(page):
     plain = stored()
-    seen = render_study(result_of({**plain, "study": {**plain["study"], "blind": False}}))
+    seen = render_study(parse_result({**plain, "study": {**plain["study"], "blind": False}}))
     assert "The rule and the expectations were fixed before any run. Runs are" in Tags(page).text
     assert "The rule was fixed before any run. The claim needs lines" in Tags(seen).text
     assert "so that the verdict is not blind. Runs are" in Tags(seen).text
@@ -105,7 +105,7 @@ def test_names_are_text(page):
 
 
 def test_one_seed_has_no_interval_and_a_failed_run_its_reason():
-    page = render_study(result_of(one_seed()))
+    page = render_study(parse_result(one_seed()))
     plot = json.loads(carried(page, "plot-comparisons"))
     assert [trace["x"] for trace in plot["data"]] == [[-0.12], [-0.12], []]
     assert plot["data"][1]["error_x"]["array"] == [0.0]
@@ -119,7 +119,7 @@ def test_one_comparison_alone_is_drawn():
     plain = stored()
     plain["comparisons"] = plain["comparisons"][:1]
     plain["study"]["expectations"] = plain["study"]["expectations"][:1]
-    plot = json.loads(carried(render_study(result_of(plain)), "plot-comparisons"))
+    plot = json.loads(carried(render_study(parse_result(plain)), "plot-comparisons"))
     assert len(plot["data"]) == 2
 
 
@@ -127,20 +127,20 @@ def test_a_result_without_seeds_numbers_still_shows_mean_and_interval():
     plain = stored()
     for one in plain["comparisons"]:
         del one["numbers"]
-    plot = json.loads(carried(render_study(result_of(plain)), "plot-comparisons"))
+    plot = json.loads(carried(render_study(parse_result(plain)), "plot-comparisons"))
     assert [len(trace["x"]) for trace in plot["data"]] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", json.dumps({**stored(), "schema": 99})])
 def test_what_is_no_result_is_one_sentence(tmp_path, content):
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(RunError, match="no result of a study that this version can show"):
+    with pytest.raises(RunError, match="is not the result of a study, or one that this version cannot read"):
         read_result(tmp_path / "x.json")
 
 
 def test_the_index_counts_every_claim_and_leads_to_the_pages():
     claims = [Claim("C6", "SAM <b>", "chen2022", "Table 6"), Claim("C7", "more", "chen2022", "Fig. 1")]
-    results = {"C6": result_of(stored()), "mine": result_of(stored(claim="mine", verdict="not reproduced"))}
+    results = {"C6": parse_result(stored()), "mine": parse_result(stored(claim="mine", verdict="not reproduced"))}
     found = entries(claims, results)
     assert [entry.claim.name for entry in found] == ["C6", "C7", "mine"]
     assert counts(found) == {
@@ -156,15 +156,15 @@ def test_the_index_counts_every_claim_and_leads_to_the_pages():
 
 
 def test_a_result_of_another_experiment_says_nothing_of_the_claim():
-    result = result_of(stored())
-    assert changed(result) == "changed by epochs=5, by a study that this version cannot read"
+    result = parse_result(stored())
+    assert describe_changes(result) == "changed by epochs=5, by a study that this version cannot read"
     counted = counts(tally({"C6": result}))
     assert (counted["changed"], counted["undecided"], counted["exploratory"]) == (1, 0, 0)
     page = render_index(tally({"C6": result}))
     assert "another experiment than the catalogue's: changed by epochs=5" in page
     shipped = open_study("C6").model_dump(mode="json", exclude_defaults=True)
     as_written = {**stored(study=shipped, words=[]), "comparisons": stored()["comparisons"][:1]}
-    assert changed(result_of(as_written)) == ""
-    assert changed(result_of({**as_written, "data": ["shapes"]})) == "on shapes instead of cifar10"
+    assert describe_changes(parse_result(as_written)) == ""
+    assert describe_changes(parse_result({**as_written, "data": ["shapes"]})) == "on shapes instead of cifar10"
     shipped["arms"]["SAM"] = {}
-    assert changed(result_of(as_written)) == "by another study of that name"
+    assert describe_changes(parse_result(as_written)) == "by another study of that name"

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from vitclinic._core.records import Measurement
     from vitclinic.exam.schedule import Schedule, Step
     from vitclinic.experiments.prescribe.arms import Arm
-    from vitclinic.experiments.prescribe.ledger import Decided
+    from vitclinic.experiments.prescribe.ledger import DecidedStage
     from vitclinic.experiments.prescribe.plan import Stage
-    from vitclinic.experiments.prescribe.selection import Tried
+    from vitclinic.experiments.prescribe.prescription import TriedStage
     from vitclinic.experiments.runner import Outcome
     from vitclinic.training.trainer import Trainer
 
@@ -70,10 +70,10 @@ class Callback:
     ) -> None:
         """A prescription is about to begin, or to go on, and this is what it will try."""
 
-    def on_stage(self, decided: Decided) -> None:
+    def on_stage(self, decided: DecidedStage) -> None:
         """A rung of trials, or the final comparison, begins."""
 
-    def on_tried(self, tried: Tried, kept: Sequence[str]) -> None:
+    def on_tried(self, tried: TriedStage, kept: Sequence[str]) -> None:
         """A rung of trials has ended; the arms in `kept` go on."""
 
 

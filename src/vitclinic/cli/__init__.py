@@ -14,7 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from vitclinic._core.errors import VitclinicError
-from vitclinic.cli import corrupt, examine, list, prescribe, study, train  # noqa: F401  (they register their verbs)
+from vitclinic.cli import (  # noqa: F401  (they register their verbs)
+    corrupt,
+    demo,
+    examine,
+    list,
+    prescribe,
+    report,
+    study,
+    train,
+)
 from vitclinic.cli.common import app, follows
 
 VERBS = ("demo", "train", "examine", "prescribe", "study", "report", "corrupt", "list")

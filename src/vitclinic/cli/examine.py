@@ -1,4 +1,4 @@
-"""`vitclinic examine` and `vitclinic report`."""
+"""`vitclinic examine`."""
 
 from __future__ import annotations
 
@@ -128,53 +128,3 @@ def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
             raise RecipeError(f"--set takes PROBE.OPTION=VALUE (got '{word}').")
         options.setdefault(probe, {})[option] = parse_yaml(value, f"--set {word}")
     return options
-
-
-@app.command()
-def report(
-    targets: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN...", help="Runs, or folders exams/NAME-DIGEST.")
-    ] = None,
-    all_studies: Annotated[
-        bool, typer.Option("--all", help="All studies of a folder, ./studies unless named, with an index.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page; a run's own report.html, of several ./report.html.")
-    ] = None,
-    no_images: Annotated[bool, typer.Option("--no-images", help="Leave the data's pictures out.")] = False,
-    title: Annotated[str | None, typer.Option(help="The page's title; the networks' names unless given.")] = None,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-) -> None:
-    """Write one HTML page from what is stored: findings, numbers side by side and figures. Nothing is measured.
-
-    \b
-    vitclinic report runs/photos                             runs/photos/report.html
-    vitclinic report runs/plain runs/sam --out compared.html  the second is compared with the first
-    vitclinic report runs/photos@epoch-3                     what was measured of another checkpoint
-    vitclinic report exams/timm-resnet18-1a2b3c4d            a network that is no run's
-    vitclinic report --all                                   studies/index.html: every claim and what was found
-    vitclinic report --all elsewhere                         elsewhere/index.html
-
-    The page needs no network connection and nothing beside it: docs/report.md.
-    """
-    console = console_for(verbose, quiet)
-    if all_studies:
-        page = _all_studies(targets or ["studies"], out, title)
-    elif targets:
-        from vitclinic.exam.reporting import report as write
-
-        page = write(targets, out, title=title, images=not no_images)
-    else:
-        raise RecipeError("Name a run that was examined, or say --all for all studies.")
-    console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _all_studies(folders: list[str], out: Path | None, title: str | None) -> Path:
-    from vitclinic.experiments.study.reporting import report_studies
-
-    if len(folders) > 1:
-        raise RecipeError(f"--all takes one folder of studies (got {', '.join(folders)}).")
-    if out is not None:
-        raise RecipeError("--all writes its pages beside the results, to which they lead: leave --out away.")
-    return report_studies(folders[0], title=title)

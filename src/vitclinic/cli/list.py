@@ -99,11 +99,11 @@ def describe_tasks() -> Rows:
 
 def describe_studies() -> Rows:
     """Return the catalogue: each claim with its place in the papers, the command, its time, and what our runs say."""
-    from vitclinic.experiments.study.catalogue import read_study, seen_results, shipped_studies
+    from vitclinic.experiments.study.catalogue import our_results, read_study, shipped_studies
 
     rows = []
     for name in shipped_studies():
-        study, seen = read_study(name), seen_results().get(name)
+        study, seen = read_study(name), our_results().get(name)
         data = study["base"]["data"]
         minutes = study.get("minutes")
         rows.append(

@@ -14,7 +14,7 @@ from vitclinic.cli.common import RUNS_FAILED, Quiet, Verbose, app, console_for, 
 
 
 class ScaleChoice(StrEnum):
-    """At which scale a study is conducted."""
+    """The scale at which to conduct a study."""
 
     cpu = "cpu"
     paper = "paper"
@@ -25,35 +25,35 @@ def study(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="NAME|FILE [KEY=VALUE]...", help="A claim or a study file, then changes to all recipes."
+            metavar="NAME|FILE [KEY=VALUE]...", help="A claim or a study file, then changes to every recipe."
         ),
     ],
-    data: Annotated[str | None, typer.Option(metavar="D", help="Your copy of its data, or others; as data=D.")] = None,
-    scale: Annotated[ScaleChoice, typer.Option(help="cpu, or the paper's own setting.")] = ScaleChoice.cpu,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build every network, count runs and FLOPs; no training.")
-    ] = False,
+    data: Annotated[str | None, typer.Option(metavar="D", help="Your copy of its data, or other images.")] = None,
+    scale: Annotated[ScaleChoice, typer.Option(help="cpu: scaled down; paper: as published.")] = ScaleChoice.cpu,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what it would cost, without training.")] = False,
     seeds: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many; the study says unless given.")
+        int | None, typer.Option(metavar="N", min=1, help="How many seeds; default: as many as the study says.")
     ] = None,
-    processes: Annotated[int, typer.Option(metavar="N", min=1, help="Runs at a time; they divide the cores.")] = 1,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster; auto: the one at hand.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the runs and the result go.")] = Path("studies"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    processes: Annotated[int, typer.Option(metavar="N", min=1, help="How many runs to train at a time.")] = 1,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster to train on, or auto.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs and results.")] = Path("studies"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Re-test a claim of the papers, or your own: train every arm with every seed, measure, and judge.
+    """Re-test a claim of the papers, or one of your own, over several seeds.
 
     \b
-    vitclinic study C6 --data cifar10/                  a claim of the catalogue, at CPU scale
-    vitclinic study C6 --data cifar10/ --processes 2    two runs at a time
-    vitclinic study C6 --scale paper --dry-run          what the paper's own setting would cost
+    vitclinic study C6 --data cifar10/                a claim, scaled down for a CPU
+    vitclinic study C6 --data cifar10/ --processes 2  two runs at a time
+    vitclinic study C6 --scale paper --dry-run        the cost at the paper's scale
     vitclinic study C6 --scale paper --data imagenet/ --ray auto
-    vitclinic study my-study.yaml epochs=5              your own, changed
+    vitclinic study my-study.yaml epochs=5            your own, with a change
 
-    Claims: `vitclinic list studies`. A run is trained once, whatever study asks for it; interrupted, the same command
-    goes on. How a study is written and judged: docs/study.md.
+    Trains every arm with every seed, measures the runs and says whether the claim
+    holds, with intervals. `vitclinic list studies` shows the claims. After an
+    interruption, run the same command to continue; studies share the runs that
+    they have in common. How to write a study: docs/study.md.
     """
     with resumable("every run is saved"):
         from vitclinic.experiments.study.conduct import study as conduct
@@ -63,9 +63,9 @@ def study(
         console = console_for(verbose, quiet or as_json)
         name, changes = recipe_and_changes(words)
         if name is None:
-            raise RecipeError("Say which study: a claim of `vitclinic list studies`, or a file.")
+            raise RecipeError("Which study? Name a claim of `vitclinic list studies`, or a file.")
         if dry_run:
-            plan = plan_study(name, *changes, data=data, scale=scale.value, seeds=seeds)
+            plan = plan_study(name, changes, data=data, scale=scale.value, seeds=seeds)
             if as_json:
                 typer.echo(json.dumps(plan.plain(), indent=2))
             show_plan(plan, console)
@@ -73,14 +73,14 @@ def study(
         with Display(console) as display:
             found = conduct(
                 name,
-                *changes,
+                changes,
                 data=data,
                 scale=scale.value,
                 seeds=seeds,
                 processes=processes,
                 ray=ray,
                 out=out,
-                watcher=display,
+                callbacks=[display],
             )
         if as_json:
             typer.echo(json.dumps(found.plain(), indent=2, allow_nan=False))

@@ -1,25 +1,14 @@
-"""`vitclinic train` and `vitclinic demo`."""
+"""`vitclinic train`."""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import (
-    Quiet,
-    Verbose,
-    app,
-    console_for,
-    finish,
-    free_path,
-    import_quickly,
-    recipe_and_changes,
-    resumable,
-)
+from vitclinic.cli.common import Quiet, Verbose, app, console_for, finish, import_quickly, recipe_and_changes
 
 
 @app.command()
@@ -69,32 +58,3 @@ def train(
         else:
             run = train_run(recipe, changes, callbacks=[display])
     finish(run, console)
-
-
-@app.command()
-def demo(
-    out: Annotated[Path | None, typer.Option(help="Where it goes; runs/demo unless given. Goes on if there.")] = None,
-    quiet: Quiet = False,
-) -> None:
-    """Train a plain and a treated vision transformer on the embedded `shapes`, examine and compare them in one page.
-
-    Under five minutes on two cores. Look at the page, report.html, in any browser.
-    """
-    path = out or free_path(Path("runs") / "demo")
-    with resumable(f"go on with: vitclinic demo --out {shlex.quote(str(path))}", same=False):
-        from rich.markup import escape
-
-        from vitclinic.exam.display import Display as ExamDisplay
-        from vitclinic.exam.display import show_exams
-        from vitclinic.experiments.demo import compare, train_both
-        from vitclinic.training.display import Display
-
-        console = console_for(verbose=False, quiet=quiet)
-        with Display(console) as training:
-            runs = train_both(path, callbacks=[training])
-        with ExamDisplay(console) as examining:
-            done = compare(*runs, path / "report.html", callbacks=[examining])
-        show_exams(done.exams, console, whole=False)
-        for finding in done.expected:
-            console.print(f"[bold]{escape(finding.title)}[/]: {escape(finding.statement)}", soft_wrap=True)
-        console.print(f"report: [bold]{escape(str(done.page))}[/]", soft_wrap=True, highlight=False)

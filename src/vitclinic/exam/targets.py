@@ -27,7 +27,7 @@ from vitclinic.models import Normalized
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import name_classes
 from vitclinic.probes.subject import check_ready
-from vitclinic.training import Run, load_model
+from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import adapt_augmentation
 from vitclinic.training.optimizer import decayed_parameters
@@ -68,7 +68,7 @@ RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model
 
 OpenDataset = Callable[[DataConfig | None, str, Size | None, int | None], Dataset]
 
-Target = str | Path | Run | nn.Module
+Target = str | Path | Run | Checkpoint | nn.Module
 """What can be examined."""
 
 
@@ -142,7 +142,10 @@ def resolve(target: Target, device: torch.device, random_weights: bool = False) 
     """Return the network that a target names, in eval mode on `device`; one given as such stays as it is."""
     if isinstance(target, nn.Module):
         return Network(type(target).__name__, target)
-    found = _resolve(str(target.path if isinstance(target, Run) else target), random_weights)
+    if isinstance(target, Checkpoint):
+        found = _run(str(target), target.run.path, target.name)
+    else:
+        found = _resolve(str(target.path if isinstance(target, Run) else target), random_weights)
     check_ready(found.network, found.name)
     found.network.eval().to(device)
     return found

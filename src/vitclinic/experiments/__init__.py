@@ -1,1 +1,1 @@
-"""Many runs with one question: studies of the papers' claims, prescriptions for one's own data, and the demo."""
+"""Experiments of many runs: studies of the papers' claims, prescriptions for one's own data, and the demo."""

@@ -1,4 +1,4 @@
-"""The verb `demo`: a plain ViT and a treated one on embedded data, trained, examined and compared in one page."""
+"""The verb `demo`: train a plain and a treated ViT on embedded data, examine both and compare them in one page."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vitclinic.training import Run, resume, train
 
 RECIPE = "shapes"
 SHORTER = {"data.source": "shapes:2500", "epochs": 4}
-"""Of the recipe, so that two trainings and an exam fit into five minutes on two cores."""
+"""Changes to the recipe, so that two trainings and an exam fit into five minutes on two cores."""
 TREATMENTS = ("conv_stem", "patch_diversity")
 BUDGET = "60s"
-"""For the probes of both networks."""
+"""The time for the probes of both networks."""
 
 Severity = Literal["notice", "healthy"]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says that the treatments do to a number of the network."""
+    """The effect of the treatments on one number, as a paper states it."""
 
     probe: str
     scalar: str
@@ -36,6 +36,7 @@ class Claim:
 
     @property
     def number(self) -> str:
+        """The name of the number, as findings give it."""
         return f"{self.probe}.{self.scalar}"
 
 
@@ -48,33 +49,33 @@ CLAIMS = (
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What the demo has found out."""
+class Comparison:
+    """The outcome of the demo."""
 
     exams: Exams
-    """Of the plain network and the treated one."""
+    """Those of the plain network and of the treated one."""
     expected: Sequence[Finding]
-    """Whether they differ as the papers say."""
+    """For each claim, a finding that says if the networks differ as the paper says."""
     page: Path
 
 
 def train_both(out: str | Path, *, callbacks: Sequence[Callback] = ()) -> tuple[Run, Run]:
-    """The plain network and the treated one in `out`; goes on where it was stopped."""
-    plain = _trained(Path(out) / "plain", (), callbacks)
-    treated = _trained(Path(out) / "treated", TREATMENTS, callbacks)
+    """Train the plain network and the treated one in `out`, or continue where that was stopped."""
+    plain = _train(Path(out) / "plain", (), callbacks)
+    treated = _train(Path(out) / "treated", TREATMENTS, callbacks)
     return plain, treated
 
 
-def compare(plain: Run, treated: Run, page: str | Path, callbacks: Iterable[Callback] = ()) -> Compared:
-    """Examine both networks, and write one page about them."""
+def compare(plain: Run, treated: Run, page: str | Path, callbacks: Iterable[Callback] = ()) -> Comparison:
+    """Examine both networks and write one page about them."""
     exams = examine([plain, treated], budget=BUDGET, callbacks=callbacks)
-    found = expected(exams[0], exams[1])
+    found = judge_claims(exams[0], exams[1])
     networks = [exams[0].examined, replace(exams[1].examined, findings=[*exams[1].findings, *found])]
-    return Compared(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))
+    return Comparison(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))
 
 
-def _trained(path: Path, treatments: Sequence[str], callbacks: Sequence[Callback]) -> Run:
-    """The run at `path`: as it ended, gone on with, or new. A signal that stopped it is raised."""
+def _train(path: Path, treatments: Sequence[str], callbacks: Sequence[Callback]) -> Run:
+    """Return the run at `path`, which is trained, continued or found ended; a signal is raised as KeyboardInterrupt."""
     if not (path / "recipe.yaml").is_file():
         run = train(RECIPE, SHORTER, treatments=treatments, out=path, callbacks=callbacks)
     elif (run := Run.open(path)).status["status"] not in ("finished", "diverged"):
@@ -84,20 +85,20 @@ def _trained(path: Path, treatments: Sequence[str], callbacks: Sequence[Callback
     return run
 
 
-def expected(plain: Mapping[str, Measurement], treated: Mapping[str, Measurement]) -> list[Finding]:
-    """Of every claim, whether the treated network differs from the plain one as the paper says."""
+def judge_claims(plain: Mapping[str, Measurement], treated: Mapping[str, Measurement]) -> list[Finding]:
+    """Return a finding for every claim: does the treated network differ from the plain one as the paper says?"""
     evidence = Evidence(treated, reference=plain)
-    return [_judged(claim, evidence.theirs(claim.number), evidence.number(claim.number)) for claim in CLAIMS]
+    return [_judge(claim, evidence.theirs(claim.number), evidence.number(claim.number)) for claim in CLAIMS]
 
 
-def _judged(claim: Claim, before: Scalar | None, after: Scalar | None) -> Finding:
+def _judge(claim: Claim, before: Scalar | None, after: Scalar | None) -> Finding:
     severity: Severity
     numbers: dict[str, Scalar] = {}
     if before is None or after is None:
         title, severity = f"No comparison of {claim.what}", "notice"
-        says = f"The {claim.what} was not measured of both networks alike: {claim.paper} is not put to the test."
+        says = f"The {claim.what} was not measured in the same way for both networks, so {claim.paper} is not tested."
     else:
-        title, severity, word = _word(claim, before, after)
+        title, severity, word = _describe_change(claim, before, after)
         numbers = {claim.number: after, f"plain {claim.number}": before}
         says = f"The {claim.what} is {format_number(before)} without and {format_number(after)} with treatment, {word}."
     return Finding(
@@ -111,8 +112,8 @@ def _judged(claim: Claim, before: Scalar | None, after: Scalar | None) -> Findin
     )
 
 
-def _word(claim: Claim, before: Scalar, after: Scalar) -> tuple[str, Severity, str]:
-    """Title, severity and the end of the sentence."""
+def _describe_change(claim: Claim, before: Scalar, after: Scalar) -> tuple[str, Severity, str]:
+    """Return title, severity and the end of the sentence."""
     rises, falls = low(after) > high(before), high(after) < low(before)
     if not rises and not falls:
         return f"No clear change in {claim.what}", "notice", "and the two intervals overlap"

@@ -11,11 +11,11 @@ from vitclinic.data import open_data
 from vitclinic.training import Recipe, Run, resume, train
 
 ENDED = ("finished", "diverged")
-"""Statuses that the same recipe would end in again: a divergence is a result like any other."""
+"""Statuses in which the same recipe would end again: a divergence is a result like any other."""
 
 
 def drop_weights(run: Run) -> None:
-    """Keep of an ended run what was measured, not what was learnt: many short trials fill a disk."""
+    """Remove the checkpoints of an ended run, which fill a disk where there are many short trials."""
     shutil.rmtree(run.checkpoints.folder, ignore_errors=True)
 
 
@@ -24,7 +24,7 @@ class Pool:
 
     Example:
         >>> pool = Pool("runs/pool")
-        >>> run = pool.trained(build_recipe("shapes", ["seed=1"]))  # doctest: +SKIP
+        >>> run = pool.train(build_recipe("shapes", ["seed=1"]))  # doctest: +SKIP
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -32,22 +32,23 @@ class Pool:
         self._data_digests: dict[tuple[object, ...], str] = {}
 
     def path(self, recipe: Recipe) -> Path:
-        """Where the run of a recipe is, or will be."""
+        """Return where the run of a recipe is, or will be."""
         return self.folder / recipe.digest(self._data_digest(recipe))[:16]
 
     def find(self, recipe: Recipe) -> Run | None:
-        """The run of a recipe, if it is there and has ended."""
+        """Return the run of a recipe if it is there and has ended."""
         path = self.path(recipe)
         if not (path / "recipe.yaml").is_file():
             return None
         run = Run.open(path)
         return run if run.status["status"] in ENDED else None
 
-    def trained(self, recipe: Recipe, callbacks: Sequence[Callback] = ()) -> Run:
-        """The ended run of a recipe: found, resumed if it was interrupted or failed, or trained.
+    def train(self, recipe: Recipe, callbacks: Sequence[Callback] = ()) -> Run:
+        """Return the ended run of a recipe: found, resumed if it was interrupted or failed, or trained.
 
-        A signal that stopped the training, once that is saved, is raised as KeyboardInterrupt; that another process is
-        at it, as LockedError.
+        Raises:
+            KeyboardInterrupt: A signal stopped the training, which is saved.
+            LockedError: Another process is training it.
         """
         found = self.find(recipe)
         if found is not None:
@@ -63,11 +64,11 @@ class Pool:
         else:
             run = train(recipe.model_copy(update={"out": str(path)}), callbacks=callbacks)
         if run.status["status"] not in ENDED:
-            raise KeyboardInterrupt(f"'{path}' was interrupted; it goes on when it is asked for again")
+            raise KeyboardInterrupt(f"'{path}' was interrupted; it continues when it is asked for again")
         return run
 
     def _data_digest(self, recipe: Recipe) -> str:
-        """The digest of a recipe's data, which is opened once however many recipes share it."""
+        """Return the digest of a recipe's data, which is opened once however many recipes share it."""
         key = (recipe.data.model_dump_json(), recipe.image_size, recipe.model.in_chans)
         if key not in self._data_digests:
             data = open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans)

@@ -1,7 +1,7 @@
 """Runs as tasks of a Ray cluster, whose machines share the folder of the pool.
 
-A task trains and measures one run. Ray starts a task again whose worker is lost, elsewhere if need be; the run then
-goes on from its last checkpoint. How far the runs are is read from their folders.
+A task trains and measures one run. If its worker is lost, Ray starts the task again, elsewhere if need be, and the run
+continues from its last checkpoint. Progress is read from the folders of the runs.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from vitclinic.training import Recipe, Run
 
 _ATTEMPTS_AFTER_A_LOSS = 5
 _LOOK_EVERY = 0.5
-"""Seconds between looks at how far the runs are."""
+"""Seconds between two looks at the progress."""
 _SAVED_WITHIN = 60.0
-"""Seconds that runs have to save themselves when all is stopped."""
+"""Seconds that runs have to save themselves when everything is stopped."""
 
 
-def in_cluster(
+def run_on_cluster(
     waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
 ) -> dict[Path, Outcome]:
-    """The outcomes of all that is `waiting`; the cluster at `address` is joined, and left as it was."""
-    with redirect_stdout(sys.stderr):  # where Ray's own words on lost workers belong
-        return _in_cluster(waiting, folder, address, threads, after, tally)
+    """Train all that is `waiting` on the cluster at `address`, and return the outcomes."""
+    with redirect_stdout(sys.stderr):  # where Ray's own messages about lost workers belong
+        return _run_tasks(waiting, folder, address, threads, after, tally)
 
 
-def _in_cluster(
+def _run_tasks(
     waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
 ) -> dict[Path, Outcome]:
-    ray, joined = _joined(address)
-    task: Any = ray.remote(num_cpus=threads, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_task)
+    ray, joined = _join(address)
+    task: Any = ray.remote(num_cpus=threads, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_run_task)
     pending: dict[Any, Path] = {}
     ended: dict[Path, Outcome] = {}
     try:
         for path, recipe in waiting.items():
-            pending[task.remote(_anywhere(recipe), folder.resolve(), threads, after)] = path
+            pending[task.remote(_resolve_data(recipe), folder.resolve(), threads, after)] = path
         while pending:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_EVERY)
             for one in done:
                 path = pending.pop(one)
-                ended[path] = _outcome(ray, one, waiting[path])
+                ended[path] = _get_outcome(ray, one, waiting[path])
                 tally.end(path, ended[path])
-            _look(pending.values(), tally)
+            _update_progress(pending.values(), tally)
     finally:
         _stop(ray, list(pending))
         if joined:
@@ -61,8 +61,8 @@ def _in_cluster(
     return ended
 
 
-def _joined(address: str) -> tuple[Any, bool]:
-    """Ray, and whether the cluster was joined just now."""
+def _join(address: str) -> tuple[Any, bool]:
+    """Return Ray, and True if the cluster was joined just now."""
     try:
         import ray
     except ImportError as error:
@@ -78,21 +78,21 @@ def _joined(address: str) -> tuple[Any, bool]:
 
 
 def _knock(address: str) -> None:
-    """Ray waits for a quarter of an hour where nobody answers."""
+    """Fail at once if nobody answers, where Ray would wait for a quarter of an hour."""
     host, colon, port = address.rpartition("/")[2].rpartition(":")
     if colon:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _anywhere(recipe: Recipe) -> Recipe:
-    """The recipe for a process that works in another folder; where its data lies is no part of its digest."""
+def _resolve_data(recipe: Recipe) -> Recipe:
+    """Return the recipe for a process in another folder; where its data lies is no part of its digest."""
     source = Path(recipe.data.source).expanduser()
     if not source.exists():
         return recipe
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"source": str(source.resolve())})})
 
 
-def _outcome(ray: Any, done: Any, recipe: Recipe) -> Outcome:
+def _get_outcome(ray: Any, done: Any, recipe: Recipe) -> Outcome:
     try:
         outcome: Outcome = ray.get(done)
     except ray.exceptions.RayError as error:
@@ -100,15 +100,15 @@ def _outcome(ray: Any, done: Any, recipe: Recipe) -> Outcome:
     return replace(outcome, recipe=recipe)
 
 
-def _look(paths: Iterable[Path], tally: Tally) -> None:
+def _update_progress(paths: Iterable[Path], tally: Tally) -> None:
     for path in paths:
-        share = steps_done(Run(path))
+        share = read_progress(Run(path))
         if share is not None:
             tally.advance(path, share)
 
 
-def steps_done(run: Run) -> float | None:
-    """The share of its steps that a run has recorded, as another process sees it; None before it has begun."""
+def read_progress(run: Run) -> float | None:
+    """Return the share of its steps that a run has recorded; None before it has begun."""
     try:
         total = run.status["total_steps"]
         with (run.path / "metrics.jsonl").open("rb") as file:
@@ -120,14 +120,14 @@ def steps_done(run: Run) -> float | None:
 
 
 def _stop(ray: Any, unfinished: list[Any]) -> None:
-    """As Ctrl-C would: those at work are saved before their processes go with the job."""
+    """Cancel as Ctrl-C would: runs at work are saved before their processes end."""
     for one in unfinished:
         ray.cancel(one)
     if unfinished:
         ray.wait(unfinished, num_returns=len(unfinished), timeout=_SAVED_WITHIN)
 
 
-def _task(recipe: Recipe, folder: Path, threads: int, after: After | None) -> Outcome:
+def _run_task(recipe: Recipe, folder: Path, threads: int, after: After | None) -> Outcome:
     import torch
 
     torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Many runs on one machine: in this process one after another, or in several processes that divide the cores."""
+"""Train many recipes: in this process one after another, in several processes, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vitclinic._core.callback import Callback
+from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.errors import LockedError
 from vitclinic.data import DataConfig
 from vitclinic.experiments.pool import Pool
@@ -25,49 +25,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN = 1.0
-"""Seconds until the next look at a run that another process is at."""
+"""Seconds until the next attempt at a run that another process is training."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a run."""
+    """The numbers that were measured on a run."""
 
     numbers: dict[str, float]
     """By measure; NaN where there is none."""
     missing: dict[str, str]
-    """Why there is none."""
+    """The reason, for each measure without a number."""
 
 
 After = Callable[[Run, DataConfig], Measured]
-"""Measures a run that has ended, on its data, where it was trained; it can be pickled."""
+"""A function that measures an ended run on its data, in the process that trained it; it must be picklable."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run of a recipe ended. A divergence is a result; a failure is why there is none."""
+    """The end of a recipe's run. A divergence is a result; a failure means that there is none."""
 
     recipe: Recipe
     status: Literal["finished", "diverged", "failed"]
     path: Path | None = None
     reason: str | None = None
     measured: Measured = field(default_factory=lambda: Measured({}, {}))
-    """Empty unless it was asked for."""
+    """Empty unless `run_all` was given `after`."""
 
     @property
     def run(self) -> Run:
         """The run directory; only of a run that did not fail."""
         assert self.path is not None
         return Run.open(self.path)
-
-
-class Watcher:
-    """Hears of a list of runs as they go on. Override what you need."""
-
-    def on_progress(self, done: float, total: int) -> None:
-        """`done` of `total` runs are done, those at work by the share of their steps."""
-
-    def on_outcome(self, outcome: Outcome) -> None:
-        """A run has ended, or was found ended."""
 
 
 def run_all(
@@ -78,18 +68,24 @@ def run_all(
     threads: int | None = None,
     ray: str | None = None,
     after: After | None = None,
-    watcher: Watcher | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> list[Outcome]:
-    """The outcomes of recipes, in their order; what the pool has is not trained again, nor a recipe listed twice.
+    """Train recipes that the pool does not have yet, each once, and return the outcomes of all in their order.
 
-    With several `processes`, each has `threads` threads (its share of the cores unless given). A run's numbers depend
-    on the number of its threads in their last bits, and on nothing else here: not on how many run beside it. With
-    `ray`, the address of a Ray cluster (`auto`: the one at hand), they are its tasks, `threads` cores each. One that
-    fails is reported, and the others go on. One that another invocation is at is left for last and waited for, and
-    trained on here should that die. Ctrl-C stops when all that are at work are saved, and is raised. `after` is called
-    with each run that has ended, also with those that had before.
+    One that fails is reported, and the others go on. One that another command is training comes last and is waited for;
+    should that command die, it is continued here. Ctrl-C saves all runs at work, and is raised.
+
+    Args:
+        recipes: What to train; a recipe may be listed twice.
+        pool: Where runs are found and stored.
+        processes: How many to train at a time.
+        threads: Of each process; its share of the cores unless given. A run's numbers depend in their last bits on
+            the number of its threads, and not on how many runs are trained beside it.
+        ray: The address of a Ray cluster to train on, `threads` cores per run; `auto` finds a running one.
+        after: Called with each ended run and its data, also with those that were found.
+        callbacks: Their `on_progress` is told of runs done, fractions included, and `on_run` of each that ends.
     """
-    watcher = watcher or Watcher()
+    callback = CallbackList(callbacks)
     ended: dict[Path, Outcome] = {}
     waiting: dict[Path, Recipe] = {}
     for recipe in recipes:
@@ -98,25 +94,25 @@ def run_all(
         if found is None:
             waiting[path] = recipe
         elif path not in ended:
-            ended[path] = outcome_of(recipe, found)
-            watcher.on_outcome(ended[path])
-    tally = Tally(len(ended), len(ended) + len(waiting), watcher)
+            ended[path] = describe_run(recipe, found)
+            callback.on_run(ended[path])
+    tally = Tally(len(ended), len(ended) + len(waiting), callback)
     if ray is not None:
-        from vitclinic.experiments.ray_cluster import in_cluster
+        from vitclinic.experiments.ray_cluster import run_on_cluster
 
-        ended |= in_cluster(waiting, pool.folder, ray, threads or 1, after, tally)
+        ended |= run_on_cluster(waiting, pool.folder, ray, threads or 1, after, tally)
     elif processes == 1:
-        ended |= in_turn(waiting, pool, after, tally)
+        ended |= run_in_turn(waiting, pool, after, tally)
     else:
-        from vitclinic.experiments.workers import in_processes
+        from vitclinic.experiments.workers import run_in_processes
 
         share = threads or max(1, (os.cpu_count() or 1) // processes)
-        ended |= in_processes(waiting, pool.folder, min(processes, len(waiting)), share, after, tally)
+        ended |= run_in_processes(waiting, pool.folder, min(processes, len(waiting)), share, after, tally)
     return [ended[pool.path(recipe)] for recipe in recipes]
 
 
-def in_turn(waiting: Mapping[Path, Recipe], pool: Pool, after: After | None, tally: Tally) -> dict[Path, Outcome]:
-    """The outcomes of all that is `waiting`, trained in this process."""
+def run_in_turn(waiting: Mapping[Path, Recipe], pool: Pool, after: After | None, tally: Tally) -> dict[Path, Outcome]:
+    """Train all that is `waiting` in this process, and return the outcomes."""
     queue = Queue(waiting)
     ended: dict[Path, Outcome] = {}
     while queue.runs:
@@ -132,9 +128,9 @@ def in_turn(waiting: Mapping[Path, Recipe], pool: Pool, after: After | None, tal
 
 
 class Queue:
-    """Runs to be done, in their order; one that another process is at goes to the end, and rests before its next turn.
+    """Runs to train, in order; one that another process is training goes to the end and rests before its next turn.
 
-    Since the end is where the latest comes, no run in the queue is ready unless the first one is.
+    The latest comes last, so that no run in the queue is ready unless the first one is.
     """
 
     def __init__(self, waiting: Mapping[Path, Recipe]) -> None:
@@ -142,7 +138,7 @@ class Queue:
         self.told = False
 
     def rest(self) -> float:
-        """Seconds until the first may be taken."""
+        """Return the seconds until the first may be taken."""
         return max(0.0, self.runs[0][2] - time.monotonic())
 
     def take(self) -> tuple[Path, Recipe]:
@@ -152,34 +148,36 @@ class Queue:
     def put_back(self, path: Path, recipe: Recipe) -> None:
         self.runs.append((path, recipe, time.monotonic() + LOOK_AGAIN))
         if not self.told:
-            log.warning("Another process is at work on some of these runs: they are left for last, and waited for.")
+            log.warning("Another process is training some of these runs: waiting for it after all others are done.")
         self.told = True
 
 
 def attempt(pool: Pool, recipe: Recipe, callbacks: Sequence[Callback], after: After | None = None) -> Outcome:
-    """Train and measure, or say why that failed. A signal is raised as KeyboardInterrupt, also after the last step.
+    """Train and measure a recipe, and return its outcome, also if that is a failure.
 
-    That another process is training or measuring it is no failure, and raised as LockedError.
+    Raises:
+        KeyboardInterrupt: A signal came, even after the last step.
+        LockedError: Another process is training or measuring it.
     """
     with listen_for_signals() as interrupt:
         try:
-            outcome = _caught(recipe, lambda: outcome_of(recipe, pool.trained(recipe, callbacks)))
+            outcome = _catch(recipe, lambda: describe_run(recipe, pool.train(recipe, callbacks)))
         finally:
             if interrupt.signal is not None:
                 raise KeyboardInterrupt
     if after is None or outcome.status == "failed":
         return outcome
-    return _caught(recipe, lambda: replace(outcome, measured=_measured(outcome.run, recipe, after)))
+    return _catch(recipe, lambda: replace(outcome, measured=_measure(outcome.run, recipe, after)))
 
 
-def _measured(run: Run, recipe: Recipe, after: After) -> Measured:
-    """Two that measure a run at a time would do all of it twice, and write the same files."""
+def _measure(run: Run, recipe: Recipe, after: After) -> Measured:
+    """Measure a run under its lock: two at a time would do the work twice and write the same files."""
     with run.locked():
         return after(run, recipe.data)
 
 
-def _caught(recipe: Recipe, action: Callable[[], Outcome]) -> Outcome:
-    """What the action returns, or its failure: whatever one run dies of, the others go on."""
+def _catch(recipe: Recipe, action: Callable[[], Outcome]) -> Outcome:
+    """Return what the action returns, or its failure: whatever one run dies of, the others go on."""
     try:
         return action()
     except LockedError:
@@ -189,16 +187,17 @@ def _caught(recipe: Recipe, action: Callable[[], Outcome]) -> Outcome:
         return Outcome(recipe, "failed", reason=str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
-def outcome_of(recipe: Recipe, run: Run) -> Outcome:
+def describe_run(recipe: Recipe, run: Run) -> Outcome:
+    """Return the outcome of an ended run."""
     status = run.status
     return Outcome(recipe, status["status"], run.path, status.get("reason"))
 
 
 class Tally:
-    """How far all runs together are."""
+    """The progress of all runs together."""
 
-    def __init__(self, done: int, total: int, watcher: Watcher) -> None:
-        self.done, self.total, self.watcher = done, total, watcher
+    def __init__(self, done: int, total: int, callback: Callback) -> None:
+        self.done, self.total, self.callback = done, total, callback
         self.shares: dict[Path, float] = {}
         self._tell()
 
@@ -209,15 +208,15 @@ class Tally:
     def end(self, path: Path, outcome: Outcome) -> None:
         self.shares.pop(path, None)
         self.done += 1
-        self.watcher.on_outcome(outcome)
+        self.callback.on_run(outcome)
         self._tell()
 
     def _tell(self) -> None:
-        self.watcher.on_progress(self.done + sum(self.shares.values()), self.total)
+        self.callback.on_progress("runs", self.done + sum(self.shares.values()), self.total)
 
 
 class StepShare(Callback):
-    """Tells a tally which share of a run's steps is done."""
+    """A callback of training that tells the tally which share of the steps is done."""
 
     def __init__(self, tally: Tally, path: Path) -> None:
         self.tally, self.path = tally, path

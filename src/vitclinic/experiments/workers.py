@@ -1,8 +1,8 @@
-"""Processes that train, each one run at a time, and how they are led.
+"""Worker processes that train one run at a time, and the leader that hands runs to them.
 
-A worker is a process of its own with its own number of threads. It is sent recipes through a pipe and answers with the
-share of steps done and with how a run ended. One that dies takes the run it was at with it, as a failure, and is
-replaced. One whose leader has died saves and stops. One that finds another invocation at its run gives it back.
+A worker has its own number of threads. It receives recipes through a pipe and answers with the share of steps done and
+with how a run ended. If it dies, the run it was training counts as failed, and another worker takes its place. If the
+leader dies, it saves and stops. A run that another command is training is given back.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from vitclinic.training.trainer import Trainer
 
 _TELL_EVERY = 0.2
-"""Seconds between a worker's words on its progress."""
+"""Seconds between two reports of a worker on its progress."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def in_processes(
+def run_in_processes(
     waiting: Mapping[Path, Recipe], folder: Path, processes: int, threads: int, after: After | None, tally: Tally
 ) -> dict[Path, Outcome]:
-    """The outcomes of all that is `waiting`, trained by `processes` workers."""
+    """Train all that is `waiting` with `processes` workers, and return the outcomes."""
     queue = Queue(waiting)
     ended: dict[Path, Outcome] = {}
     workers: list[_Worker] = []
@@ -48,7 +48,7 @@ def in_processes(
             for worker in workers:
                 if worker.path is None and queue.runs and not queue.rest():
                     worker.give(*queue.take())
-            for worker in _speaking(workers, queue.rest() if queue.runs else None):
+            for worker in _wait_for_news(workers, queue.rest() if queue.runs else None):
                 word = worker.hear(tally)
                 if word is None or worker.path is None or worker.recipe is None:
                     continue
@@ -64,7 +64,7 @@ def in_processes(
 
 
 class _Worker:
-    """The leader's end of a worker."""
+    """A worker as its leader sees it."""
 
     def __init__(self, folder: Path, threads: int, after: After | None) -> None:
         context = mp.get_context("spawn")  # a fork would inherit torch's threads in whatever state they are
@@ -83,7 +83,7 @@ class _Worker:
             self.connection.send(recipe)
 
     def hear(self, tally: Tally) -> Outcome | LockedError | None:
-        """How its run ended, or that it could not begin, if this is what it says; a failure, if it says no more."""
+        """Return how its run ended, or that it could not begin; a failure if it died; None for mere progress."""
         try:
             word = self.connection.recv()
         except (EOFError, OSError):
@@ -91,7 +91,7 @@ class _Worker:
             if self.process.exitcode in (0, -signal.SIGINT, -signal.SIGTERM):
                 raise KeyboardInterrupt from None  # it was told to stop, and saved
             assert self.recipe is not None
-            reason = f"its process died (exit code {self.process.exitcode}); was there memory enough?"
+            reason = f"its process died (exit code {self.process.exitcode}); perhaps it ran out of memory"
             return Outcome(self.recipe, "failed", reason=reason)
         if isinstance(word, Outcome | LockedError):
             return word
@@ -100,10 +100,10 @@ class _Worker:
         return None
 
 
-def _speaking(workers: list[_Worker], rest: float | None) -> list[_Worker]:
-    """Those who have something to say; one that dies closes its end of the pipe, which is heard, too.
+def _wait_for_news(workers: list[_Worker], rest: float | None) -> list[_Worker]:
+    """Return the workers that have sent something, or have died, which closes their end of the pipe.
 
-    If some are idle, not after `rest`, when a run is ready for them.
+    If some are idle, wait no longer than `rest` seconds, when a run is ready for them.
     """
     busy = {worker.connection: worker for worker in workers if worker.path is not None}
     idle = len(busy) < len(workers)
@@ -111,7 +111,7 @@ def _speaking(workers: list[_Worker], rest: float | None) -> list[_Worker]:
 
 
 def _dismiss(workers: list[_Worker]) -> None:
-    """Have the idle end and the busy save and end; a second Ctrl-C meanwhile is not heard."""
+    """Stop all workers, the busy ones after saving; a second Ctrl-C meanwhile is ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if _in_main_thread() else None
     for worker in workers:
         if worker.process.is_alive():
@@ -129,7 +129,7 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """What a process started meanwhile finds in its environment."""
+    """Change the environment for processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -143,7 +143,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def _serve(connection: Connection, folder: Path, threads: int, after: After | None) -> None:
-    """The worker: train what comes, until nothing more does or a signal says so."""
+    """Train what comes through the pipe, until it closes or a signal comes."""
     import torch
 
     torch.set_num_threads(threads)
@@ -166,7 +166,7 @@ def _stop_with_the_leader() -> None:
 
 
 class _Reporter(Callback):
-    """Tells the leader how far a run is."""
+    """A callback of training that tells the leader which share of the steps is done."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,6 +145,15 @@ class Run:
         with hold_lock(self.path / ".lock", busy, reentrant=True):
             yield
 
+    def at(self, name: str) -> Checkpoint:
+        """Return one of the run's checkpoints, as `examine` takes it.
+
+        Example:
+            >>> str(Run(Path("runs/demo")).at("epoch-3"))
+            'runs/demo@epoch-3'
+        """
+        return Checkpoint(self, name)
+
     @property
     def recipe(self) -> Recipe:
         text = (self.path / "recipe.yaml").read_text(encoding="utf-8")
@@ -188,6 +198,18 @@ class Run:
         except (OSError, ValueError) as error:
             raise RunError(f"'{self.path / name}' cannot be read: {error}") from error
         return value
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of a run at one time."""
+
+    run: Run
+    name: str
+    """`last`, `best` or `epoch-N`."""
+
+    def __str__(self) -> str:
+        return f"{self.run.path}@{self.name}"
 
 
 def _now() -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from vitclinic.experiments.prescribe import costs, ledger, plan
+from vitclinic.experiments.prescribe import ledger, plan
 from vitclinic.training.budget import Cost
 from vitclinic.training.trainer import PlainStep, Trainer
 from vitclinic.treatments import Treatment
@@ -98,8 +98,8 @@ def made_world() -> Iterator[Clock]:
         for name, factor in MADE.items():
             patch.setitem(TREATMENTS._known, name, louder(name, factor))
         patch.setitem(TREATMENTS._known, "mistaken", Unfit)
-        patch.setattr(costs, "measure_costs", _measured)
-        patch.setattr(costs, "measure_cost", lambda recipe, *rest: _measured([recipe], *rest)[0])
+        patch.setattr(ledger, "measure_costs", _measured)
+        patch.setattr(ledger, "measure_cost", lambda recipe, *rest: _measured([recipe], *rest)[0])
         patch.setattr(ledger, "time", clock)
         patch.setattr(plan, "SELECTION_SEEDS", 1)
         patch.setattr(plan, "FINAL_SEEDS", (3, 3))

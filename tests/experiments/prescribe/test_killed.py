@@ -67,7 +67,7 @@ def test_killed_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path
     assert error.strip() == "interrupted; every trial that has ended is stored, and the same command goes on"
 
     done = subprocess.run(command("killed"), capture_output=True, text=True, check=True)
-    assert "selection, optimistic" in done.stdout
+    assert "Selection (optimistic)" in done.stdout
     assert "fresh seeds" in done.stdout
 
     # Without any interruption, by the same measured costs.
@@ -80,4 +80,4 @@ def test_killed_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path
 def test_without_data_it_asks_for_it():
     done = subprocess.run([sys.executable, "-m", "vitclinic", "prescribe"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.strip() == "error: Say which data to try on: --data D, or a recipe that names it."
+    assert done.stderr.strip() == "error: Which data? Give --data D, or a recipe that names it."

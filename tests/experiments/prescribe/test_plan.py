@@ -11,12 +11,12 @@ from vitclinic.experiments.prescribe.plan import (
     FINAL_SEEDS,
     FINAL_SHARE,
     RESERVE,
-    halved,
+    count_affordable,
+    count_pairs,
+    find_needed_budget,
+    halve,
     make_plan,
-    most_candidates,
-    needed_budget,
-    pairs_among,
-    shrunk,
+    shrink,
 )
 
 COUNTS = st.integers(1, 40)
@@ -27,7 +27,7 @@ LONGEST = st.floats(0.1, 1e5)
 
 @given(st.integers(2, 200))
 def test_every_rung_has_at_most_half_rounded_up_and_the_last_the_best_few(candidates):
-    rungs = halved(candidates)
+    rungs = halve(candidates)
     assert rungs[0] == candidates
     assert all(BEST <= after < before for before, after in itertools.pairwise(rungs))
     assert all(after <= -(-before // 2) for before, after in itertools.pairwise(rungs) if after != BEST)
@@ -49,9 +49,9 @@ def test_a_plan_keeps_the_budget_and_the_final_its_share(candidates, seconds, ov
 
 @given(st.integers(2, 40), SECONDS)
 def test_arms_are_the_plain_recipe_singles_and_in_the_end_pairs(candidates, seconds):
-    plan, rungs = make_plan(candidates, seconds, 0.0, 1e9), halved(candidates)
+    plan, rungs = make_plan(candidates, seconds, 0.0, 1e9), halve(candidates)
     assert [stage.arms for stage in plan[:-2]] == [1 + singles for singles in rungs[:-1]]
-    assert plan[-2].arms == 1 + rungs[-1] + pairs_among(rungs[-1])
+    assert plan[-2].arms == 1 + rungs[-1] + count_pairs(rungs[-1])
     trials = [stage.seconds for stage in plan[:-2]]
     assert trials == sorted(trials)  # fewer arms, longer trials
 
@@ -72,7 +72,7 @@ def test_stages_only_shrink_and_then_fit(candidates, seconds, overhead, slowness
     plan = make_plan(candidates, seconds, overhead, 1e9)
     assume(min(stage.seconds for stage in plan) >= 0)
     left = share * seconds
-    after = shrunk(plan, left, slowness)
+    after = shrink(plan, left, slowness)
     assert all(b.seconds <= a.seconds for a, b in zip(plan, after, strict=True))
     assert [(b.arms, b.seeds) for b in after] == [(a.arms, a.seeds) for a in plan]
     expected = max(1, slowness) * sum(stage.planned for stage in plan)
@@ -84,12 +84,12 @@ def test_stages_only_shrink_and_then_fit(candidates, seconds, overhead, slowness
 
 @given(COUNTS, OVERHEAD, st.floats(0.5, 100))
 def test_the_needed_budget_is_enough_and_little_less_is_not(candidates, overhead, least):
-    needed = needed_budget(candidates, overhead, 1e9, least)
-    assert most_candidates(candidates, needed, overhead, 1e9, least) == candidates
-    assert most_candidates(candidates, 0.97 * needed, overhead, 1e9, least) < candidates
+    needed = find_needed_budget(candidates, overhead, 1e9, least)
+    assert count_affordable(candidates, needed, overhead, 1e9, least) == candidates
+    assert count_affordable(candidates, 0.97 * needed, overhead, 1e9, least) < candidates
 
 
 @given(st.integers(2, 30), SECONDS, st.floats(0.5, 100))
 def test_more_time_never_means_fewer_candidates(wanted, seconds, least):
-    fewer, more = (most_candidates(wanted, s, 0.0, 1e9, least) for s in (seconds, 1.5 * seconds))
+    fewer, more = (count_affordable(wanted, s, 0.0, 1e9, least) for s in (seconds, 1.5 * seconds))
     assert fewer <= more <= wanted

@@ -1,15 +1,16 @@
 """Prescriptions whose outcome is known."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import DataError, RecipeError, RunError
 from vitclinic.data import open_data
 from vitclinic.data.dataset import Split
-from vitclinic.experiments.prescribe import Watcher, costs, prescribe
+from vitclinic.experiments.prescribe import conduct, ledger
+from vitclinic.experiments.prescribe.conduct import prescribe
 from vitclinic.training import build_recipe, train
 
 from .made import RECIPE, STEP_COSTS, made_world
@@ -17,11 +18,11 @@ from .made import RECIPE, STEP_COSTS, made_world
 ARMS = ["neutral", "diverging", "helping", "mistaken", "spatial_smoothing"]
 
 
-class Listening(Watcher):
+class Listening(Callback):
     def __init__(self):
         self.events, self.stages, self.kept, self.left_out = [], [], [], {}
 
-    def on_plan(self, plan, arms, left_out, used, budget):
+    def on_trial_plan(self, plan, arms, left_out, used, budget):
         self.events.append("plan")
         self.plan, self.arms, self.left_out = plan, [arm.name for arm in arms], dict(left_out)
 
@@ -42,17 +43,17 @@ def clock():
 @pytest.fixture(scope="module")
 def first(clock, tmp_path_factory):
     """The prescription that most tests look at, and who listened."""
-    watcher = Listening()
+    listener = Listening()
     out = tmp_path_factory.mktemp("prescription") / "out"
-    return prescribe(RECIPE, budget=350, treatments=ARMS, out=out, watcher=watcher, seed=3), watcher
+    return prescribe(RECIPE, budget=350, treatments=ARMS, out=out, callbacks=[listener], seed=3), listener
 
 
 @pytest.fixture
 def asked(tmp_path, clock):
     """Asks for a prescription in the test's own folder."""
 
-    def ask(out="out", watcher=None, treatments=ARMS, budget=350, recipe=RECIPE, **more):
-        return prescribe(recipe, budget=budget, treatments=treatments, out=tmp_path / out, watcher=watcher, **more)
+    def ask(out="out", callbacks=(), treatments=ARMS, budget=350, recipe=RECIPE, **more):
+        return prescribe(recipe, budget=budget, treatments=treatments, out=tmp_path / out, callbacks=callbacks, **more)
 
     return ask
 
@@ -62,17 +63,17 @@ def drop_timing(found):
 
 
 def test_a_treatment_that_truly_helps_is_found_and_prescribed(first, tmp_path):
-    found, watcher = first
-    assert watcher.events == ["plan", "rung 1", "final"]
+    found, listener = first
+    assert listener.events == ["plan", "rung 1", "final"]
     assert found.verdict == "helps"
     assert found.winner.name == "helping"
     assert found.effect.low > 0.2
     assert found.effect.mean == pytest.approx(found.final.mean("helping") - found.final.mean("plain"))
 
     # What did not apply is left out with the reason, and stops nothing.
-    assert watcher.arms == ["neutral", "diverging", "helping"]
-    assert "mistake" in watcher.left_out["mistaken"]
-    assert "spatial_smoothing does not fit" in watcher.left_out["spatial_smoothing"]
+    assert listener.arms == ["neutral", "diverging", "helping"]
+    assert "mistake" in listener.left_out["mistaken"]
+    assert "spatial_smoothing does not fit" in listener.left_out["spatial_smoothing"]
     # Two step rules do not go together in any order, and the last rung says so.
     assert "At most one" in found.left_out["neutral + helping"]
 
@@ -106,15 +107,15 @@ def test_seeds_are_paired_and_the_final_ones_fresh(first):
 
 
 def test_every_arm_has_the_same_time(asked):
-    watcher = Listening()
-    asked(watcher=watcher, treatments=["neutral", "harmless", "helping", "diverging"], budget=300)
-    assert len(watcher.stages) == 3
-    for decided in watcher.stages:
+    listener = Listening()
+    asked(callbacks=[listener], treatments=["neutral", "harmless", "helping", "diverging"], budget=300)
+    assert len(listener.stages) == 3
+    for decided in listener.stages:
         assert decided.stage.seconds < 30  # the budget binds, not the recipe's own length
         for arm in decided.arms:
             cost = STEP_COSTS.get(arm.name, 1.0)
             assert 0 <= decided.stage.seconds - cost * decided.steps[arm.name] < cost
-    assert sum(stage.planned for stage in watcher.plan) <= 300
+    assert sum(stage.planned for stage in listener.plan) <= 300
 
 
 def test_test_images_are_not_read_while_it_selects(asked, monkeypatch):
@@ -127,12 +128,12 @@ def test_test_images_are_not_read_while_it_selects(asked, monkeypatch):
             seen["reads"] += 1
         return real(split, indices)
 
-    class Opening(Watcher):
+    class Opening(Callback):
         def on_stage(self, decided):
             seen["selecting"] = decided.stage.name != "final"
 
     monkeypatch.setattr(Split, "read", guarded)
-    found = asked(watcher=Opening(), treatments=["neutral", "helping"])
+    found = asked(callbacks=[Opening()], treatments=["neutral", "helping"])
     assert found.rungs
     assert seen["reads"] > 0  # the guard is where images pass
 
@@ -141,7 +142,7 @@ def test_where_nothing_helps_it_says_so_and_writes_no_recipe(asked, tmp_path):
     found = asked(treatments=["neutral", "harmless"])
     assert found.verdict == "nothing helped"
     assert found.file is None
-    assert found.statement.startswith("Nothing helped: the best of the selection, ")
+    assert found.statement.startswith("Nothing helped: the best in the selection, ")
     assert found.recipe == build_recipe(RECIPE)
     assert not (tmp_path / "out" / "prescription.yaml").exists()
     assert json.loads((tmp_path / "out" / "prescription.json").read_text())["verdict"] == "nothing helped"
@@ -150,7 +151,7 @@ def test_where_nothing_helps_it_says_so_and_writes_no_recipe(asked, tmp_path):
 def test_asked_again_it_is_read_and_not_trained(first, monkeypatch):
     found, _ = first
     monkeypatch.setattr("vitclinic.experiments.pool.train", None)
-    monkeypatch.setattr("vitclinic.experiments.prescribe.costs.measure_costs", None)
+    monkeypatch.setattr("vitclinic.experiments.prescribe.ledger.measure_costs", None)
     again = prescribe(RECIPE, budget=350, treatments=ARMS, out=found.folder, seed=3)
     assert drop_timing(again) == drop_timing(found)
 
@@ -161,8 +162,7 @@ class PowerCutError(Exception):
 
 def test_cut_off_anywhere_it_goes_on_to_the_same_answer_with_the_costs_it_had(asked, monkeypatch, clock):
     whole = asked(out="whole", treatments=["neutral", "helping"])
-    module = sys.modules["vitclinic.experiments.prescribe.prescribe"]  # the package's attribute is the function
-    real = module.run_all
+    real = conduct.run_all
     cuts = {"left": 2}
 
     def cutting(recipes, pool, **more):
@@ -172,12 +172,12 @@ def test_cut_off_anywhere_it_goes_on_to_the_same_answer_with_the_costs_it_had(as
             raise PowerCutError
         return real(recipes, pool, **more)
 
-    monkeypatch.setattr(module, "run_all", cutting)
+    monkeypatch.setattr(conduct, "run_all", cutting)
     for _ in range(2):
         with pytest.raises(PowerCutError):
             asked(out="cut", treatments=["neutral", "helping"])
         # A machine that has become slower changes no number of a prescription that goes on.
-        monkeypatch.setattr("vitclinic.experiments.prescribe.costs.measure_costs", None)
+        monkeypatch.setattr("vitclinic.experiments.prescribe.ledger.measure_costs", None)
     assert drop_timing(asked(out="cut", treatments=["neutral", "helping"])) == drop_timing(whole)
 
 
@@ -191,9 +191,9 @@ def test_a_machine_slower_than_planned_shortens_what_is_left(asked, clock, event
         def on_tried(self, tried, kept):
             clock.now += 150 * (event == "on_tried")  # of 300, where 85 are planned for a rung
 
-    watcher = Slow()
-    found = asked(watcher=watcher, treatments=["neutral", "harmless", "helping", "diverging"], budget=300)
-    planned, decided = watcher.plan, [stage.stage for stage in watcher.stages]
+    listener = Slow()
+    found = asked(callbacks=[listener], treatments=["neutral", "harmless", "helping", "diverging"], budget=300)
+    planned, decided = listener.plan, [stage.stage for stage in listener.stages]
     assert decided[0] == planned[0]
     assert decided[1].seconds < planned[1].seconds
     assert decided[2].seconds < planned[2].seconds
@@ -226,27 +226,27 @@ def test_a_place_where_nothing_was_tried_is_free_for_another_question(asked):
 
 def test_what_could_not_be_tried_is_tried_again_until_there_is_a_plan(asked, monkeypatch):
     """A package that was missing is installed, memory is free again: the same command goes on."""
-    measured = costs.measure_cost
+    measured = ledger.measure_cost
 
     def broken(*parts):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(costs, "measure_cost", broken)
+    monkeypatch.setattr(ledger, "measure_cost", broken)
     with pytest.raises(RecipeError, match="cannot be trained: RuntimeError: out of memory"):
         asked(treatments=["neutral"])
-    monkeypatch.setattr(costs, "measure_cost", measured)
+    monkeypatch.setattr(ledger, "measure_cost", measured)
     assert asked(treatments=["neutral"]).winner.name == "neutral"
 
 
 def test_the_last_of_the_list_are_left_out_where_the_time_is_not_enough(asked):
-    watcher = Listening()
-    asked(watcher=watcher, budget=90, treatments=["neutral", "helping", "harmless", "diverging"])
-    assert watcher.arms == ["neutral"]
-    assert watcher.left_out["helping"] == watcher.left_out["diverging"] == "the budget has no time for it"
+    listener = Listening()
+    asked(callbacks=[listener], budget=90, treatments=["neutral", "helping", "harmless", "diverging"])
+    assert listener.arms == ["neutral"]
+    assert listener.left_out["helping"] == listener.left_out["diverging"] == "the budget has no time for it"
 
 
 def test_mistakes_are_sentences(asked, tmp_path, photo_folder):
-    with pytest.raises(DataError, match="has 4 val images, and prescribe selects on them: 50 are needed"):
+    with pytest.raises(DataError, match="has 4 val images, and prescribe selects on them: it needs at least 50"):
         asked(recipe={**RECIPE, "data": str(photo_folder)})
     with pytest.raises(RecipeError, match="--budget: write a time"):
         asked(budget="soon")

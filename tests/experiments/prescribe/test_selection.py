@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from vitclinic.experiments.prescribe.arms import Arm, Trials, candidates, pairs
-from vitclinic.experiments.prescribe.selection import Trial, Tried, effect, verdict
+from vitclinic.experiments.prescribe.arms import Arm, Trials, list_candidates, pair_up
+from vitclinic.experiments.prescribe.prescription import Trial, TriedStage, judge_effect, measure_effect
 from vitclinic.training import build_recipe
 
 
@@ -16,7 +16,7 @@ def tried(arms, failed=()):
         for seed, value in enumerate(row)
     ]
     seeds = range(len(next(iter(arms.values()))))
-    return Tried("rung 1", 1.0, seeds, trials, dict.fromkeys(failed, "broke"))
+    return TriedStage("rung 1", 1.0, seeds, trials, dict.fromkeys(failed, "broke"))
 
 
 def test_the_best_go_on_and_the_plain_recipe_is_not_among_them():
@@ -27,7 +27,7 @@ def test_the_best_go_on_and_the_plain_recipe_is_not_among_them():
 
 def test_a_tie_is_for_the_likelier_one_and_then_for_the_one_listed_first():
     trials = [Trial(arm, 0, 10, "finished", 0.5, nll, "run") for arm, nll in (("a", 2.0), ("b", 1.0), ("c", 1.0))]
-    assert Tried("rung 1", 1.0, [0], trials).best(3) == ["b", "c", "a"]
+    assert TriedStage("rung 1", 1.0, [0], trials).best(3) == ["b", "c", "a"]
 
 
 def test_an_arm_of_which_a_run_failed_is_out():
@@ -41,7 +41,7 @@ def test_where_nothing_helps_it_is_said_39_times_of_40(pairs_):
     for _ in range(4000):
         shared = random.normal(0.5, 0.02, pairs_)
         arms = {name: (shared + random.normal(0, 0.01, pairs_)).tolist() for name in ("plain", "winner")}
-        helped += verdict(effect(tried(arms), "winner")) == "helps"
+        helped += judge_effect(measure_effect(tried(arms), "winner")) == "helps"
     assert helped / 4000 == pytest.approx(0.025, abs=0.008)
 
 
@@ -54,17 +54,19 @@ def test_selecting_the_best_of_many_does_not_touch_that_rate():
         rung = tried({name: [random.normal(0.5, 0.02)] for name in names})
         (winner,) = rung.best(1)
         final = tried({name: random.normal(0.5, 0.02, 5).tolist() for name in ("plain", winner)})
-        helped += verdict(effect(final, winner)) == "helps"
+        helped += judge_effect(measure_effect(final, winner)) == "helps"
     assert helped / 1500 == pytest.approx(0.025, abs=0.012)
 
 
 def test_a_sure_loss_is_nothing_that_helps():
-    assert verdict(effect(tried({"plain": [0.5, 0.6, 0.7], "a": [0.4, 0.5, 0.61]}), "a")) == "nothing helped"
+    assert (
+        judge_effect(measure_effect(tried({"plain": [0.5, 0.6, 0.7], "a": [0.4, 0.5, 0.61]}), "a")) == "nothing helped"
+    )
 
 
 def test_pairs_are_of_different_treatments_in_both_orders():
     best = [Arm(("sam",)), Arm(({"sam": {"rho": 0.2}},)), Arm(("gap_head",))]
-    assert [[arm.name for arm in orders] for orders in pairs(best)] == [
+    assert [[arm.name for arm in orders] for orders in pair_up(best)] == [
         ["sam + gap_head", "gap_head + sam"],
         ["sam(rho=0.2) + gap_head", "gap_head + sam(rho=0.2)"],
     ]
@@ -72,17 +74,17 @@ def test_pairs_are_of_different_treatments_in_both_orders():
 
 def test_candidates_are_what_the_recipe_has_not():
     recipe = build_recipe({"treatments": ["sam"]})
-    names = [arm.name for arm in candidates(recipe)]
+    names = [arm.name for arm in list_candidates(recipe)]
     assert names[0] == "conv_stem"
     assert "sam" not in names
     assert len(names) == len(set(names)) >= 14
-    assert [arm.name for arm in candidates(recipe, first=["talking_heads"])][:2] == ["talking_heads", "conv_stem"]
+    assert [arm.name for arm in list_candidates(recipe, first=["talking_heads"])][:2] == ["talking_heads", "conv_stem"]
 
 
 def test_a_trial_keeps_the_recipe_but_for_its_length_and_its_measures():
     recipe = build_recipe({"epochs": 10, "batch_size": 10, "schedule": {"warmup": "2 epochs"}, "treatments": ["sam"]})
     trials = Trials(recipe, 100, {"train": 100, "val": 50, "test": 50})
-    trial = trials.recipe_of(Arm(("gap_head",)), 30, 7, test=False)
+    trial = trials.make_recipe(Arm(("gap_head",)), 30, 7, test=False)
     assert trial.treatments.written == ["sam", "gap_head"]
     assert (trial.steps, trial.epochs, trial.seed, trial.test) == (30, None, 7, False)
     assert trial.schedule.warmup == "20.00%"  # as 2 epochs of 10

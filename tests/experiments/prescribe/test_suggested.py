@@ -41,14 +41,14 @@ def test_treatments_of_findings_in_their_order_and_nothing_else(run, monkeypatch
         return [finding("problem", "sam", "data.augment=deit"), finding("notice", "gap_head", "sam")]
 
     monkeypatch.setattr(suggested, "find", find)
-    assert suggested.suggested_treatments(run.path) == ["sam", "gap_head"]
+    assert suggested.suggest_treatments(run.path) == ["sam", "gap_head"]
     assert list(seen) == ["norms"]
     assert isinstance(seen["norms"], Measurement)
 
 
 def test_a_run_without_an_exam_is_a_sentence(run):
     with pytest.raises(RunError, match="has not been examined"):
-        suggested.suggested_treatments(run.path)
+        suggested.suggest_treatments(run.path)
 
 
 def test_an_exam_is_read_as_its_report_reads_it(run, monkeypatch, caplog):
@@ -61,6 +61,6 @@ def test_an_exam_is_read_as_its_report_reads_it(run, monkeypatch, caplog):
     failed.write(exam.folder / "norms-zzz.json")
     seen = {}
     monkeypatch.setattr(suggested, "find", lambda measurements, training: seen.update(measurements) or [])
-    assert suggested.suggested_treatments(run.path) == []
+    assert suggested.suggest_treatments(run.path) == []
     assert {name: found.status for name, found in seen.items()} == {"norms": "ok"}
     assert "It is left out" in caplog.text

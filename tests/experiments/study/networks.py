@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitclinic.experiments.study.study import Study, parse_study
+from vitclinic.experiments.study.schema import Study, parse_study
 from vitclinic.training import Recipe, build_recipe
 
 TINY = {

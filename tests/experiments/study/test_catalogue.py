@@ -15,8 +15,8 @@ from vitclinic.data import ImageSpec, shapes
 from vitclinic.experiments.study.catalogue import open_study, shipped_studies
 from vitclinic.experiments.study.conduct import study
 from vitclinic.experiments.study.costs import TWO_CORES, plan_study
-from vitclinic.experiments.study.reporting import stored_results
-from vitclinic.experiments.study.study import parse_study
+from vitclinic.experiments.study.schema import parse_study
+from vitclinic.experiments.study.store import read_results
 from vitclinic.experiments.study.verdicts import ENOUGH_SEEDS
 from vitclinic.probes import known_probes
 from vitclinic.training.network import create_network
@@ -63,7 +63,7 @@ def test_it_is_named_after_its_claim_and_speaks_of_what_it_measures(claim):
 def test_a_result_stored_before_studies_said_it_is_not_taken_for_blind(tmp_path):
     for claim in ("C6", "H2"):
         (tmp_path / f"{claim}.json").write_text(json.dumps(stored(claim=claim)))
-    found = stored_results(tmp_path)
+    found = read_results(tmp_path)
     assert found["C6"].blind
     assert not found["H2"].blind
 
@@ -98,7 +98,7 @@ def is_over(trend, recipes, read):
 def test_its_trends_are_over_what_the_recipes_of_their_arms_have(claim, scale):
     asked = open_study(claim)
     recipes = asked.recipes(scale=scale)
-    for expected in asked.judged_at(scale).expectations:
+    for expected in asked.at_scale(scale).expectations:
         trend = expected.grows or expected.falls
         assert trend is None or any(is_over(trend, recipes, read) for read in IN_A_RECIPE.values()), expected.says
 
@@ -108,7 +108,7 @@ def named(term):
 
 
 def test_the_example_in_the_docs_is_a_study(tmp_path):
-    page = (Path(__file__).parent.parent.parent / "docs" / "study.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "study.md").read_text(encoding="utf-8")
     file = tmp_path / "mine.yaml"
     file.write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     asked = open_study(file)
@@ -213,7 +213,7 @@ def test_it_runs_in_miniature_and_every_measure_has_a_number_somewhere(claim, pi
     asked = miniature(open_study(claim))
     epochs = max([2, *epochs_measured(asked)])
     words = ["data.limit=null", "batch_size=20", f"epochs={epochs}", "workers=0"]
-    found = study(asked, *words, data=pictures, seeds=1, out=pool)
+    found = study(asked, words, data=pictures, seeds=1, out=pool)
     assert not found.failures
     for name in (name for name, measure in asked.measures.items() if measure.difference is None):
         reasons = {arm: by_seed[0].get(name) for arm, by_seed in found.missing.items()}

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RunError
-from vitclinic.experiments.study import Watcher
 from vitclinic.experiments.study.conduct import study
 from vitclinic.training import Run
 
@@ -25,11 +25,11 @@ pytestmark = [
 LONG = {**TINY, "steps": 300, "checkpoint": "20 steps", "validation": "1000 steps"}
 
 
-class Listening(Watcher):
+class Listening(Callback):
     def __init__(self):
         self.told = []
 
-    def on_progress(self, done, total):
+    def on_progress(self, what, done, total):
         self.told.append((done, total))
 
 
@@ -73,13 +73,13 @@ class Victim:
 def test_a_lost_worker_s_run_is_tried_again_goes_on_and_gives_the_same_table(address, tmp_path):
     arms = {**STUDY["arms"], "absurd": DIVERGING, "impossible": IMPOSSIBLE}
     asked = tiny_study(base=LONG, arms=arms)
-    watcher = Listening()
+    listener = Listening()
     victim = Victim(tmp_path / "ray" / "pool", rows=90)
-    found = study(asked, out=tmp_path / "ray", ray=address, seeds=1, watcher=watcher)
+    found = study(asked, out=tmp_path / "ray", ray=address, seeds=1, callbacks=[listener])
     victim.thread.join(timeout=1)
     assert found.statuses["fast"] == {0: "finished"}
-    assert watcher.told[-1] == (4, 4)
-    assert any(done % 1 for done, _ in watcher.told)
+    assert listener.told[-1] == (4, 4)
+    assert any(done % 1 for done, _ in listener.told)
     assert table(found) == table(study(asked, out=tmp_path / "here", seeds=1))
     # It went on from the checkpoint at step 80: what was recorded before, timing and all, is there still.
     kept = [row for row in victim.rows if row["step"] <= 80]
@@ -88,14 +88,14 @@ def test_a_lost_worker_s_run_is_tried_again_goes_on_and_gives_the_same_table(add
 
 
 def test_stopped_the_runs_are_saved(address, tmp_path):
-    class Stopping(Watcher):
-        def on_progress(self, done, total):
+    class Stopping(Callback):
+        def on_progress(self, what, done, total):
             if done > 0.2:
                 raise KeyboardInterrupt
 
     asked = tiny_study(base={**LONG, "checkpoint": "1000 steps"})
     with pytest.raises(KeyboardInterrupt):
-        study(asked, out=tmp_path, ray=address, seeds=1, watcher=Stopping())
+        study(asked, out=tmp_path, ray=address, seeds=1, callbacks=[Stopping()])
     statuses = [json.loads(file.read_text()) for file in tmp_path.glob("pool/*/status.json")]
     assert {status["status"] for status in statuses} == {"interrupted"}
     assert all(status["step"] > 0 for status in statuses)

@@ -42,17 +42,17 @@ def test_the_verdict_is_first_then_the_tables_then_what_failed(file, tmp_path):
     lines = done.stdout.splitlines()
     assert done.exit_code == 7
     assert lines[0].startswith("T1: ")
-    assert lines[0].endswith("a larger rate learns more (exploratory: 2 seeds with all numbers, and a verdict takes 5)")
+    assert lines[0].endswith("a larger rate learns more (exploratory: 2 seeds with all numbers; a verdict needs 5)")
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in lines}
     assert rows["arm"] == ["runs", "accuracy", "norm", "diverged"]
     assert rows["absurd"] == ["2, 2 diverged", "-", "-", "2 of 2"]
     assert rows["impossible"] == ["2, 2 failed", "-", "-", "0 of 0"]
-    assert rows["says"] == ["measure", "mean", "interval", "seeds", "status"]
+    assert rows["claim"] == ["measure", "mean", "interval", "seeds", "status"]
     assert rows["fast weights grow"][0] == "norm"
     failed = [line for line in lines if line.startswith("failed: ")]
     assert len(failed) == 1
     assert failed[0].startswith("failed: impossible, seed 0, 1: spatial_smoothing does not fit")
-    assert lines[-2] == f"in full: {tmp_path / 'out' / 'T1.json'}; the runs: {tmp_path / 'out' / 'pool'}"
+    assert lines[-2] == f"all numbers: {tmp_path / 'out' / 'T1.json'}; runs: {tmp_path / 'out' / 'pool'}"
     assert lines[-1] == f"report: {tmp_path / 'out' / 'T1.html'}"
 
 
@@ -68,7 +68,7 @@ def test_a_dry_run_trains_nothing(tmp_path, monkeypatch):
     done = command("study", "C6", "--dry-run")
     assert done.exit_code == 0
     assert "10 runs (2 arms x 5 seeds)" in done.stdout
-    assert "on two cores, by an estimate for training alone" in done.stdout
+    assert "on two cores for training alone (an estimate)" in done.stdout
     assert [line.split("\t")[0] for line in done.stdout.splitlines()[2:5]] == ["arm", "AdamW", "SAM"]
     plan = json.loads(command("study", "C6", "--dry-run", "--json", "--seeds", "1").stdout)
     assert (plan["claim"], plan["runs"], len(plan["arms"])) == ("C6", 2, 2)
@@ -76,9 +76,9 @@ def test_a_dry_run_trains_nothing(tmp_path, monkeypatch):
 
 
 def test_a_study_must_be_named_and_known():
-    with pytest.raises(RecipeError, match="Say which study"):
+    with pytest.raises(RecipeError, match="Which study"):
         command("study", "epochs=1")
-    with pytest.raises(RecipeError, match=r"There is no study 'C66', .* Did you mean 'C6'\?"):
+    with pytest.raises(RecipeError, match=r"There is no study 'C66' .* Did you mean 'C6'\?"):
         command("study", "C66")
 
 
@@ -100,7 +100,9 @@ def test_what_a_comparison_lacks_is_said_with_its_reason(tmp_path):
     show_result(result, console)
     told = [line for line in console.file.getvalue().splitlines() if line.startswith("no number: ")]
     (sentence,) = told
-    assert sentence.startswith("no number: conv of slow, seed 0: variance has no scalar 'variance_change_conv' of this")
+    assert sentence.startswith(
+        "no number: conv of slow, seed 0: variance has no scalar 'variance_change_conv' for this"
+    )
     assert statement(result).startswith("undecided: a larger rate learns more (exploratory: 0 seeds")
 
 
@@ -108,9 +110,9 @@ def test_progress_is_shown_on_a_terminal_only():
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
         with Display(console) as display:
-            display.on_progress(0, 3)
-            display.on_outcome(Outcome(tiny(), "diverged"))
-            display.on_progress(1.5, 3)
+            display.on_progress("runs", 0, 3)
+            display.on_run(Outcome(tiny(), "diverged"))
+            display.on_progress("runs", 1.5, 3)
             display.bar.refresh()
         assert ("run 2 of 3, 1 diverged" in console.file.getvalue()) == terminal
         assert terminal or not console.file.getvalue()
@@ -119,5 +121,5 @@ def test_progress_is_shown_on_a_terminal_only():
 def test_runs_that_were_found_do_not_shorten_the_time_left():
     left = TimeLeft()
     for done in range(11):  # ten found in a second
-        assert left.after(done, 20, done / 10) is None
-    assert left.after(10.5, 20, 61.0) == pytest.approx(60 / 0.5 * 9.5)
+        assert left.update(done, 20, done / 10) is None
+    assert left.update(10.5, 20, 61.0) == pytest.approx(60 / 0.5 * 9.5)

@@ -15,8 +15,8 @@ import yaml
 from vitclinic._core.errors import DataError, RecipeError, RunError
 from vitclinic.experiments import runner
 from vitclinic.experiments.study.catalogue import open_study
-from vitclinic.experiments.study.conduct import result_name, study
-from vitclinic.experiments.study.reporting import stored_results
+from vitclinic.experiments.study.conduct import study
+from vitclinic.experiments.study.store import name_result, read_results
 
 from .networks import STUDY, TINY, tiny_study
 
@@ -24,7 +24,7 @@ DIVERGING = {"optimizer": {"name": "sgd", "lr": 1e9}, "schedule": {"warmup": 0},
 IMPOSSIBLE = {"treatments": ["spatial_smoothing"]}  # which is for CNNs
 
 
-OWN_SEED = "A study sets 'seed' itself: leave it away, and say how many seeds (seeds) and where runs go (--out)."
+OWN_SEED = "A study sets 'seed' itself: remove it. `seeds` is how many seeds to run, --out where the runs go."
 
 
 def table(result):
@@ -193,7 +193,7 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
         ),
         (
             {"expectations": [{"says": "s", "measure": "norm", "greater": ["fat", "slow"]}]},
-            "'T1': the expectation 's' names 'fat', which is not there. Did you mean 'fast'?",
+            "'T1': the expectation 's' names 'fat', which does not exist. Did you mean 'fast'?",
         ),
         (
             {"arms": {"slow": {}, "fast": {"optimzer": {"lr": 1}}}},
@@ -201,29 +201,29 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
         ),
         (
             {"arms": {"slow": {}, "fast": {"treatments": ["samm"]}}},
-            "The arm 'fast' of T1: There is no treatment 'samm'. Did you mean 'sam'? See `vitclinic list treatments`.",
+            "The arm 'fast' of T1: There is no treatment 'samm'. Did you mean 'sam'?",
         ),
         (
             {"measures": {"norm": {"probe": "norms", "scalar": "weight_norm", "checkpoint": "epoch-3"}}},
-            "The measure 'norm' is of epoch 3, whose weights 'slow' does not keep: add it to checkpoint.keep_epochs.",
+            "The measure 'norm' needs the weights of epoch 3, and 'slow' does not keep them:"
+            " add 3 to checkpoint.keep_epochs.",
         ),
         (
             {"measures": {"norm": {"probe": "norms", "scalar": "weight_norm", "checkpoint": "early"}}},
-            "The measure 'norm' is of early weights, of which 'slow' keeps none:"
-            " set checkpoint.keep_epochs, as in [0, 3].",
+            "The measure 'norm' needs early weights, and 'slow' keeps none: set checkpoint.keep_epochs, as in [0, 3].",
         ),
-        ({"claim": "../T1"}, "'T1.claim': write a short name: it is that of the result's file, too (got '../T1')."),
+        ({"claim": "../T1"}, "'T1.claim': write a short name: the result's file is named after it (got '../T1')."),
         (
             {"claim": "T" * 61},
-            f"'T1.claim': write a name of at most 60 letters: it is that of the result's file, too (got '{'T' * 61}').",
+            f"'T1.claim': write a name of at most 60 letters: the result's file is named after it (got '{'T' * 61}').",
         ),
         (
             {"claim": "Index"},
-            "'T1.claim': write another name: this is that of the page of all studies (got 'Index').",
+            "'T1.claim': write another name: index.html is the page of all studies (got 'Index').",
         ),
         (
             {"claim": "C6-paper"},
-            "'T1.claim': write another name: those with -paper are of results at the paper's scale (got 'C6-paper').",
+            "'T1.claim': write another name: results at the paper's scale end in -paper (got 'C6-paper').",
         ),
         ({"axes": {"optimizer.lr": []}}, "'T1': the axis 'optimizer.lr' has no values."),
         ({"axes": {"optimizer.lr": [0.1, 0.10]}}, "'T1': there are two arms 'optimizer.lr=0.1'."),
@@ -247,7 +247,7 @@ def test_a_mistake_is_one_sentence_before_anything_is_trained(tmp_path, changes,
 @pytest.mark.parametrize("word", ["seed=3", "out=runs/x"])
 def test_a_word_that_a_study_would_ignore_is_refused(tmp_path, word):
     with pytest.raises(RecipeError, match=f"A study sets '{word.partition('=')[0]}' itself"):
-        study(tiny_study(), word, out=tmp_path)
+        study(tiny_study(), [word], out=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -264,7 +264,7 @@ def test_a_base_is_what_several_studies_have_in_common(tmp_path):
     slow = open_study(file).recipes()["slow"]
     assert (slow.data.limit, slow.batch_size, slow.optimizer.lr) == (3000, 50, 1e-5)
     file.write_text(yaml.safe_dump({**STUDY, "base": {"like": "smal"}}))
-    with pytest.raises(RecipeError, match=r"There is no base 'smal' for a study\. Did you mean 'small'"):
+    with pytest.raises(RecipeError, match=r"There is no base 'smal' for studies\. Did you mean 'small'"):
         open_study(file)
 
 
@@ -272,7 +272,7 @@ def test_data_that_is_only_a_name_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError) as found:
         study("C6", out=tmp_path)
-    assert str(found.value).startswith("C6 is studied on CIFAR-10, which does not come with vitclinic: say where your")
+    assert str(found.value).startswith("C6 is studied on CIFAR-10, which does not come with vitclinic: give your")
     with pytest.raises(DataError, match="C6 is studied on ImageNet"):
         study("C6", scale="paper", out=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -280,13 +280,13 @@ def test_data_that_is_only_a_name_is_asked_for(tmp_path, monkeypatch):
 
 def test_the_result_says_what_was_changed_but_not_where_the_data_lies(tmp_path, photo_folder):
     words = ["batch_size=8", "data.limit=8", "steps=2"]
-    result = study(tiny_study(), *words, data=photo_folder, out=tmp_path / "out", seeds=1)
+    result = study(tiny_study(), words, data=photo_folder, out=tmp_path / "out", seeds=1)
     stored = result.file.read_text()
     assert str(tmp_path) not in stored
     assert (result.data, result.words) == (("photos",), tuple(words))
     moved = photo_folder.rename(tmp_path / "moved")
     measures = {**STUDY["measures"], "alike": {"probe": "token_similarity", "scalar": "absolute_cosine_last"}}
-    again = study(tiny_study(measures=measures), *words, data=moved, out=tmp_path / "out", seeds=1)
+    again = study(tiny_study(measures=measures), words, data=moved, out=tmp_path / "out", seeds=1)
     assert again.runs == result.runs
     assert not again.failures
 
@@ -294,22 +294,24 @@ def test_the_result_says_what_was_changed_but_not_where_the_data_lies(tmp_path, 
 def test_other_words_and_data_have_results_of_their_own(tmp_path, photo_folder):
     plain = study(tiny_study(), out=tmp_path)
     before = plain.file.read_text()
-    lesser = study(tiny_study(), "steps=1", out=tmp_path, seeds=1)
-    other = study(tiny_study(), "steps=1", "batch_size=8", "data.limit=8", data=photo_folder, out=tmp_path, seeds=1)
+    lesser = study(tiny_study(), ["steps=1"], out=tmp_path, seeds=1)
+    other = study(
+        tiny_study(), {"steps": 1, "batch_size": 8, "data.limit": 8}, data=photo_folder, out=tmp_path, seeds=1
+    )
     assert plain.file == tmp_path / "T1.json"
     assert len({plain.file, lesser.file, other.file}) == 3
     assert lesser.file.name.startswith("T1+")
-    assert study(tiny_study(), "steps=1", out=tmp_path, seeds=1).file == lesser.file
+    assert study(tiny_study(), ["steps=1"], out=tmp_path, seeds=1).file == lesser.file
     assert study(tiny_study(), out=tmp_path, data="digits").file == plain.file
     assert plain.file.read_text() == before
-    assert set(stored_results(tmp_path)) == {file.stem for file in (plain.file, lesser.file, other.file)}
+    assert set(read_results(tmp_path)) == {file.stem for file in (plain.file, lesser.file, other.file)}
 
 
 def test_other_images_of_the_same_name_are_other_data(tmp_path):
     asked = tiny_study(base={**TINY, "data": "digits"})
     one, other = (asked.recipes([f"data.source={tmp_path / name / 'photos'}"]).values() for name in ("one", "other"))
-    assert result_name(asked, "cpu", (), one) != result_name(asked, "cpu", (), other)
-    assert result_name(asked, "cpu", (), asked.recipes().values()) == "T1"
+    assert name_result(asked, "cpu", (), one) != name_result(asked, "cpu", (), other)
+    assert name_result(asked, "cpu", (), asked.recipes().values()) == "T1"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_other_images_of_the_same_name_are_other_data(tmp_path):
 )
 def test_a_published_set_is_known_by_its_name_wherever_it_lies(source, same):
     asked = tiny_study(base={**TINY, "data": "cifar10"})
-    name = result_name(asked, "cpu", (), asked.recipes([f"data.source={source}"]).values())
+    name = name_result(asked, "cpu", (), asked.recipes([f"data.source={source}"]).values())
     assert (name == "T1") == same
 
 
@@ -334,7 +336,7 @@ def test_of_the_same_call_the_result_with_more_seeds_is_kept(tmp_path, caplog):
     assert fewer.seeds == (0,)
     assert (more.file.read_text(), more.page.read_text()) == (before, page)
     assert [record.getMessage() for record in caplog.records] == [
-        f"'{more.file}' has more seeds and is kept: the result with 1 is shown only here."
+        f"'{more.file}' holds this study with more seeds and stays as it is."
     ]
     study(tiny_study(title="another"), out=tmp_path, seeds=1)
     assert json.loads(more.file.read_text())["study"]["title"] == "another"

@@ -86,7 +86,7 @@ def test_precision_is_time_and_not_flops():
 def test_what_cannot_be_built_is_said_and_so_is_a_length_in_time():
     with pytest.raises(ModelError, match="The network of 'arm' cannot be built: spatial_smoothing does not fit"):
         plan_of({"treatments": ["spatial_smoothing"]})
-    with pytest.raises(RecipeError, match="'arm' trains for a time"):
+    with pytest.raises(RecipeError, match="'arm' is not known beforehand: it trains for a given time"):
         plan_of({"max_time": "1m"})
 
 
@@ -124,8 +124,8 @@ def test_the_time_on_two_cores_is_the_study_s_own_and_only_if_it_is_conducted_as
     asked = tiny_study(minutes=10.0)
     assert plan_study(asked).minutes == 10
     assert plan_study(asked, seeds=1).minutes == 5
-    changed = plan_study(asked, "steps=2")
-    assert changed.minutes == plan_study(tiny_study(), "steps=2").minutes == changed.flops / TWO_CORES / 60
+    changed = plan_study(asked, {"steps": 2})
+    assert changed.minutes == plan_study(tiny_study(), ["steps=2"]).minutes == changed.flops / TWO_CORES / 60
     assert plan_study(asked, scale="paper").minutes is None
 
 

@@ -12,12 +12,12 @@ from vitclinic._core.records import Measurement
 from vitclinic.exam import examine
 from vitclinic.experiments.study.measures import (
     NoNumberError,
-    measured_of,
-    of_measurement,
-    over_units,
+    measure_run,
+    read_measurement,
+    reduce_units,
     training_seconds,
 )
-from vitclinic.experiments.study.study import Measure
+from vitclinic.experiments.study.schema import Measure
 from vitclinic.training import train
 
 from .networks import tiny
@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 
 def number(run, **measure):
     """Of one measure; a NaN is looked at by its reason."""
-    found = measured_of(run, run.recipe.data, {"x": Measure(**measure)})
+    found = measure_run(run, run.recipe.data, {"x": Measure(**measure)})
     assert math.isnan(found.numbers["x"]) == ("x" in found.missing)
     return found.missing.get("x", found.numbers["x"])
 
@@ -70,7 +70,7 @@ def test_values_of_units_become_one_number(run):
     asked = {"probe": "attention_entropy", "value": "entropy", "limit": 40}
     assert number(run, **asked) == pytest.approx(sum(entropies) / 3)
     backwards = exam["attention_entropy"].model_copy(update={"units": exam["attention_entropy"].units[::-1]})
-    assert of_measurement(backwards, Measure(**asked, over_units="first")) == entropies[0]
+    assert read_measurement(backwards, Measure(**asked, over_units="first")) == entropies[0]
     assert number(run, **asked, over_units="first") == entropies[0]
     assert number(run, **asked, over_units="last") == entropies[2]
     assert number(run, **asked, over_units="trend") == pytest.approx(stats.kendalltau(range(3), entropies).statistic)
@@ -83,7 +83,7 @@ def test_units_of_one_kind_are_taken_alone(run):
     asked = {"probe": "token_similarity", "value": "absolute_cosine", "limit": 40}
     expected = np.mean([row.values["absolute_cosine"].value for row in rows])
     assert number(run, **asked, units="mlp") == pytest.approx(expected)
-    reason = "token_similarity has no 'absolute_cosine' of a unit of kind conv"
+    reason = "token_similarity has no 'absolute_cosine' for a unit of kind conv"
     assert number(run, **asked, units="conv") == reason
 
 
@@ -97,7 +97,7 @@ def test_options_and_checkpoints_are_those_asked_for(run):
         )
         for tokens in (2, 3)
     }
-    numbers = measured_of(run, run.recipe.data, measures).numbers
+    numbers = measure_run(run, run.recipe.data, measures).numbers
     assert numbers["2"] != numbers["3"]
     for tokens in (2, 3):
         probes = [{"token_similarity": {"tokens": tokens}}]
@@ -126,7 +126,7 @@ def test_a_difference_is_the_first_less_the_second(run):
         "nothing": Measure(result="val.nll@9"),
     }
     ordered = {name: measures[name] for name in ("less", "twice", "val", "test", "lacking", "nothing")}
-    found = measured_of(run, run.recipe.data, ordered)
+    found = measure_run(run, run.recipe.data, ordered)
     assert list(found.numbers) == list(ordered)
     val, test = run.results["val"]["nll"], run.results["test"]["nll"]
     assert found.numbers["less"] == val - test
@@ -136,7 +136,7 @@ def test_a_difference_is_the_first_less_the_second(run):
 
 def test_what_has_no_number_says_why(run):
     assert number(run, probe="variance", scalar="variance_change_conv").startswith(
-        "variance has no scalar 'variance_change_conv' of this network."
+        "variance has no scalar 'variance_change_conv' for this network."
     )
     assert number(run, probe="cb_scale", scalar="mean").startswith("cb_scale does not apply: ")
     assert number(run, result="diverged", log=True) == "0 has no logarithm"
@@ -144,15 +144,17 @@ def test_what_has_no_number_says_why(run):
 
 @given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=12, unique=True))
 def test_the_trend_is_kendall_s_tau_with_depth(numbers):
-    assert over_units(numbers, "trend") == pytest.approx(stats.kendalltau(range(len(numbers)), numbers).statistic)
+    assert reduce_units(numbers, "trend") == pytest.approx(stats.kendalltau(range(len(numbers)), numbers).statistic)
 
 
 def test_ties_count_as_no_trend_and_a_nan_makes_all_of_it_one():
-    assert over_units([1.0, 1.0, 1.0], "trend") == 0
-    assert over_units([1.0, 2.0, 2.0], "trend") == pytest.approx(2 / 3)  # tau-a: a tied pair is half for, half against
-    assert all(math.isnan(over_units([1.0, math.nan], how)) for how in ("mean", "first", "last", "trend"))
+    assert reduce_units([1.0, 1.0, 1.0], "trend") == 0
+    assert reduce_units([1.0, 2.0, 2.0], "trend") == pytest.approx(
+        2 / 3
+    )  # tau-a: a tied pair is half for, half against
+    assert all(math.isnan(reduce_units([1.0, math.nan], how)) for how in ("mean", "first", "last", "trend"))
     with pytest.raises(NoNumberError):
-        over_units([1.0], "trend")
+        reduce_units([1.0], "trend")
 
 
 def test_training_takes_what_its_steps_took(run):

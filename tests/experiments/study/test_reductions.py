@@ -12,28 +12,34 @@ import pytest
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Measurement, Scalar, UnitRow
 from vitclinic.data import DataConfig
-from vitclinic.experiments.study.measures import early_epoch, measured_of, of_measurement, over_stages, over_units
-from vitclinic.experiments.study.study import Measure, parse_study
+from vitclinic.experiments.study.measures import (
+    first_kept_epoch,
+    measure_run,
+    read_measurement,
+    reduce_stages,
+    reduce_units,
+)
+from vitclinic.experiments.study.schema import Measure, parse_study
 from vitclinic.experiments.study.verdicts import judge
 from vitclinic.training import Run
 
 
 def test_lower_and_upper_are_the_means_of_the_halves() -> None:
-    assert over_units([1.0, 2.0, 5.0, 7.0], "lower") == 1.5
-    assert over_units([1.0, 2.0, 5.0, 7.0], "upper") == 6.0
-    assert over_units([1.0, 2.0, 6.0], "lower") == 1.5, "the middle one is in both halves"
-    assert over_units([1.0, 2.0, 6.0], "upper") == 4.0
+    assert reduce_units([1.0, 2.0, 5.0, 7.0], "lower") == 1.5
+    assert reduce_units([1.0, 2.0, 5.0, 7.0], "upper") == 6.0
+    assert reduce_units([1.0, 2.0, 6.0], "lower") == 1.5, "the middle one is in both halves"
+    assert reduce_units([1.0, 2.0, 6.0], "upper") == 4.0
 
 
 def test_a_peak_at_stage_ends_is_a_rise_within_and_a_fall_across() -> None:
     numbers, stages = [1.0, 2.0, 3.0, 1.0, 5.0], [0, 0, 0, 1, 1]
-    assert over_stages(numbers, stages, "stage_rise") == 3.0
-    assert over_stages(numbers, stages, "stage_step") == -2.0
+    assert reduce_stages(numbers, stages, "stage_rise") == 3.0
+    assert reduce_stages(numbers, stages, "stage_step") == -2.0
 
 
 def test_a_network_of_one_stage_has_no_step_and_single_units_no_rise() -> None:
-    assert math.isnan(over_stages([1.0, 2.0], [0, 0], "stage_step"))
-    assert math.isnan(over_stages([1.0, 2.0], [0, 1], "stage_rise"))
+    assert math.isnan(reduce_stages([1.0, 2.0], [0, 0], "stage_step"))
+    assert math.isnan(reduce_stages([1.0, 2.0], [0, 1], "stage_rise"))
 
 
 def _row(depth: int, stage: int, value: float) -> UnitRow:
@@ -43,8 +49,8 @@ def _row(depth: int, stage: int, value: float) -> UnitRow:
 def test_stages_come_from_the_units_in_the_order_of_depth_and_signs_can_be_dropped() -> None:
     rows = [_row(3, 1, 6.0), _row(0, 0, 1.0), _row(2, 1, -4.0), _row(1, 0, -3.0)]
     found = cast(Measurement, SimpleNamespace(status="ok", units=rows, scalars={}))
-    assert of_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise")) == 3.0
-    assert of_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise", magnitude=True)) == 2.0
+    assert read_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise")) == 3.0
+    assert read_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise", magnitude=True)) == 2.0
 
 
 def _run(status: str, **more: Any) -> Run:
@@ -58,11 +64,11 @@ def test_a_run_that_diverged_counts_as_chance_where_the_measure_says_so() -> Non
         "nll": Measure(result="test.nll", when_diverged=9.0),
         "plain": Measure(result="test.accuracy"),
     }
-    found = measured_of(_run("diverged"), DataConfig(source="digits"), measures).numbers
+    found = measure_run(_run("diverged"), DataConfig(source="digits"), measures).numbers
     assert found["accuracy"] == 0.25
     assert found["nll"] == 9.0
     assert math.isnan(found["plain"])
-    finished = measured_of(_run("finished"), DataConfig(source="digits"), measures).numbers
+    finished = measure_run(_run("finished"), DataConfig(source="digits"), measures).numbers
     assert math.isnan(finished["accuracy"]), "a finished run has its own number or none"
 
 
@@ -71,9 +77,9 @@ def test_early_is_the_first_epoch_kept_after_the_start() -> None:
         recipe = SimpleNamespace(checkpoint=SimpleNamespace(keep_epochs=list(epochs)))
         return _run("finished", recipe=recipe, path=Path("run"))
 
-    assert early_epoch(keeping(0, 5, 3)) == 3
+    assert first_kept_epoch(keeping(0, 5, 3)) == 3
     with pytest.raises(RecipeError, match="keeps no early weights"):
-        early_epoch(keeping(0))
+        first_kept_epoch(keeping(0))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from threading import Timer
 
 import pytest
 
+from vitclinic._core.callback import Callback
 from vitclinic.experiments import runner
-from vitclinic.experiments.study import Pool, Watcher, run_all
+from vitclinic.experiments.pool import Pool
+from vitclinic.experiments.runner import run_all
 from vitclinic.training.run import drop_timing
 
 from .networks import long, tiny
@@ -21,26 +23,26 @@ from .networks import long, tiny
 DIVERGING = {"optimizer": {"name": "sgd", "lr": 1e9}, "schedule": {"warmup": 0}, "clip": None}
 
 
-class Listening(Watcher):
+class Listening(Callback):
     def __init__(self):
         self.told, self.outcomes = [], []
 
-    def on_progress(self, done, total):
+    def on_progress(self, what, done, total):
         self.told.append((done, total))
 
-    def on_outcome(self, outcome):
+    def on_run(self, outcome):
         self.outcomes.append(outcome)
 
 
 def test_outcomes_are_in_order_and_a_recipe_listed_twice_is_trained_once(tmp_path):
-    watcher = Listening()
+    listener = Listening()
     recipes = [tiny(seed=1), tiny(seed=0), tiny(seed=1)]
-    outcomes = run_all(recipes, Pool(tmp_path), watcher=watcher)
+    outcomes = run_all(recipes, Pool(tmp_path), callbacks=[listener])
     assert [outcome.run.recipe.seed for outcome in outcomes] == [1, 0, 1]
-    assert len(watcher.outcomes) == 2
-    assert watcher.told[0] == (0, 2)
-    assert watcher.told[-1] == (2, 2)
-    assert [done for done, _ in watcher.told] == sorted(done for done, _ in watcher.told)
+    assert len(listener.outcomes) == 2
+    assert listener.told[0] == (0, 2)
+    assert listener.told[-1] == (2, 2)
+    assert [done for done, _ in listener.told] == sorted(done for done, _ in listener.told)
 
 
 def test_a_divergence_is_data_and_a_failure_does_not_stop_the_others(tmp_path):
@@ -55,10 +57,10 @@ def test_a_divergence_is_data_and_a_failure_does_not_stop_the_others(tmp_path):
 def test_two_processes_give_the_numbers_of_one(tmp_path):
     recipes = [tiny(seed=0), tiny(**DIVERGING), tiny(treatments=["spatial_smoothing"]), tiny(seed=1)]
     alone = run_all(recipes, Pool(tmp_path / "alone"))
-    watcher = Listening()
-    together = run_all(recipes, Pool(tmp_path / "together"), processes=2, threads=1, watcher=watcher)
+    listener = Listening()
+    together = run_all(recipes, Pool(tmp_path / "together"), processes=2, threads=1, callbacks=[listener])
     assert [outcome.status for outcome in together] == ["finished", "diverged", "failed", "finished"]
-    assert watcher.told[-1] == (4, 4)
+    assert listener.told[-1] == (4, 4)
     for one, other in zip(alone, together, strict=True):
         assert (one.status, one.reason, one.recipe) == (other.status, other.reason, other.recipe)
         if one.path is not None:
@@ -67,13 +69,13 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
 
 
 def test_a_signal_that_comes_too_late_to_stop_one_run_stops_those_after_it(tmp_path):
-    class Late(Watcher):
-        def on_progress(self, done, total):
+    class Late(Callback):
+        def on_progress(self, what, done, total):
             if done == 1:  # the last step of the first run
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        run_all([tiny(seed=0), tiny(seed=1)], Pool(tmp_path), watcher=Late())
+        run_all([tiny(seed=0), tiny(seed=1)], Pool(tmp_path), callbacks=[Late()])
     pool = Pool(tmp_path)
     assert pool.find(tiny(seed=0)).status["status"] == "finished"
     assert not pool.path(tiny(seed=1)).exists()
@@ -107,15 +109,15 @@ def test_a_run_that_another_process_is_at_comes_last_and_is_ours_when_that_dies(
     pool = Pool(tmp_path)
 
     class Killing(Listening):
-        def on_outcome(self, outcome):
-            super().on_outcome(outcome)
+        def on_run(self, outcome):
+            super().on_run(outcome)
             other.kill()
 
-    watcher = Killing()
+    listener = Killing()
     with holding(pool.path(tiny(seed=0))) as other:
-        outcomes = run_all([tiny(seed=0), tiny(seed=1)], pool, processes=processes, threads=1, watcher=watcher)
+        outcomes = run_all([tiny(seed=0), tiny(seed=1)], pool, processes=processes, threads=1, callbacks=[listener])
     assert [outcome.status for outcome in outcomes] == ["finished", "finished"]
-    assert [outcome.recipe.seed for outcome in watcher.outcomes] == [1, 0]
+    assert [outcome.recipe.seed for outcome in listener.outcomes] == [1, 0]
 
 
 @pytest.fixture
@@ -139,19 +141,19 @@ def test_waiting_for_another_process_can_be_interrupted(tmp_path, processes):
     pool = Pool(tmp_path)
     recipes = [tiny(seed=0), tiny(seed=1)]
 
-    class Stopping(Watcher):
-        def on_progress(self, done, total):
+    class Stopping(Callback):
+        def on_progress(self, what, done, total):
             Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     with holding(pool.path(recipes[0])), holding(pool.path(recipes[1])), pytest.raises(KeyboardInterrupt):
-        run_all(recipes, pool, processes=processes, threads=1, watcher=Stopping())
+        run_all(recipes, pool, processes=processes, threads=1, callbacks=[Stopping()])
 
 
 def test_a_worker_that_dies_while_another_speaks_loses_its_own_run_only(tmp_path):
     pool = Pool(tmp_path)
 
     class Killing(Listening):
-        def on_progress(self, done, total):
+        def on_progress(self, what, done, total):
             status = pool.path(long(1)) / "status.json"
             found = json.loads(status.read_text()) if status.exists() else {}
             workers = {worker.pid: worker for worker in multiprocessing.active_children()}
@@ -159,7 +161,7 @@ def test_a_worker_that_dies_while_another_speaks_loses_its_own_run_only(tmp_path
                 workers[found["process"]].kill()
                 workers[found["process"]].join()
 
-    outcomes = run_all([long(0), long(1)], pool, processes=2, threads=1, watcher=Killing())
+    outcomes = run_all([long(0), long(1)], pool, processes=2, threads=1, callbacks=[Killing()])
     assert [outcome.status for outcome in outcomes] == ["finished", "failed"]
     assert outcomes[1].reason.startswith("its process died (exit code -9)")
 
@@ -167,7 +169,8 @@ def test_a_worker_that_dies_while_another_speaks_loses_its_own_run_only(tmp_path
 LEADER = """
 import sys
 from tests.experiments.study.networks import long
-from vitclinic.experiments.study import Pool, run_all
+from vitclinic.experiments.pool import Pool
+from vitclinic.experiments.runner import run_all
 if __name__ == "__main__":
     recipes = [long(seed) for seed in (0, 1)]
     print([outcome.status for outcome in run_all(recipes, Pool(sys.argv[1]), processes=2, threads=1)])
@@ -210,8 +213,8 @@ def test_stopped_with_two_processes_the_runs_are_saved_and_go_on(tmp_path, numbe
     assert [_status(run) for run in runs] == ["interrupted", "interrupted"]
     pool = Pool(tmp_path / "pool")
     for seed in (0, 1):
-        whole = Pool(tmp_path / "whole").trained(long(seed))
-        assert drop_timing(pool.trained(long(seed)).metrics) == drop_timing(whole.metrics)
+        whole = Pool(tmp_path / "whole").train(long(seed))
+        assert drop_timing(pool.train(long(seed)).metrics) == drop_timing(whole.metrics)
 
 
 def _status(run):

@@ -3,7 +3,7 @@
 import pytest
 
 from vitclinic._core.callback import Callback
-from vitclinic.experiments.study import Pool, drop_weights
+from vitclinic.experiments.pool import Pool, drop_weights
 from vitclinic.training import build_recipe
 from vitclinic.training.run import drop_timing
 
@@ -22,8 +22,8 @@ class Counter(Callback):
 
 def test_an_ended_run_is_found_and_not_trained_again(tmp_path):
     pool, counter = Pool(tmp_path), Counter()
-    first = pool.trained(tiny(), [counter])
-    again = Pool(tmp_path).trained(tiny(), [counter])
+    first = pool.train(tiny(), [counter])
+    again = Pool(tmp_path).train(tiny(), [counter])
     assert counter.steps == 6
     assert again.path == first.path
     assert pool.find(tiny()).path == first.path
@@ -36,12 +36,12 @@ def test_what_changes_the_numbers_is_another_run_and_what_does_not_is_the_same(t
 
 
 def test_a_run_that_was_cut_off_goes_on_to_the_same_numbers(tmp_path):
-    whole = Pool(tmp_path / "whole").trained(tiny())
+    whole = Pool(tmp_path / "whole").train(tiny())
     pool, counter = Pool(tmp_path / "cut"), Counter()
     with pytest.raises(RuntimeError):
-        pool.trained(tiny(), [Counter(stop_at=5)])
+        pool.train(tiny(), [Counter(stop_at=5)])
     assert pool.find(tiny()) is None
-    resumed = pool.trained(tiny(), [counter])
+    resumed = pool.train(tiny(), [counter])
     assert counter.steps == 2  # from the checkpoint at step 4
     assert drop_timing(resumed.metrics) == drop_timing(whole.metrics)
     assert resumed.results == whole.results
@@ -50,8 +50,8 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_numbers(tmp_path):
 def test_a_divergence_is_a_result_and_not_tried_again(tmp_path):
     recipe = tiny(optimizer={"name": "sgd", "lr": 1e9}, schedule={"warmup": 0}, clip=None)
     pool, counter = Pool(tmp_path), Counter()
-    assert pool.trained(recipe).status["status"] == "diverged"
-    assert pool.trained(recipe, [counter]).status["status"] == "diverged"
+    assert pool.train(recipe).status["status"] == "diverged"
+    assert pool.train(recipe, [counter]).status["status"] == "diverged"
     assert counter.steps == 0
 
 
@@ -61,14 +61,14 @@ def test_a_run_is_the_same_one_wherever_its_data_lies(tmp_path, photo_folder):
 
     pool = Pool(tmp_path / "pool")
     with pytest.raises(RuntimeError):
-        pool.trained(recipe(photo_folder), [Counter(stop_at=3)])
+        pool.train(recipe(photo_folder), [Counter(stop_at=3)])
     moved = photo_folder.rename(tmp_path / "1e5")  # a name that YAML would take for a number
-    assert pool.trained(recipe(moved)).status["status"] == "finished"
+    assert pool.train(recipe(moved)).status["status"] == "finished"
 
 
 def test_a_run_without_its_weights_is_still_found(tmp_path):
     pool = Pool(tmp_path)
-    run = pool.trained(tiny())
+    run = pool.train(tiny())
     results = run.results
     drop_weights(run)
     assert not list(run.path.rglob("*.safetensors"))

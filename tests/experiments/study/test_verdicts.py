@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.experiments.study.study import Expectation, parse_study
-from vitclinic.experiments.study.verdicts import judge, per_seed, slope
+from vitclinic.experiments.study.schema import Expectation, parse_study
+from vitclinic.experiments.study.verdicts import compare_seed, judge, slope
 
 
 def study_of(*expectations, measures=None, arms=("a", "b", "c")):
@@ -161,8 +161,8 @@ def test_crashes_are_counted_in_pairs():
 def test_terms_are_arms_numbers_and_differences():
     values = values_of(a=[5.0], b=[2.0], c=[1.5])
     expected = Expectation(says="", measure="x", greater=[["a", "b"], ["b", "c"]])
-    assert per_seed(expected, values, 0) == 2.5
-    assert per_seed(Expectation(says="", measure="x", less=["a", 4.0]), values, 0) == 1.0
+    assert compare_seed(expected, values, 0) == 2.5
+    assert compare_seed(Expectation(says="", measure="x", less=["a", 4.0]), values, 0) == 1.0
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The arms of a prescription: the plain recipe, single treatments, and pairs of the best."""
+"""The arms of a prescription: the plain recipe, single treatments and pairs of the best; and the trials of an arm."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Entry = str | dict[str, Any]
 PLAIN = "plain"
 
 ORDER = ("conv_stem", "sam", "context_broadcasting", "patch_diversity", "local_attention", "gap_head", "uniform_heads")
-"""Which treatments come first where the time is not enough for all: the papers' main remedies, then the others."""
+"""Treatments in the order in which they are tried if the time is not enough for all: the main remedies first."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What is tried: the recipe with some treatments added.
+    """One alternative to try: the recipe with some treatments added.
 
     Example:
         >>> Arm().name, Arm(("gap_head", {"sam": {"rho": 0.05}})).name
@@ -38,7 +38,8 @@ class Arm:
 
     @property
     def name(self) -> str:
-        return " + ".join(_named(entry) for entry in self.treatments) or PLAIN
+        """Its treatments with their options, or `plain`."""
+        return " + ".join(_describe(entry) for entry in self.treatments) or PLAIN
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -46,18 +47,18 @@ class Arm:
         return frozenset(entry if isinstance(entry, str) else next(iter(entry)) for entry in self.treatments)
 
 
-def _named(entry: Entry) -> str:
+def _describe(entry: Entry) -> str:
     if isinstance(entry, str):
         return entry
     ((name, options),) = entry.items()
-    written = ", ".join(f"{key}={value}" for key, value in (options or {}).items())
-    return f"{name}({written})" if written else name
+    settings = ", ".join(f"{key}={value}" for key, value in (options or {}).items())
+    return f"{name}({settings})" if settings else name
 
 
-def candidates(recipe: Recipe, wanted: Sequence[Entry] | None = None, first: Sequence[str] = ()) -> list[Arm]:
-    """One arm for each treatment: those `wanted`, or all that the recipe does not already have.
+def list_candidates(recipe: Recipe, wanted: Sequence[Entry] | None = None, first: Sequence[str] = ()) -> list[Arm]:
+    """Return one arm for each treatment: those `wanted`, or all that the recipe does not have yet.
 
-    Those named in `first` come before the others.
+    Treatments named in `first` come before the others.
     """
     own = {treatment.name for treatment in recipe.treatments}
     if wanted is None:
@@ -66,15 +67,15 @@ def candidates(recipe: Recipe, wanted: Sequence[Entry] | None = None, first: Seq
     else:
         for treatment in itertools.chain.from_iterable(parse_treatments([entry]) for entry in wanted):
             if treatment.name in own:
-                raise RecipeError(f"The recipe has the treatment '{treatment.name}' already; there is nothing to try.")
+                raise RecipeError(f"The recipe has the treatment '{treatment.name}' already: try others.")
         arms = list({arm.name: arm for arm in (Arm((entry,)) for entry in wanted)}.values())
     if not arms:
-        raise RecipeError("There is no treatment to try: name some in --treatments.")
+        raise RecipeError("There is no treatment left to try: name some with --treatments.")
     return sorted(arms, key=lambda arm: not arm.kinds & set(first))
 
 
-def pairs(best: Sequence[Arm]) -> Iterator[list[Arm]]:
-    """Every two of the best, in both orders, since some treatments must come before others; the likelier one first."""
+def pair_up(best: Sequence[Arm]) -> Iterator[list[Arm]]:
+    """Yield every two of the best in both orders, the likelier first, since some treatments must come before others."""
     for one, other in itertools.combinations(best, 2):
         if not one.kinds & other.kinds:
             yield [Arm(one.treatments + other.treatments), Arm(other.treatments + one.treatments)]
@@ -82,15 +83,15 @@ def pairs(best: Sequence[Arm]) -> Iterator[list[Arm]]:
 
 @dataclass(frozen=True)
 class Trials:
-    """How trials are made of the user's recipe."""
+    """Short trials of the user's recipe."""
 
     recipe: Recipe
     own_steps: int
     """The recipe's own length."""
     images: Mapping[str, int]
 
-    def recipe_of(self, arm: Arm, steps: int, seed: int, test: bool) -> Recipe:
-        """A trial: validated once, at its end, so that no arm has more tries than another at a best checkpoint.
+    def make_recipe(self, arm: Arm, steps: int, seed: int, test: bool) -> Recipe:
+        """Return the recipe of a trial, validated only at its end: every arm has one try at its best checkpoint.
 
         The warm-up is the same share of the trial as of the recipe's own length.
         """
@@ -111,15 +112,18 @@ class Trials:
         )
 
 
-def suggested_treatments(path: str | Path) -> list[str]:
-    """The treatments that the findings of a run's stored exam name, those of problems first, each once.
+def suggest_treatments(path: str | Path) -> list[str]:
+    """Return the treatments that the findings of an examined run suggest, most severe finding first.
 
-    Suggestions that change the recipe in another way, such as its augmentation, are not treatments and not among them.
+    Suggestions that change the recipe in another way, such as its augmentation, are not treatments and left out.
+
+    Raises:
+        RunError: The run has not been examined.
     """
     run = Run.open(path)
     measurements = read_stored(run)
     if not measurements:
-        raise RunError(f"'{path}' has not been examined; `vitclinic examine {path}` does it.")
+        raise RunError(f"'{path}' has not been examined yet: run `vitclinic examine {path}` first.")
     suggestions = (suggestion for finding in find(measurements, run.metrics) for suggestion in finding.suggestions)
     names = dict.fromkeys(suggestion.treatment for suggestion in suggestions)
     return [name for name in names if name in known_treatments()]

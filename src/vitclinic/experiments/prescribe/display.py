@@ -1,4 +1,4 @@
-"""What a person sees of a prescription: the plan, one bar for all of it, a line a rung, the evidence at the end."""
+"""A prescription on the terminal: the plan, one progress bar, a line per rung, and the evidence at the end."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from vitclinic._core import display
+from vitclinic._core.callback import Callback
 from vitclinic._core.time import format_duration
 from vitclinic.experiments.prescribe.arms import PLAIN, Arm
-from vitclinic.experiments.prescribe.callback import Watcher
-from vitclinic.experiments.prescribe.ledger import Decided
+from vitclinic.experiments.prescribe.ledger import DecidedStage
 from vitclinic.experiments.prescribe.plan import Stage
-from vitclinic.experiments.prescribe.prescription import Prescription
-from vitclinic.experiments.prescribe.selection import Tried
+from vitclinic.experiments.prescribe.prescription import Prescription, TriedStage
 
 
-class Display(display.Display, Watcher):
-    """Shows a prescription on `console`. Use as a context manager around `prescribe`."""
+class Display(display.Display, Callback):
+    """The progress of a prescription. Use as a context manager around `prescribe`."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, "{task.percentage:>3.0f}%", TimeRemainingColumn())
 
-    def on_reading(self, what: str, done: int, total: int) -> None:
-        self.advance(f"{what} images", done, total)
+    def on_progress(self, what: str, done: float, total: float) -> None:
+        self.advance(what, done, total)
 
-    def on_measuring(self, arm: str, done: int, total: int) -> None:
-        self.advance("measuring the cost of a step", done + 1, total)
-
-    def on_plan(
+    def on_trial_plan(
         self, plan: Sequence[Stage], arms: Sequence[Arm], left_out: Mapping[str, str], used: float, budget: float
     ) -> None:
         names = ", ".join(escape(arm.name) for arm in arms)
@@ -43,39 +39,39 @@ class Display(display.Display, Watcher):
             what = "fresh seeds, on test" if stage.name == "final" else f"{seeds}, on val"
             what = f"{stage.seeds} {what}" if stage.name == "final" else what
             self.say(
-                f"  {stage.name}: {stage.arms} arms x {what}, {format_duration(stage.seconds)} a trial,"
+                f"  {stage.name}: {stage.arms} arms x {what}, {format_duration(stage.seconds)} per trial,"
                 f" about {format_duration(stage.planned)}"
             )
         rest = sum(stage.planned for stage in plan)
-        self.say(f"about {format_duration(rest)} in all, of a budget of {format_duration(budget)}")
+        self.say(f"about {format_duration(rest)} in total, of a budget of {format_duration(budget)}")
 
-    def on_stage(self, decided: Decided) -> None:
+    def on_stage(self, decided: DecidedStage) -> None:
         steps = ", ".join(f"{escape(arm.name)} {decided.steps[arm.name]}" for arm in decided.arms)
-        self.say(f"[bold]{decided.stage.name}[/], {format_duration(decided.stage.seconds)} a trial; steps: {steps}")
+        self.say(f"[bold]{decided.stage.name}[/], {format_duration(decided.stage.seconds)} per trial; steps: {steps}")
 
-    def on_progress(self, done: float, total: float) -> None:
-        self.advance("trials", done, total)
-
-    def on_tried(self, tried: Tried, kept: Sequence[str]) -> None:
+    def on_tried(self, tried: TriedStage, kept: Sequence[str]) -> None:
         self.say(f"  {tried.name} keeps {', '.join(map(escape, kept))}")
 
 
 def show_prescription(found: Prescription, console: Console) -> None:
-    """The verdict first, then the evidence, then where it is."""
+    """Print the verdict first, then the evidence, then where it is."""
     colour = "green" if found.verdict == "helps" else "yellow"
     console.print(f"[{colour}]{escape(found.statement)}[/]", soft_wrap=True, highlight=False)
     console.print(_final_table(found))
     console.print(_selection_table(found))
     if found.file is not None:
         file = escape(str(found.file))
-        _say(console, f"the recipe: [bold]{file}[/]; go on with: vitclinic train {file}")
+        _say(console, f"recipe: [bold]{file}[/]; train with: vitclinic train {file}")
         if found.cost_ratio > 1.1:
-            _say(console, f"a step of it costs {found.cost_ratio:.2f} times a plain one, and the trials made up for it")
-    _say(console, f"in full: [bold]{escape(str(found.folder / 'prescription.json'))}[/]")
+            _say(
+                console,
+                f"a step costs {found.cost_ratio:.2f} times a plain one, so its trials had fewer steps",
+            )
+    _say(console, f"all numbers: [bold]{escape(str(found.folder / 'prescription.json'))}[/]")
 
 
 def _final_table(found: Prescription) -> Table:
-    table = Table(title="final comparison: test accuracy, fresh seeds", title_justify="left", box=None)
+    table = Table(title="Final comparison: test accuracy, fresh seeds", title_justify="left", box=None)
     for column in ("arm", "steps", *(f"seed {seed}" for seed in found.final.seeds), "mean"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     steps = {trial.arm: str(trial.steps) for trial in found.final.trials}
@@ -88,8 +84,8 @@ def _final_table(found: Prescription) -> Table:
 
 
 def _selection_table(found: Prescription) -> Table:
-    """Every arm's mean val accuracy in each rung, in which it was, less the plain recipe's."""
-    table = Table(title="selection, optimistic: val accuracy less that of plain", title_justify="left", box=None)
+    """Return the mean val accuracy of every arm minus the plain recipe's, rung by rung."""
+    table = Table(title="Selection (optimistic): val accuracy minus that of plain", title_justify="left", box=None)
     table.add_column("arm")
     for rung in found.rungs:
         table.add_column(rung.name, justify="right")

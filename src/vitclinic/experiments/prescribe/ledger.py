@@ -1,27 +1,39 @@
-"""`plan.json`: what a prescription measured and decided, so that one that goes on keeps its numbers."""
+"""The ledger of a prescription: measured costs and decisions, in `plan.json`, so that a resumed one keeps them."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitclinic._core.errors import RunError
+import torch
+
+from vitclinic._core.distributed import ALONE, pick_device
+from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic._core.io import write_json
-from vitclinic.experiments.prescribe.arms import Arm
+from vitclinic._core.time import seconds
+from vitclinic.data import Dataset
+from vitclinic.experiments.prescribe.arms import PLAIN, Arm
 from vitclinic.experiments.prescribe.plan import Stage
-from vitclinic.training.budget import Cost
+from vitclinic.training import Recipe
+from vitclinic.training.budget import Cost, image_counts, measure_cost, measure_costs, total_steps
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 1
 FILE = "plan.json"
+LEAST_STEPS, ENOUGH_STEPS = 10, 100
+"""A trial has an epoch, or `ENOUGH_STEPS` if an epoch is longer, and never less than `LEAST_STEPS`."""
 
 
 @dataclass(frozen=True)
-class Decided:
-    """A stage as it is run: its arms, how many steps each makes, and its seeds. Never changed again."""
+class DecidedStage:
+    """A stage as it is run: its arms, the steps of each, and its seeds. Never changed again."""
 
     stage: Stage
     arms: tuple[Arm, ...]
@@ -44,14 +56,14 @@ class Ledger:
         self.left_out: dict[str, str] = {}
         self.candidates: list[Arm] | None = None
         self.plan: list[Stage] = []
-        self.decided: list[Decided] = []
+        self.decided: list[DecidedStage] = []
         self.used = 0.0
         if self.path.is_file():
             self._read()
         self._since = time.monotonic()
 
     def save(self) -> None:
-        """Write all of it, with the time used up to now."""
+        """Write all of it, with the time used so far."""
         now = time.monotonic()
         self.used, self._since = self.used + now - self._since, now
         write_json(
@@ -79,7 +91,7 @@ class Ledger:
         )
 
     def end_stage(self, number: int) -> None:
-        """Note how long a stage took, once."""
+        """Note how long a stage took, if that is not known yet."""
         self.save()
         decided = self.decided[number]
         if decided.spent is None:
@@ -88,7 +100,7 @@ class Ledger:
 
     @property
     def slowness(self) -> float:
-        """How many times longer than planned the ended stages took."""
+        """The time that ended stages took, relative to plan."""
         ended = [decided for decided in self.decided if decided.spent is not None]
         planned = sum(decided.stage.planned for decided in ended)
         return sum(decided.spent or 0.0 for decided in ended) / planned if planned else 1.0
@@ -101,8 +113,8 @@ class Ledger:
                 return  # nothing was tried, as with a budget that was too small: nothing is lost
             if other:
                 raise RunError(
-                    f"'{self.path.parent}' holds another prescription (other data, recipe, budget, treatments or seed);"
-                    " give another --out."
+                    f"'{self.path.parent}' holds another prescription (other data, recipe, budget, treatments or seed):"
+                    " choose another --out."
                 )
             self.used = stored["used"]
             self.costs = {name: Cost(**cost) for name, cost in stored["costs"].items()}
@@ -111,7 +123,7 @@ class Ledger:
                 self.candidates = [Arm(tuple(treatments)) for treatments in stored["candidates"]]
             self.plan = [Stage(**stage) for stage in stored["plan"]]
             self.decided = [
-                Decided(
+                DecidedStage(
                     Stage(**entry["stage"]),
                     tuple(Arm(tuple(treatments)) for treatments in entry["arms"]),
                     entry["steps"],
@@ -122,4 +134,57 @@ class Ledger:
                 for entry in stored["decided"]
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"'{self.path}' cannot be read ({error}); remove it or give another --out.") from error
+            raise RunError(f"'{self.path}' cannot be read ({error}): remove it, or choose another --out.") from error
+
+
+class Costs:
+    """The cost of a step of each arm: measured once, that of the plain recipe first, and kept in the ledger."""
+
+    def __init__(self, recipe: Recipe, dataset: Dataset, ledger: Ledger) -> None:
+        self.recipe, self.dataset, self.ledger = recipe, dataset, ledger
+        self.device = pick_device(recipe.device)
+        if self.measure(Arm()) is None:
+            raise RecipeError(f"The recipe itself cannot be trained: {ledger.left_out[PLAIN]}")
+
+    @property
+    def plain(self) -> Cost:
+        """Of the recipe without added treatments."""
+        return self.ledger.costs[PLAIN]
+
+    def measure(self, arm: Arm) -> Cost | None:
+        """Return the cost of an arm; None, with the reason in the ledger, if it does not apply to this network."""
+        ledger = self.ledger
+        if arm.name not in ledger.costs and arm.name not in ledger.left_out:
+            try:
+                ledger.costs[arm.name] = self._measure(self.recipe.add_treatments(arm.treatments))
+            except VitclinicError as error:
+                ledger.left_out[arm.name] = str(error)
+            except Exception as error:  # a treatment of somebody's own may raise anything, and the others go on
+                log.info("%s cannot be tried", arm.name, exc_info=error)
+                ledger.left_out[arm.name] = f"{type(error).__name__}: {error}"
+            ledger.save()
+        return ledger.costs.get(arm.name)
+
+    def _measure(self, recipe: Recipe) -> Cost:
+        """Return the cost of a recipe, at the speed that the machine had when the plain one was measured.
+
+        It takes turns with the plain recipe, so that the ratio is right however busy the machine is by now.
+        """
+        with torch.random.fork_rng():
+            if PLAIN not in self.ledger.costs:
+                return measure_cost(recipe, self.dataset, ALONE, self.device)
+            plain, treated = measure_costs([self.recipe, recipe], self.dataset, ALONE, self.device)
+        speed = self.plain.step / plain.step
+        return Cost(treated.step * speed, treated.image * speed, treated.start)
+
+    def count_own_steps(self) -> int:
+        """Return the recipe's own length; with `max_time`, by the measured cost."""
+        if self.recipe.max_time is None:
+            return total_steps(self.recipe, self.dataset, ALONE, self.device)
+        within = seconds(self.recipe.max_time)
+        return max(1, self.plain.steps_within(within, self.recipe, image_counts(self.dataset)))
+
+    def count_least_steps(self) -> int:
+        """Return the length of the shortest trial that says something about an arm."""
+        epoch = math.ceil(len(self.dataset.train) / self.recipe.batch_size)
+        return min(self.count_own_steps(), max(LEAST_STEPS, min(epoch, ENOUGH_STEPS)))

@@ -1,4 +1,4 @@
-"""The plan of a prescription: how many arms each rung has, and how long a trial is. Pure arithmetic.
+"""The plan of a prescription: how many arms each rung has, and how long a trial takes. Pure arithmetic.
 
 Successive halving [Jamieson & Talwalkar 2016], with trials that start anew at every rung, since a schedule has its own
 length: every rung has the same share of the selection's time, so that fewer arms get longer trials. A trial takes the
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 FINAL_SHARE = 0.4
-"""Of the budget, for the final comparison."""
+"""Share of the budget for the final comparison."""
 RESERVE = 0.06
-"""Of the budget, for what the plan does not foresee."""
+"""Share of the budget for what the plan does not foresee."""
 BEST = 3
-"""So many single treatments come to the last rung, with their pairs."""
+"""How many single treatments come to the last rung, together with their pairs."""
 SELECTION_SEEDS = 5
-"""Most seeds of a rung."""
+"""The most seeds of a rung."""
 FINAL_SEEDS = (5, 10)
-"""Fewest and most pairs of the final comparison."""
+"""The fewest and the most pairs of the final comparison."""
 _LEAST_SHRINK = 0.25
 
 
@@ -29,24 +29,24 @@ class Stage:
 
     name: str
     arms: int
-    """With the plain recipe and, in the last rung, all pairs."""
+    """Including the plain recipe and, in the last rung, all pairs."""
     seeds: int
     seconds: float
     """Of one trial, the same for every arm."""
     overhead: float
-    """Seconds that a trial takes beside its training, such as building the network."""
+    """Seconds of a trial that are not training, such as building the network."""
 
     @property
     def planned(self) -> float:
-        """Seconds in all."""
+        """Seconds of the whole stage."""
         return self.arms * self.seeds * (self.seconds + self.overhead)
 
 
-def halved(candidates: int) -> list[int]:
-    """How many single treatments are in each rung.
+def halve(candidates: int) -> list[int]:
+    """Return how many single treatments are in each rung.
 
     Example:
-        >>> halved(16), halved(9), halved(4), halved(2), halved(1)
+        >>> halve(16), halve(9), halve(4), halve(2), halve(1)
         ([16, 8, 3], [9, 5, 3], [4, 3], [2], [])
     """
     if candidates < 2:
@@ -58,29 +58,30 @@ def halved(candidates: int) -> list[int]:
     return rungs
 
 
-def pairs_among(singles: int) -> int:
+def count_pairs(singles: int) -> int:
+    """Return how many pairs there are of so many treatments."""
     return singles * (singles - 1) // 2
 
 
 def make_plan(candidates: int, seconds: float, overhead: float, longest: float) -> list[Stage]:
-    """The rungs and the final comparison of `candidates` treatments within `seconds`.
+    """Return the rungs and the final comparison of `candidates` treatments within `seconds`.
 
     No trial is longer than `longest`, the recipe's own length: time beyond that goes into more seeds, and what is
     then still left stays unused. No rung's trial is longer than the final's.
     """
-    rungs = halved(candidates)
+    rungs = halve(candidates)
     available = seconds * (1 - RESERVE)
     final_share = available * (FINAL_SHARE if rungs else 1.0)
-    final = _stage("final", 2, final_share, overhead, longest, *FINAL_SEEDS)
+    final = _make_stage("final", 2, final_share, overhead, longest, *FINAL_SEEDS)
     stages = []
     for number, singles in enumerate(rungs, 1):
-        arms = 1 + singles + (pairs_among(singles) if number == len(rungs) else 0)
+        arms = 1 + singles + (count_pairs(singles) if number == len(rungs) else 0)
         share = (available - final_share) / len(rungs)
-        stages.append(_stage(f"rung {number}", arms, share, overhead, final.seconds, 1, SELECTION_SEEDS))
+        stages.append(_make_stage(f"rung {number}", arms, share, overhead, final.seconds, 1, SELECTION_SEEDS))
     return [*stages, final]
 
 
-def _stage(name: str, arms: int, share: float, overhead: float, longest: float, fewest: int, most: int) -> Stage:
+def _make_stage(name: str, arms: int, share: float, overhead: float, longest: float, fewest: int, most: int) -> Stage:
     trial = share / (arms * fewest) - overhead
     if trial <= longest:
         return Stage(name, arms, fewest, trial, overhead)
@@ -88,8 +89,8 @@ def _stage(name: str, arms: int, share: float, overhead: float, longest: float, 
     return Stage(name, arms, seeds, longest, overhead)
 
 
-def shrunk(stages: Sequence[Stage], left: float, slowness: float) -> list[Stage]:
-    """The stages to come, shortened alike where they would take longer than the `left` seconds.
+def shrink(stages: Sequence[Stage], left: float, slowness: float) -> list[Stage]:
+    """Return the stages to come, all shortened alike if they would take longer than the `left` seconds.
 
     `slowness` is how many times longer than planned the stages before took; a faster machine lengthens nothing.
     """
@@ -103,8 +104,8 @@ def shrunk(stages: Sequence[Stage], left: float, slowness: float) -> list[Stage]
     ]
 
 
-def most_candidates(wanted: int, seconds: float, overhead: float, longest: float, least: float) -> int:
-    """How many of `wanted` candidates the time allows, if a trial of any stage is to take `least` seconds."""
+def count_affordable(wanted: int, seconds: float, overhead: float, longest: float, least: float) -> int:
+    """Return how many of `wanted` candidates the time allows if no trial may be shorter than `least` seconds."""
     for candidates in range(wanted, 0, -1):
         plan = make_plan(candidates, seconds, overhead, longest)
         if min(stage.seconds for stage in plan) >= min(least, longest):
@@ -112,13 +113,13 @@ def most_candidates(wanted: int, seconds: float, overhead: float, longest: float
     return 0
 
 
-def needed_budget(candidates: int, overhead: float, longest: float, least: float) -> float:
-    """Seconds from which on the plan has trials of `least` seconds for all `candidates`."""
+def find_needed_budget(candidates: int, overhead: float, longest: float, least: float) -> float:
+    """Return the seconds from which on all `candidates` get trials of at least `least` seconds."""
     low, high = 0.0, 1.0
-    while most_candidates(candidates, high, overhead, longest, least) < candidates:
+    while count_affordable(candidates, high, overhead, longest, least) < candidates:
         low, high = high, 2 * high
     while high - low > 0.01 * high:
         middle = (low + high) / 2
-        enough = most_candidates(candidates, middle, overhead, longest, least) == candidates
+        enough = count_affordable(candidates, middle, overhead, longest, least) == candidates
         low, high = (low, middle) if enough else (middle, high)
     return high

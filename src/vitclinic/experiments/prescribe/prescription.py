@@ -1,40 +1,115 @@
-"""What a prescription ends in: a recipe or the sentence that nothing helped, and the evidence."""
+"""The outcome of a prescription: its trials, the verdict, and the recipe if a treatment helped."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from vitclinic._core.io import write_json, write_text
-from vitclinic._core.statistics import PairedDifference
+from vitclinic._core.statistics import PairedDifference, paired_difference
 from vitclinic.experiments.prescribe.arms import PLAIN, Arm
-from vitclinic.experiments.prescribe.selection import Tried, Verdict
 from vitclinic.training import Recipe
 
 SCHEMA = 1
+Verdict = Literal["helps", "nothing helped"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of an arm: its accuracy on val in a rung, on test in the final comparison."""
+
+    arm: str
+    seed: int
+    steps: int
+    status: Literal["finished", "diverged"]
+    accuracy: float
+    """For a diverged run, that of guessing."""
+    nll: float | None
+    run: str
+    """The run's directory in `runs/`."""
+
+
+@dataclass(frozen=True)
+class TriedStage:
+    """The trials of one stage."""
+
+    name: str
+    seconds: float
+    seeds: Sequence[int]
+    trials: Sequence[Trial]
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Arms with a failed run, which are out, and the reason."""
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms with all their trials, best first."""
+        names = dict.fromkeys(trial.arm for trial in self.trials if trial.arm not in self.failed)
+        return sorted(names, key=self._rank)
+
+    def accuracies(self, arm: str) -> list[float]:
+        """Return the accuracies of an arm, in the order of the seeds."""
+        by_seed = {trial.seed: trial.accuracy for trial in self.trials if trial.arm == arm}
+        return [by_seed[seed] for seed in self.seeds]
+
+    def mean(self, arm: str) -> float:
+        """Return the mean accuracy of an arm."""
+        values = self.accuracies(arm)
+        return math.fsum(values) / len(values)
+
+    def diverged(self, arm: str) -> int:
+        """Return how many trials of an arm diverged."""
+        return sum(trial.arm == arm and trial.status == "diverged" for trial in self.trials)
+
+    def best(self, count: int) -> list[str]:
+        """Return the `count` best arms, without the plain recipe."""
+        return [arm for arm in self.arms if arm != PLAIN][:count]
+
+    def _rank(self, arm: str) -> tuple[float, float]:
+        """Order by mean accuracy, then by mean negative log-likelihood; ties stay in the order of the list."""
+        losses = [math.inf if trial.nll is None else trial.nll for trial in self.trials if trial.arm == arm]
+        return -self.mean(arm), math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.inf
+
+
+def measure_effect(final: TriedStage, winner: str) -> PairedDifference:
+    """Return the winner's test accuracy minus the plain recipe's, paired by fresh seeds."""
+    return paired_difference(final.accuracies(PLAIN), final.accuracies(winner))
+
+
+def judge_effect(found: PairedDifference) -> Verdict:
+    """Return `helps` if all of the 95% interval is above zero: by chance alone, once in forty prescriptions."""
+    return "helps" if found.low > 0 else "nothing helped"
 
 
 @dataclass(frozen=True)
 class Prescription:
-    """The winner of the selection against the plain recipe on fresh seeds, and how it came to win."""
+    """The outcome of `prescribe`: the winner of the selection against the plain recipe on fresh seeds.
+
+    Example:
+        >>> found = vitclinic.prescribe(data="photos/", budget="1h")  # doctest: +SKIP
+        >>> found.statement  # doctest: +SKIP
+        'conv_stem helps: +4.1% test accuracy (95% interval +2.9% to +5.3%, 5 fresh seeds), at the same training time.'
+        >>> vitclinic.train(found.recipe)  # doctest: +SKIP
+    """
 
     folder: Path
+    """Where trials and evidence are stored."""
     verdict: Verdict
     winner: Arm
     effect: PairedDifference
-    """The winner's accuracy on test less the plain recipe's: the only number here that selection has not touched."""
+    """The winner's test accuracy minus the plain recipe's: the only number here that the selection has not touched."""
     plain: Recipe
     """The recipe as it was given."""
-    rungs: Sequence[Tried]
-    final: Tried
+    rungs: Sequence[TriedStage]
+    final: TriedStage
     left_out: Mapping[str, str]
     """Treatments that were not tried, or not to the end, with the reason."""
     step_costs: Mapping[str, float]
-    """Seconds a step, measured beforehand, by arm."""
+    """Seconds per step, measured beforehand, by arm."""
     own_steps: int
     """The recipe's own length."""
     budget: float
@@ -53,20 +128,20 @@ class Prescription:
 
     @property
     def statement(self) -> str:
-        """One sentence."""
+        """The outcome in one sentence."""
         found, interval = self.effect, f"95% interval {self.effect.low:+.1%} to {self.effect.high:+.1%}"
         measured = f"{found.mean:+.1%} test accuracy ({interval}, {found.pairs} fresh seeds)"
         if self.verdict == "helps":
             return f"{self.winner.name} helps: {measured}, at the same training time."
-        return f"Nothing helped: the best of the selection, {self.winner.name}, has {measured}."
+        return f"Nothing helped: the best in the selection, {self.winner.name}, made {measured}."
 
     @property
     def cost_ratio(self) -> float:
-        """What a step of the winner costs, in steps of the plain recipe."""
+        """The cost of a step of the winner relative to the plain recipe."""
         return self.step_costs[self.winner.name] / self.step_costs[PLAIN]
 
     def record(self) -> dict[str, Any]:
-        """All of it as plain data; what depends on the clock is under `timing`."""
+        """Return all of it as plain data; what depends on the clock is under `timing`."""
         return {
             "schema": SCHEMA,
             "verdict": self.verdict,
@@ -76,14 +151,14 @@ class Prescription:
             "effect": {"measure": "test accuracy, winner - plain, paired by fresh seeds", **asdict(self.effect)},
             "recipe": self.recipe.plain(),
             "own_steps": self.own_steps,
-            "final": _stage(self.final, "test accuracy on fresh seeds"),
-            "rungs": [_stage(rung, "val accuracy; selection, optimistic") for rung in self.rungs],
+            "final": _describe_stage(self.final, "test accuracy on fresh seeds"),
+            "rungs": [_describe_stage(rung, "val accuracy; selection, optimistic") for rung in self.rungs],
             "left_out": dict(self.left_out),
             "timing": {"budget": self.budget, "used": self.used, "step_seconds": dict(self.step_costs)},
         }
 
     def write(self) -> None:
-        """`prescription.json`, and `prescription.yaml` if there is something to prescribe."""
+        """Write `prescription.json`, and `prescription.yaml` if there is something to prescribe."""
         write_json(self.folder / "prescription.json", self.record())
         if self.file is not None:
             text = "".join(f"# {line}\n" for line in self._header())
@@ -94,13 +169,13 @@ class Prescription:
         return [
             self.statement,
             f"Trials of {self.final.seconds:.0f} s each: {steps[self.winner.name]} steps, {steps[PLAIN]} of the plain"
-            f" recipe; a step costs {self.cost_ratio:.2f} plain ones.",
+            f" recipe; a step costs {self.cost_ratio:.2f} times a plain one.",
             f"The length below is the recipe's own, {self.own_steps} steps.",
             "command: vitclinic train prescription.yaml",
         ]
 
 
-def _stage(tried: Tried, measure: str) -> dict[str, Any]:
+def _describe_stage(tried: TriedStage, measure: str) -> dict[str, Any]:
     return {
         "name": tried.name,
         "measure": measure,

@@ -1,7 +1,7 @@
-"""The data sets that the papers used and that do not come with vitclinic: a study names them, its user has them.
+"""The catalogue: the studies that come with the package, and the data sets of the papers that they name.
 
-`data: {source: cifar10}` in a study means the set itself, wherever the user's copy lies (`--data`). Without one, a dry
-run still knows how many images there are, and of what kind.
+`data: {source: cifar10}` in a study means the published set, wherever the user's copy lies (`--data`). Without a copy,
+a dry run still knows how many images there are, and of what kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.data.dataset import open_source
 from vitclinic.data.splits import training_count
 from vitclinic.data.survey import survey
-from vitclinic.experiments.study.study import Study, parse_study
+from vitclinic.experiments.study.schema import Study, parse_study
 from vitclinic.training import Recipe
 from vitclinic.training.overrides import overlay, parse_yaml
 
@@ -30,12 +30,12 @@ class NamedData:
 
     title: str
     images: int
-    """For training."""
+    """In its training split."""
     classes: int
     size: int
-    """Pixels a side, as it is trained on."""
+    """Pixels a side, as networks are trained on it."""
     held_out: tuple[str, ...]
-    """The splits that it has beside."""
+    """Its other splits."""
 
 
 NAMED_DATA = {
@@ -46,26 +46,25 @@ NAMED_DATA = {
 }
 
 
-def missing_data(source: str) -> NamedData | None:
-    """The set that a source names, where nothing lies at a path of that name."""
+def find_missing_data(source: str) -> NamedData | None:
+    """Return the published set that a source names, unless there is a file or folder of that name."""
     return None if Path(source).exists() else NAMED_DATA.get(source)
 
 
 def require_data(claim: str, recipes: Iterable[Recipe]) -> None:
-    """One sentence for data that only its user has."""
+    """Raise a DataError if a recipe names a published set without saying where the copy is."""
     for recipe in recipes:
-        named = missing_data(recipe.data.source)
+        named = find_missing_data(recipe.data.source)
         if named is not None:
             raise DataError(
-                f"{claim} is studied on {named.title}, which does not come with vitclinic: say where your copy is, or"
-                " which other images to use, with --data (a folder of class folders, parquet, or"
-                " torchvision:NAME@FOLDER)."
+                f"{claim} is studied on {named.title}, which does not come with vitclinic: give your copy of it, or"
+                " other images, with --data (a folder of class folders, parquet, or torchvision:NAME@FOLDER)."
             )
 
 
 def data_facts(config: DataConfig) -> tuple[int, ImageSpec]:
-    """How many training images a source has before `limit`, and their kind; no image of it is decoded."""
-    named = missing_data(config.source)
+    """Return how many training images a source has before `limit`, and their kind, without decoding all of them."""
+    named = find_missing_data(config.source)
     if named is not None:
         return training_count(named.images, named.held_out), ImageSpec(named.classes, 3, (named.size, named.size))
     source = open_source(config)
@@ -77,7 +76,7 @@ def data_facts(config: DataConfig) -> tuple[int, ImageSpec]:
 
 @cache
 def shipped_studies() -> dict[str, str]:
-    """The texts of the studies that come with the package, by claim, in the order of the papers' claims."""
+    """Return the texts of the studies that come with the package, by claim, in the order of the papers."""
     folder = resources.files("vitclinic.experiments.study") / "claims"
     files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     names = {file.name.removesuffix(".yaml"): file for file in files}
@@ -86,15 +85,21 @@ def shipped_studies() -> dict[str, str]:
 
 
 @cache
-def seen_results() -> dict[str, dict[str, Any]]:
-    """What our own runs say of claims: {claim: {verdict, seeds, date}}; docs/make_tally.py writes the file."""
+def our_results() -> dict[str, dict[str, Any]]:
+    """Return the results of our own runs: {claim: {verdict, seeds, date}}; docs/make_tally.py writes the file."""
     text = (resources.files("vitclinic.experiments.study") / "seen.json").read_text(encoding="utf-8")
     seen: dict[str, dict[str, Any]] = json.loads(text)
     return seen
 
 
 def open_study(name: str | Path) -> Study:
-    """A study of the catalogue by its claim, or from a file.
+    """Return a study of the catalogue, or one from a file.
+
+    Args:
+        name: A claim of the catalogue (`vitclinic list studies`), or a YAML file.
+
+    Raises:
+        RecipeError: There is no such study, or something in it is wrong.
 
     Example:
         >>> open_study("C6").title
@@ -113,31 +118,31 @@ def read_study(name: str | Path) -> Any:
     path = Path(name).expanduser()
     text = shipped.get(str(name)) or (path.read_text(encoding="utf-8") if path.is_file() else None)
     if text is not None:
-        return _on_bases(parse_yaml(text, f"'{name}'"))
+        return _fill_in_bases(parse_yaml(text, f"'{name}'"))
     raise RecipeError(
-        f"There is no study '{name}', in the catalogue or as a file.{did_you_mean(str(name), shipped)}"
+        f"There is no study '{name}' in the catalogue, and no such file.{did_you_mean(str(name), shipped)}"
         " `vitclinic list studies` lists them."
     )
 
 
-def _on_bases(plain: Any) -> Any:
-    """The study with what its bases are like written out."""
+def _fill_in_bases(plain: Any) -> Any:
+    """Replace `like: NAME` in the bases of a study by the base of that name."""
     if not isinstance(plain, dict):
         return plain
     scale = plain.get("paper_scale")
     if isinstance(scale, dict) and "base" in scale:
-        plain = {**plain, "paper_scale": {**scale, "base": _on_base(scale["base"])}}
-    return {**plain, "base": _on_base(plain["base"])} if "base" in plain else plain
+        plain = {**plain, "paper_scale": {**scale, "base": _fill_in_base(scale["base"])}}
+    return {**plain, "base": _fill_in_base(plain["base"])} if "base" in plain else plain
 
 
-def _on_base(base: Any) -> Any:
+def _fill_in_base(base: Any) -> Any:
     if not isinstance(base, dict) or "like" not in base:
         return base
     known = _bases()
     name = str(base["like"])
     if name not in known:
         raise RecipeError(
-            f"There is no base '{name}' for a study.{did_you_mean(name, known)} Known: {', '.join(known)}."
+            f"There is no base '{name}' for studies.{did_you_mean(name, known)} There are {', '.join(known)}."
         )
     return overlay(known[name], {key: value for key, value in base.items() if key != "like"})
 

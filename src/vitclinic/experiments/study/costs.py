@@ -1,4 +1,4 @@
-"""What a study would cost: every network is built, and its FLOPs counted, without images and without training."""
+"""The dry run of a study: build every network and count FLOPs, without images and without training."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import ImageSpec
 from vitclinic.experiments.study.catalogue import data_facts, open_study
-from vitclinic.experiments.study.conduct import seed_count, with_data
-from vitclinic.experiments.study.study import Scale, ScaleName, Study
+from vitclinic.experiments.study.schema import Scale, ScaleName, Study
 from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.network import create_network
+from vitclinic.training.overrides import Overrides
 from vitclinic.training.recipe import DEFAULT_EPOCHS
 
 GPU_PEAK = {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12}
-"""Floating-point operations in a second that an A100's data sheet promises, by precision."""
+"""FLOP/s of an A100 by its data sheet, for each precision."""
 GPU_SHARE = 0.4
-"""Of which training is taken to reach so much. Large networks do; small ones on small images reach far less."""
+"""Share of the peak that training is taken to reach. Large networks do; small ones on small images reach far less."""
 TWO_CORES = 45e9
-"""Floating-point operations in a second of two processes, one on each core: six runs of small ViTs made 22.4e9 each."""
-ASSUMPTION = "one A100 at 40% of its peak in the recipe's precision, not measured by us; small networks reach less"
+"""FLOP/s of two processes, one on each core: six runs of small ViTs made 22.4e9 each."""
+ASSUMPTION = "one A100 at 40% of its peak in the recipe's precision (not measured; small networks reach less)"
 
 
 @dataclass(frozen=True)
 class ArmCost:
-    """One arm, for one seed."""
+    """The cost of one arm, for one seed."""
 
     arm: str
     model: str
@@ -45,49 +45,50 @@ class ArmCost:
     images: int
     """Seen in training, all epochs together."""
     flops: float
-    """Of the training, two for each multiplication and addition: three forward passes an image for a plain step."""
+    """Of the training: two for each multiply-add, and three forward passes per image for a plain step."""
     gpu_hours: float
-    """By `ASSUMPTION`."""
+    """Estimated by `ASSUMPTION`."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What conducting a study takes; measuring the runs is not counted."""
+    """The cost of training all runs of a study; measuring them is not counted."""
 
     study: Study
     scale: ScaleName
     seeds: int
     arms: tuple[ArmCost, ...]
     runs: int
-    """Of all seeds; arms with one recipe share theirs."""
+    """Of all seeds; arms with the same recipe share their runs."""
     flops: float
     gpu_hours: float
-    """Of all runs, by `ASSUMPTION`."""
+    """Of all runs, estimated by `ASSUMPTION`."""
     minutes: float | None
-    """On two cores, only at the CPU's scale: as the study says if it is conducted as written, else by `TWO_CORES`."""
+    """On two cores, only at CPU scale: the study's own estimate if it is conducted as written, else by `TWO_CORES`."""
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         facts = {key: value for key, value in asdict(self).items() if key != "study"}
         return {"claim": self.study.claim, **facts, "assumption": ASSUMPTION}
 
 
 def plan_study(
     what: str | Path | Study,
-    *words: str,
+    overrides: Overrides | None = None,
+    *,
     data: str | Path | None = None,
     scale: ScaleName = "cpu",
     seeds: int | None = None,
 ) -> Plan:
-    """Build every network of a study and count; of the data, only the kind and number of images need be known."""
+    """Build every network of a study and count what training it would cost; takes the same arguments as `study`."""
     chosen = what if isinstance(what, Study) else open_study(what)
-    number = seed_count(chosen, scale, seeds)
-    recipes = chosen.recipes(with_data(words, data), scale)
-    arms = {arm: _cost(arm, recipe, chosen.at(scale)) for arm, recipe in recipes.items()}
+    number = chosen.seeds_at(scale, seeds)
+    recipes = chosen.recipes(overrides, scale, data)
+    arms = {arm: _count_cost(arm, recipe, chosen.changes_at(scale)) for arm, recipe in recipes.items()}
     distinct = {recipe.model_dump_json(): arms[arm] for arm, recipe in recipes.items()}.values()
     flops = number * math.fsum(cost.flops for cost in distinct)
     minutes = flops / TWO_CORES / 60
-    if chosen.minutes is not None and not words:
+    if chosen.minutes is not None and not overrides:
         minutes = chosen.minutes * number / chosen.seeds
     return Plan(
         study=chosen,
@@ -101,12 +102,14 @@ def plan_study(
     )
 
 
-def _cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
+def _count_cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
     if recipe.max_time is not None:
-        raise RecipeError(f"'{arm}' trains for a time (max_time): its number of steps is not known beforehand.")
-    images, spec = _facts(recipe, scale)
+        raise RecipeError(
+            f"The cost of '{arm}' is not known beforehand: it trains for a given time (max_time). Give steps or epochs."
+        )
+    images, spec = _find_facts(recipe, scale)
     try:
-        parameters, forward = _built(json.dumps(recipe.model_dump(include={"model", "treatments"})), spec)
+        parameters, forward = _build(json.dumps(recipe.model_dump(include={"model", "treatments"})), spec)
     except ModelError as error:
         raise ModelError(f"The network of '{arm}' cannot be built: {error}") from error
     steps = recipe.steps or max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * images / recipe.batch_size - 1e-9))
@@ -117,8 +120,8 @@ def _cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
     return ArmCost(arm, recipe.model.name, spec.num_classes, spec.img_size, parameters, steps, seen, flops, hours)
 
 
-def _facts(recipe: Recipe, scale: Scale) -> tuple[int, ImageSpec]:
-    """Training images, and their kind: as the scale, the recipe or the data say, in this order."""
+def _find_facts(recipe: Recipe, scale: Scale) -> tuple[int, ImageSpec]:
+    """Return the number of training images and their kind, from the scale, the recipe or the data, in this order."""
     known: Sequence[int | None] = (scale.images, scale.classes, scale.size)
     images, spec = (0, ImageSpec(0, 3, (0, 0))) if None not in known else data_facts(recipe.data)
     images, size = scale.images or images, recipe.image_size or scale.size
@@ -131,14 +134,14 @@ def _facts(recipe: Recipe, scale: Scale) -> tuple[int, ImageSpec]:
 
 
 @cache
-def _built(recipe: str, spec: ImageSpec) -> tuple[int, int]:
-    """Parameters and FLOPs of the network that a recipe's `model` and `treatments` make; arms often share one."""
+def _build(recipe: str, spec: ImageSpec) -> tuple[int, int]:
+    """Return parameters and FLOPs of the network of a recipe's `model` and `treatments`, which arms often share."""
     network = create_network(build_recipe(json.loads(recipe)), spec)
     return sum(parameter.numel() for parameter in network.parameters()), forward_flops(network, spec)
 
 
 def forward_flops(network: torch.nn.Module, spec: ImageSpec) -> int:
-    """Of one image. Counted on torch's meta device, which follows shapes and computes nothing."""
+    """Return the FLOPs of a forward pass of one image, counted on the meta device, which computes nothing."""
     network = network.to("meta").eval().requires_grad_(False)
     image = torch.zeros(1, spec.in_chans, *spec.img_size, device="meta")
     # torch's counter does not know every fused attention

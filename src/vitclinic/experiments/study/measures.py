@@ -1,4 +1,4 @@
-"""The numbers that a study wants of a run: from its results, its metrics, and exams that are stored with it."""
+"""The numbers that a study reads from a run: its results, its metrics, and exams that are stored with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,33 +16,37 @@ from vitclinic._core.records import Measurement
 from vitclinic.data import DataConfig
 from vitclinic.exam import examine
 from vitclinic.experiments.runner import Measured
-from vitclinic.experiments.study.study import Measure
+from vitclinic.experiments.study.schema import Measure
+from vitclinic.probes import Probe
 from vitclinic.training import Run
 
-_WORDS = {"does_not_apply": "does not apply", "failed": "failed"}
+_STATUS_WORDS = {"does_not_apply": "does not apply", "failed": "failed"}
 
 
 class NoNumberError(Exception):
-    """Why a run has no number of a measure."""
+    """The reason why a run has no number for a measure."""
 
 
-def measured_of(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> Measured:
-    """Each measure's number, or why this run has none (it diverged, or a probe does not apply).
+def measure_run(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> Measured:
+    """Return the number of each measure, or why this run has none (it diverged, or a probe does not apply).
 
-    `data` is the run's own, wherever that lies by now.
+    Args:
+        run: A run that has ended.
+        data: The run's data, which may have moved since it was trained.
+        measures: What to measure, by name.
     """
-    measurements = _examined(run, data, measures)
+    measurements = _examine(run, data, measures)
     numbers: dict[str, float] = {}
     missing: dict[str, str] = {}
     for name, measure in sorted(measures.items(), key=lambda item: item[1].difference is not None):
         try:
-            numbers[name] = _scaled(_number(run, measure, measurements.get(name), numbers), measure)
+            numbers[name] = _rescale(_read_number(run, measure, measurements.get(name), numbers), measure)
         except NoNumberError as reason:
             numbers[name], missing[name] = math.nan, str(reason)
     return Measured({name: numbers[name] for name in measures}, missing)
 
 
-def _number(run: Run, measure: Measure, measurement: Measurement | None, numbers: Mapping[str, float]) -> float:
+def _read_number(run: Run, measure: Measure, measurement: Measurement | None, numbers: Mapping[str, float]) -> float:
     if measure.when_diverged is not None and run.status["status"] == "diverged":
         return 1 / len(run.data_facts["classes"]) if measure.when_diverged == "chance" else measure.when_diverged
     if measure.difference is not None:
@@ -51,53 +55,67 @@ def _number(run: Run, measure: Measure, measurement: Measurement | None, numbers
                 raise NoNumberError(f"there is no {other}")
         return numbers[measure.difference[0]] - numbers[measure.difference[1]]
     if measure.result is not None:
-        return of_result(run, measure.result)
+        return read_result(run, measure.result)
     if measurement is None:
         raise NoNumberError(f"it diverged before its checkpoint '{measure.checkpoint}'")
-    return of_measurement(measurement, measure)
+    return read_measurement(measurement, measure)
 
 
-def _examined(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> dict[str, Measurement]:
-    """The measurement that each measure reads. Probes on the same weights and images share an exam, and its pass."""
-    exams: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = defaultdict(dict)
-    asked: dict[str, tuple[tuple[str, int, str], str]] = {}
+class _ExamKey(NamedTuple):
+    """What the probes of one exam have in common."""
+
+    checkpoint: str
+    limit: int
+    options: str = ""
+    """Of the only probe, where another exam of these weights and images has that probe with other options."""
+
+
+def _examine(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> dict[str, Measurement]:
+    """Return the measurement that each measure reads. Probes on the same weights and images share an exam."""
+    exams: dict[_ExamKey, dict[str, Measure]] = defaultdict(dict)
+    keys: dict[str, _ExamKey] = {}
     for name, measure in measures.items():
         if measure.probe is None:
             continue
-        exam = (measure.checkpoint, measure.limit, "")
-        if exams[exam].get(measure.probe, measure.options) != measure.options:
-            exam = (measure.checkpoint, measure.limit, json.dumps(measure.options, sort_keys=True))
-        exams[exam][measure.probe] = measure.options
-        asked[name] = exam, measure.probe
-    done = {exam: _exam(run, data, exam[0], exam[1], probes) for exam, probes in exams.items()}
-    return {name: done[exam][probe] for name, (exam, probe) in asked.items() if probe in done[exam]}
+        key = _ExamKey(measure.checkpoint, measure.limit)
+        if exams[key].get(measure.probe, measure).options != measure.options:
+            key = key._replace(options=json.dumps(measure.options, sort_keys=True))
+        exams[key][measure.probe] = measure
+        keys[name] = key
+    done = {
+        key: _examine_checkpoint(run, data, key, [measure.parse_probe() for measure in by_probe.values()])
+        for key, by_probe in exams.items()
+    }
+    found = {name: done[key].get(str(measures[name].probe)) for name, key in keys.items()}
+    return {name: measurement for name, measurement in found.items() if measurement is not None}
 
 
-def _exam(
-    run: Run, data: DataConfig, checkpoint: str, limit: int, probes: Mapping[str, Any]
+def _examine_checkpoint(
+    run: Run, data: DataConfig, key: _ExamKey, probes: Sequence[Probe]
 ) -> Mapping[str, Measurement]:
-    if checkpoint in ("last", "best") and run.status["status"] == "diverged":
+    """Return the measurements of one exam; none of a run that diverged before that checkpoint."""
+    diverged = run.status["status"] == "diverged"
+    if key.checkpoint in ("last", "best") and diverged:
         return {}  # what it saved before it crashed is not what it was trained to
-    if checkpoint == "early":
-        checkpoint = f"epoch-{early_epoch(run)}"
-    entries = [{name: probes[name]} for name in probes]
+    checkpoint = f"epoch-{first_kept_epoch(run)}" if key.checkpoint == "early" else key.checkpoint
     try:
-        return examine(f"{run.path}@{checkpoint}", data, probes=entries, limit=limit)
+        return examine(run.at(checkpoint), data, probes=probes, limit=key.limit)
     except VitclinicError:
-        if run.status["status"] == "diverged":
-            return {}  # before the checkpoint that was to be measured
+        if diverged:
+            return {}
         raise
 
 
-def early_epoch(run: Run) -> int:
-    """The first epoch whose weights the run keeps after its start: the end of warm-up, in the catalogue."""
+def first_kept_epoch(run: Run) -> int:
+    """Return the first epoch after the start whose weights the run keeps: in the catalogue, the end of warm-up."""
     kept = [epoch for epoch in run.recipe.checkpoint.keep_epochs if epoch > 0]
     if not kept:
         raise RecipeError(f"'{run.path}' keeps no early weights: set checkpoint.keep_epochs, as in [0, 3].")
     return min(kept)
 
 
-def _scaled(number: float, measure: Measure) -> float:
+def _rescale(number: float, measure: Measure) -> float:
+    """Apply the measure's `magnitude` and `log`."""
     if not math.isfinite(number):
         raise NoNumberError(f"its number is {number}")
     if measure.magnitude:
@@ -109,8 +127,14 @@ def _scaled(number: float, measure: Measure) -> float:
     return math.log10(number)
 
 
-def of_result(run: Run, path: str) -> float:
-    """`diverged` is 1 or 0; `test.accuracy` the final result; `val.accuracy@5` of the first row at epoch 5 or later."""
+def read_result(run: Run, path: str) -> float:
+    """Return a number from a run's results or metrics.
+
+    Args:
+        run: A run that has ended.
+        path: `diverged` (1 or 0); `test.accuracy`, a final result; or `val.accuracy@5`, that of the first row at epoch
+            5 or later.
+    """
     if path == "diverged":
         return float(run.status["status"] == "diverged")
     key, _, epoch = path.partition("@")
@@ -126,34 +150,34 @@ def of_result(run: Run, path: str) -> float:
     return float(row[field])
 
 
-def of_measurement(measurement: Measurement, measure: Measure) -> float:
-    """A scalar, or one number of all units of a kind."""
+def read_measurement(measurement: Measurement, measure: Measure) -> float:
+    """Return one of a measurement's scalars, or one number for all its units of a kind."""
     if measurement.status not in ("ok", "not_converged"):
-        raise NoNumberError(f"{measurement.probe} {_WORDS[measurement.status]}: {measurement.reason}")
+        raise NoNumberError(f"{measurement.probe} {_STATUS_WORDS[measurement.status]}: {measurement.reason}")
     if measure.scalar is not None:
         if measure.scalar not in measurement.scalars:
             hint = did_you_mean(measure.scalar, measurement.scalars)
-            raise NoNumberError(f"{measurement.probe} has no scalar '{measure.scalar}' of this network.{hint}")
+            raise NoNumberError(f"{measurement.probe} has no scalar '{measure.scalar}' for this network.{hint}")
         return measurement.scalars[measure.scalar].value
     value = str(measure.value)
     rows = [row for row in measurement.units if measure.units in (None, row.kind) and value in row.values]
     if not rows:
         where = "any unit" if measure.units is None else f"a unit of kind {measure.units}"
-        raise NoNumberError(f"{measurement.probe} has no '{value}' of {where}")
+        raise NoNumberError(f"{measurement.probe} has no '{value}' for {where}")
     rows.sort(key=lambda row: row.depth)
     numbers = [row.values[value].value for row in rows]
     if measure.magnitude:
         numbers = [abs(number) for number in numbers]
     if measure.over_units in ("stage_rise", "stage_step"):
-        return over_stages(numbers, [row.stage for row in rows], measure.over_units)
-    return over_units(numbers, measure.over_units)
+        return reduce_stages(numbers, [row.stage for row in rows], measure.over_units)
+    return reduce_units(numbers, measure.over_units)
 
 
-def over_units(numbers: list[float], how: str) -> float:
-    """One number of those of units in the order of their depth.
+def reduce_units(numbers: list[float], how: str) -> float:
+    """Return one number for all units, whose numbers are given in the order of their depth.
 
     Example:
-        >>> over_units([0.1, 0.3, 0.2], "last"), over_units([0.1, 0.2, 0.4], "trend")
+        >>> reduce_units([0.1, 0.3, 0.2], "last"), reduce_units([0.1, 0.2, 0.4], "trend")
         (0.2, 1.0)
     """
     if any(math.isnan(number) for number in numbers):
@@ -171,15 +195,19 @@ def over_units(numbers: list[float], how: str) -> float:
     return {"first": numbers[0], "last": numbers[-1], "mean": math.fsum(numbers) / len(numbers)}[how]
 
 
-def over_stages(numbers: Sequence[float], stages: Sequence[int | None], how: str) -> float:
-    """`stage_rise`: a stage's last number less its first; `stage_step`: its first less the last of the stage before.
+def reduce_stages(numbers: Sequence[float], stages: Sequence[int | None], how: str) -> float:
+    """Return the mean over stages of how a number changes within them, or from one to the next; NaN without any.
 
-    The mean over all stages that have one; NaN if none has.
+    Args:
+        numbers: Of units, in the order of their depth.
+        stages: The stage of each unit.
+        how: `stage_rise`, a stage's last number minus its first; or `stage_step`, its first minus the last of the stage
+            before.
 
     Example:
-        >>> over_stages([1.0, 2.0, 4.0, 3.0, 4.0], [0, 0, 0, 1, 1], "stage_rise")
+        >>> reduce_stages([1.0, 2.0, 4.0, 3.0, 4.0], [0, 0, 0, 1, 1], "stage_rise")
         2.0
-        >>> over_stages([1.0, 2.0, 4.0, 3.0, 4.0], [0, 0, 0, 1, 1], "stage_step")
+        >>> reduce_stages([1.0, 2.0, 4.0, 3.0, 4.0], [0, 0, 0, 1, 1], "stage_step")
         -1.0
     """
     blocks: dict[int | None, list[float]] = {}
@@ -193,7 +221,7 @@ def over_stages(numbers: Sequence[float], stages: Sequence[int | None], how: str
 
 
 def training_seconds(run: Run) -> float:
-    """What the steps of a run took, by its own record, however often it was interrupted."""
+    """Return how long the steps of a run took by its own record, however often it was interrupted."""
     size = run.recipe.batch_size
     rates = [row["timing"].get("images_per_second") for row in run.metrics if row["kind"] == "train"]
     return math.fsum(size / rate for rate in rates if rate)

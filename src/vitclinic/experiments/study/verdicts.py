@@ -1,8 +1,8 @@
-"""Verdicts: what the runs of a study say about its claim.
+"""Verdicts: judge the claim of a study by the numbers of its runs.
 
-The rule, the same for all studies. Runs are paired by seed. A comparison is one number a seed: the difference of two
-arms, or of an arm and a number, or the slope of a trend. Its mean has a t interval; with m comparisons in a study each
-is at 1 - 0.05 / m (Bonferroni), so that all hold together at 95%. A comparison is
+The rule is the same for all studies. Runs are paired by seed. A comparison is one number per seed: the difference of
+two arms, or of an arm and a number, or the slope of a trend. Its mean has a t interval; with m comparisons in a study
+each is at 1 - 0.05 / m (Bonferroni), so that all hold together at 95%. A comparison is
 
   as claimed   if its interval lies on the side that the claim says,
   opposite     if it lies on the other side,
@@ -23,60 +23,45 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from vitclinic._core.statistics import paired_share_interval, t_interval
-from vitclinic.experiments.study.study import Expectation, Study, Term
+from vitclinic.experiments.study.schema import Expectation, Study, Term
+from vitclinic.reports.study.result import EXPLORATORY, Comparison, Status, Word
 
 ENOUGH_SEEDS = 5
-_SAME = 1e-9
-"""Of a number: what may be rounding."""
+_ROUNDING = 1e-9
+"""Relative difference below which numbers are taken to be the same."""
 
 Values = Mapping[str, Mapping[int, Mapping[str, float]]]
 """arm -> seed -> measure -> number; NaN, or nothing, where there is none."""
-Status = Literal["as claimed", "opposite", "undecided"]
-Word = Literal["reproduced", "not reproduced", "undecided"]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What became of one expectation."""
-
-    says: str
-    measure: str
-    direction: Literal[1, -1]
-    status: Status
-    mean: float
-    low: float
-    high: float
-    """At the corrected confidence; NaN for fewer than two seeds, or if all have the same number."""
-    seeds: int
-    missing: int
-    """Seeds without a number, such as those in which a run diverged before it could be measured."""
-    numbers: Mapping[int, float]
-    """What it compares, by seed; NaN where there is none."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the study says of its claim."""
+    """The judgement of a study on its claim.
+
+    Example:
+        >>> str(Verdict("reproduced", exploratory=True, comparisons=()))
+        'reproduced (exploratory)'
+    """
 
     word: Word
     exploratory: bool
+    """True with too few seeds for a verdict, or with seeds that lack a number."""
     comparisons: tuple[Comparison, ...]
 
     def __str__(self) -> str:
-        return f"{self.word} (exploratory)" if self.exploratory else self.word
+        return f"{self.word}{EXPLORATORY}" if self.exploratory else self.word
 
 
 def judge(study: Study, values: Values, seeds: Sequence[int]) -> Verdict:
-    """The verdict on a study's claim from the numbers of its runs."""
+    """Return the verdict on a study's claim from the numbers of its runs."""
     confidence = 1 - 0.05 / len(study.expectations)
     binary = {name for name, measure in study.measures.items() if measure.result == "diverged"}
     comparisons = tuple(
-        _compared(expected, values, seeds, confidence, expected.measure in binary) for expected in study.expectations
+        _compare(expected, values, seeds, confidence, expected.measure in binary) for expected in study.expectations
     )
     statuses = {comparison.status for comparison in comparisons}
     word: Word = "undecided"
@@ -88,16 +73,16 @@ def judge(study: Study, values: Values, seeds: Sequence[int]) -> Verdict:
     return Verdict(word, exploratory, comparisons)
 
 
-def _compared(
+def _compare(
     expected: Expectation, values: Values, seeds: Sequence[int], confidence: float, binary: bool
 ) -> Comparison:
-    numbers = {seed: per_seed(expected, values, seed) for seed in seeds}
+    numbers = {seed: compare_seed(expected, values, seed) for seed in seeds}
     known = [number for number in numbers.values() if not math.isnan(number)]
     mean = math.fsum(known) / len(known) if known else math.nan
     if binary and known:
         lost, gained = known.count(1.0), known.count(-1.0)
         low, high = paired_share_interval(lost, gained, len(known), confidence)
-    elif len(known) < 2 or max(known) - min(known) <= _SAME * max(map(abs, known)):
+    elif len(known) < 2 or max(known) - min(known) <= _ROUNDING * max(map(abs, known)):
         low, high = math.nan, math.nan
     else:
         low, high = t_interval(known, confidence) or (math.nan, math.nan)
@@ -119,8 +104,8 @@ def _compared(
     )
 
 
-def per_seed(expected: Expectation, values: Values, seed: int) -> float:
-    """The comparison's number for one seed; NaN if something is missing."""
+def compare_seed(expected: Expectation, values: Values, seed: int) -> float:
+    """Return the comparison's number for one seed; NaN if something is missing."""
 
     def number(term: Term) -> float:
         if isinstance(term, str):
@@ -137,7 +122,12 @@ def per_seed(expected: Expectation, values: Values, seed: int) -> float:
 
 
 def slope(at: Sequence[float], numbers: Sequence[float], power: bool = False) -> float:
-    """Of the least-squares line through the numbers over log2 of where they are; of a power law, its exponent.
+    """Return the slope of the least-squares line through numbers over log2 of their positions.
+
+    Args:
+        at: The positions, above 0.
+        numbers: One for each position.
+        power: Take log2 of the numbers, too: the slope is then the exponent of a power law.
 
     Example:
         >>> slope([1, 2, 4], [5.0, 3.0, 1.0])

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from vitclinic.reports.figure import Figure, Table
 from vitclinic.reports.figures.drawing import GREY, canvas, error_bars
 from vitclinic.reports.formatting import number, plain
-from vitclinic.reports.study.result import Arm, Compared, StudyResult
+from vitclinic.reports.study.result import ArmNumbers, StoredComparison, StoredResult
 from vitclinic.reports.theme import of_network
 
 STATUS_COLOURS = {"as claimed": "#009E73", "opposite": "#D55E00", "undecided": "#7A7A7A"}
@@ -22,7 +22,7 @@ TITLE_WIDTH, ARM_WIDTH, LONGEST = 44, 20, 90
 """Characters in a line above a panel or beside a row, for a phone; and of a name before it is cut."""
 
 
-def comparisons_figure(result: StudyResult) -> Figure:
+def comparisons_figure(result: StoredResult) -> Figure:
     """A panel for each comparison: every seed's number, the mean with its interval, and the side that was claimed."""
     compared = result.comparisons
     titles = [f"{_lines(one.says, TITLE_WIDTH)}: <b>{one.status}</b>" for one in compared]
@@ -54,7 +54,7 @@ def comparisons_figure(result: StudyResult) -> Figure:
     )
 
 
-def _panel(plot: go.Figure, row: int, one: Compared) -> None:
+def _panel(plot: go.Figure, row: int, one: StoredComparison) -> None:
     known = {seed: value for seed, value in one.numbers.items() if math.isfinite(value)}
     low, high = _range([*known.values(), one.mean, one.low, one.high, one.than])
     edges = (one.than, high) if one.direction > 0 else (low, one.than)
@@ -72,11 +72,11 @@ def _panel(plot: go.Figure, row: int, one: Compared) -> None:
     plot.update_xaxes(range=[low, high], nticks=6, title_text=_axis_title(one), row=row, col=1)
 
 
-def _axis_title(one: Compared) -> str:
+def _axis_title(one: StoredComparison) -> str:
     return _lines(f"{one.measure}: {one.terms}", TITLE_WIDTH)
 
 
-def measure_figure(result: StudyResult, measure: str, place: int) -> Figure:
+def measure_figure(result: StoredResult, measure: str, place: int) -> Figure:
     """One measure: a row for each arm, every run a point, the mean with its interval."""
     arms = result.measures[measure]
     labels = [_lines(arm, ARM_WIDTH) for arm in arms]
@@ -111,7 +111,7 @@ def measure_figure(result: StudyResult, measure: str, place: int) -> Figure:
     )
 
 
-def _share(arms: Mapping[str, Arm]) -> bool:
+def _share(arms: Mapping[str, ArmNumbers]) -> bool:
     return any(arm.share for arm in arms.values())
 
 

@@ -13,7 +13,7 @@ from vitclinic.reports.drawing import Drawings
 from vitclinic.reports.formatting import number
 from vitclinic.reports.frame import filled, write_page
 from vitclinic.reports.study.figures import comparisons_figure, measure_figure
-from vitclinic.reports.study.result import ENDED, Arm, Compared, StudyResult, result_of
+from vitclinic.reports.study.result import ENDED, ArmNumbers, StoredComparison, StoredResult, parse_result
 from vitclinic.reports.theme import of_network
 from vitclinic.reports.views import letter
 
@@ -27,10 +27,10 @@ STATUS_SEVERITIES = {"as claimed": "healthy", "opposite": "problem", "undecided"
 
 def write_study(path: str | Path, stored: Mapping[str, Any]) -> Path:
     """Write the page of a result, given as what is stored of it."""
-    return write_page(path, render_study(result_of(stored)))
+    return write_page(path, render_study(parse_result(stored)))
 
 
-def render_study(result: StudyResult) -> str:
+def render_study(result: StoredResult) -> str:
     """The page as HTML. Whatever a user named is shown as text."""
     drawings = Drawings(images=True)
     return filled(
@@ -51,7 +51,7 @@ def render_study(result: StudyResult) -> str:
     )
 
 
-def statement(result: StudyResult) -> str:
+def statement(result: StoredResult) -> str:
     """On what the verdict rests, in a sentence or two."""
     count = len(result.comparisons)
     claimed, opposite = (sum(one.status == word for one in result.comparisons) for word in ("as claimed", "opposite"))
@@ -63,7 +63,7 @@ def statement(result: StudyResult) -> str:
     return text
 
 
-def comparison(one: Compared) -> dict[str, Any]:
+def comparison(one: StoredComparison) -> dict[str, Any]:
     """One comparison as tables show it."""
     return {
         "says": one.says,
@@ -88,7 +88,7 @@ def signed(value: float) -> str:
     return "–" if math.isnan(value) else f"{'+' * (value > 0)}{number(value)}"
 
 
-def _facts(result: StudyResult) -> dict[str, str]:
+def _facts(result: StoredResult) -> dict[str, str]:
     runs = {run for by_seed in result.runs.values() for run in by_seed.values() if run}
     facts = {
         "claim": result.title,
@@ -103,7 +103,7 @@ def _facts(result: StudyResult) -> dict[str, str]:
     return {key: value for key, value in facts.items() if value}
 
 
-def _arm(result: StudyResult, place: int, arm: str) -> dict[str, Any]:
+def _arm(result: StoredResult, place: int, arm: str) -> dict[str, Any]:
     statuses = result.statuses[arm]
     return {
         "name": arm,
@@ -114,7 +114,7 @@ def _arm(result: StudyResult, place: int, arm: str) -> dict[str, Any]:
     }
 
 
-def _cell(arm: Arm) -> dict[str, Any]:
+def _cell(arm: ArmNumbers) -> dict[str, Any]:
     value = f"{math.fsum(arm.known):.0f} of {len(arm.known)}" if arm.share else number(arm.mean) if arm.known else ""
     ends = arm.interval
     return {
@@ -133,7 +133,7 @@ def _run(folder: str, status: str | None) -> dict[str, str]:
     }
 
 
-def _failures(result: StudyResult) -> list[tuple[str, str, str]]:
+def _failures(result: StoredResult) -> list[tuple[str, str, str]]:
     """(arm, seeds, why), once for all seeds that failed alike."""
     alike: dict[tuple[str, str], list[str]] = {}
     for arm, by_seed in result.statuses.items():
@@ -143,7 +143,7 @@ def _failures(result: StudyResult) -> list[tuple[str, str, str]]:
     return [(arm, ", ".join(seeds), reason) for (arm, reason), seeds in alike.items()]
 
 
-def _without_numbers(result: StudyResult) -> list[tuple[str, str, str, str]]:
+def _without_numbers(result: StoredResult) -> list[tuple[str, str, str, str]]:
     """(measure, arm, seeds, why it has no number)."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for arm, by_seed in result.missing.items():

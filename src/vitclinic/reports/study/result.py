@@ -1,4 +1,4 @@
-"""The stored result of a study, read as pages need it; also one that an earlier version has stored."""
+"""The stored result of a study, read as pages need it; also one that an earlier version stored."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from vitclinic._core.errors import RunError
 from vitclinic._core.statistics import share_interval, t_interval
 
 SCHEMA = 1
-WORDS = ("reproduced", "not reproduced", "undecided")
-STATUSES = ("as claimed", "opposite", "undecided")
+Word = Literal["reproduced", "not reproduced", "undecided"]
+Status = Literal["as claimed", "opposite", "undecided"]
+WORDS: tuple[Word, ...] = get_args(Word)
+STATUSES: tuple[Status, ...] = get_args(Status)
 EXPLORATORY = " (exploratory)"
 ENDED = ("finished", "diverged")
 
@@ -29,37 +31,47 @@ PAPERS = {
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What became of one expectation."""
+class Comparison:
+    """The outcome of one expectation of a study."""
 
     says: str
     measure: str
-    terms: str
-    """What its number is: `SAM − AdamW`, or of a trend `slope`."""
-    direction: int
-    than: float
-    """What the number should be above (direction 1) or below (-1)."""
-    status: str
+    direction: Literal[1, -1]
+    """1 if the claim says that the number is above 0, -1 if below."""
+    status: Status
     mean: float
     low: float
     high: float
+    """At the corrected confidence; NaN for fewer than two seeds, or if all have the same number."""
     seeds: int
     missing: int
+    """Seeds without a number, such as those in which a run diverged before it could be measured."""
     numbers: Mapping[int, float]
-    """By seed; empty in results that were stored without them."""
+    """By seed; NaN where there is none, empty in results that were stored without them."""
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One measure of one arm."""
+class StoredComparison(Comparison):
+    """A comparison with what its expectation says about its number."""
+
+    terms: str
+    """What the number is: `SAM − AdamW`, or for a trend `slope`."""
+    than: float
+    """What the number should be above (direction 1) or below (-1)."""
+
+
+@dataclass(frozen=True)
+class ArmNumbers:
+    """The numbers that one arm has for one measure."""
 
     numbers: Mapping[int, float]
     """By seed; NaN where there is none."""
     share: bool
-    """Whether the numbers are yes or no, such as whether a run diverged."""
+    """True if the numbers are 0 or 1, such as for runs that diverged or not."""
 
     @property
     def known(self) -> list[float]:
+        """The numbers that are there."""
         return [number for number in self.numbers.values() if not math.isnan(number)]
 
     @property
@@ -68,14 +80,14 @@ class Arm:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """At 95%: Wilson's of a share, Student's of any other mean."""
+        """The 95% interval of the mean: Wilson's for a share, Student's for any other."""
         if self.share:
             return share_interval(round(math.fsum(self.known)), len(self.known)) if self.known else None
         return t_interval(self.known)
 
 
 @dataclass(frozen=True)
-class StudyResult:
+class StoredResult:
     """A result as it lies on disk, with its numbers as numbers again."""
 
     claim: str
@@ -86,16 +98,16 @@ class StudyResult:
     source: str
     note: str
     blind: bool
-    """Whether its expectations were fixed before any run."""
+    """True if its expectations were fixed before any run."""
     scale: str
     data: tuple[str, ...]
     words: tuple[str, ...]
     seeds: tuple[int, ...]
     word: str
     exploratory: bool
-    comparisons: tuple[Compared, ...]
-    measures: Mapping[str, Mapping[str, Arm]]
-    """measure, as it is called -> arm."""
+    comparisons: tuple[StoredComparison, ...]
+    measures: Mapping[str, Mapping[str, ArmNumbers]]
+    """measure -> arm -> its numbers."""
     missing: Mapping[str, Mapping[int, Mapping[str, str]]]
     runs: Mapping[str, Mapping[int, str]]
     statuses: Mapping[str, Mapping[int, str]]
@@ -120,28 +132,32 @@ class StudyResult:
 
     @property
     def command(self) -> str:
-        """The words that led here, as a shell takes them; where the data and a study's file lie is not stored."""
+        """The command that leads here; where the data and a study's file lie is not stored."""
         data = ["--data", *self.data] if len(self.data) == 1 else []  # arms with data of their own had no --data
         scale = ["--scale", "paper"] if self.scale == "paper" else []
         seeds = ["--seeds", str(len(self.seeds))]
         return shlex.join(["vitclinic", "study", self.named, *data, *scale, *seeds, *self.words])
 
 
-def read_result(path: Path) -> StudyResult:
-    """The result in a file; anything else there is one sentence."""
+def read_result(path: Path) -> StoredResult:
+    """Return the result in a file.
+
+    Raises:
+        RunError: The file holds something else.
+    """
     try:
-        return result_of(json.loads(path.read_text(encoding="utf-8")))
+        return parse_result(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunError(f"'{path}' is no result of a study that this version can show.") from error
+        raise RunError(f"'{path}' is not the result of a study, or one that this version cannot read.") from error
 
 
-def result_of(plain: Mapping[str, Any]) -> StudyResult:
-    """The result in what was stored."""
+def parse_result(plain: Mapping[str, Any]) -> StoredResult:
+    """Return the result in what was stored."""
     study, verdict = plain["study"], str(plain["verdict"])
     word = verdict.removesuffix(EXPLORATORY)
     if plain["schema"] != SCHEMA or word not in WORDS:
         raise ValueError(f"schema {plain['schema']}, verdict {verdict}")
-    return StudyResult(
+    return StoredResult(
         claim=str(plain["claim"]),
         named=str(plain.get("named", plain["claim"])),  # not in results of earlier versions
         title=str(study["title"]),
@@ -155,8 +171,8 @@ def result_of(plain: Mapping[str, Any]) -> StudyResult:
         seeds=tuple(plain["seeds"]),
         word=word,
         exploratory=verdict != word,
-        comparisons=tuple(map(_compared, plain["comparisons"], study["expectations"])),
-        measures=_measures(study["measures"], plain["values"]),
+        comparisons=tuple(map(_parse_comparison, plain["comparisons"], study["expectations"])),
+        measures=_parse_measures(study["measures"], plain["values"]),
         missing={arm: _by_seed(seeds) for arm, seeds in plain["missing"].items()},
         runs={arm: _by_seed(seeds) for arm, seeds in plain["runs"].items()},
         statuses={arm: _by_seed(seeds) for arm, seeds in plain["statuses"].items()},
@@ -166,14 +182,14 @@ def result_of(plain: Mapping[str, Any]) -> StudyResult:
     )
 
 
-def _compared(plain: Mapping[str, Any], expected: Mapping[str, Any]) -> Compared:
+def _parse_comparison(plain: Mapping[str, Any], expected: Mapping[str, Any]) -> StoredComparison:
     if plain["status"] not in STATUSES:
         raise ValueError(plain["status"])
-    return Compared(
+    return StoredComparison(
         says=str(plain["says"]),
         measure=str(plain["measure"]),
-        terms=_terms(expected),
-        direction=int(plain["direction"]),
+        terms=_describe_terms(expected),
+        direction=1 if plain["direction"] > 0 else -1,
         than=float(expected.get("than", 0.0)),
         status=plain["status"],
         mean=float(plain["mean"]),
@@ -185,7 +201,7 @@ def _compared(plain: Mapping[str, Any], expected: Mapping[str, Any]) -> Compared
     )
 
 
-def _terms(expected: Mapping[str, Any]) -> str:
+def _describe_terms(expected: Mapping[str, Any]) -> str:
     pair: Sequence[Any] | None = expected.get("greater") or expected.get("less")
     if pair is None:
         return "exponent" if expected.get("power") else "slope, for each doubling"
@@ -195,10 +211,10 @@ def _terms(expected: Mapping[str, Any]) -> str:
     return first if pair[1] == 0 else f"{first} − {second}"
 
 
-def _measures(measures: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, Arm]]:
+def _parse_measures(measures: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, dict[str, ArmNumbers]]:
     return {
         f"log10 {name}" if measure.get("log") else name: {
-            arm: Arm(
+            arm: ArmNumbers(
                 {int(seed): float(numbers.get(name, math.nan)) for seed, numbers in by_seed.items()},
                 share=measure.get("result") == "diverged",
             )

@@ -12,7 +12,7 @@ from vitclinic._core.time import format_duration
 from vitclinic.reports.drawing import Drawings
 from vitclinic.reports.frame import filled, write_page
 from vitclinic.reports.study.page import SEVERITIES, comparison
-from vitclinic.reports.study.result import PAPERS, WORDS, StudyResult
+from vitclinic.reports.study.result import PAPERS, WORDS, StoredResult
 
 EXPLORATORY, CHANGED, NOT_RUN = "exploratory", "changed", "not run yet"
 OUTCOMES = (*WORDS, EXPLORATORY, CHANGED, NOT_RUN)
@@ -33,7 +33,7 @@ class Entry:
     """A line of the tally: a claim with one of its results, or without."""
 
     claim: Claim
-    result: StudyResult | None = None
+    result: StoredResult | None = None
     page: str = ""
     """The result's own page, as a link from the index."""
     changed: str = ""
@@ -51,8 +51,8 @@ class Entry:
 
 def entries(
     claims: Sequence[Claim],
-    results: Mapping[str, StudyResult],
-    changed: Callable[[StudyResult], str] = lambda result: "",
+    results: Mapping[str, StoredResult],
+    changed: Callable[[StoredResult], str] = lambda result: "",
 ) -> list[Entry]:
     """The claims in their order, each with its results (by the names of their files), then results of other studies.
 

@@ -1,4 +1,4 @@
-"""A study file: which runs, what is measured of them, and what is expected, all said before anything is run.
+"""The format of a study file: which runs to train, what to measure, and what the claim expects, fixed beforehand.
 
     claim: C6
     title: SAM lowers the missing rate between training points
@@ -21,8 +21,9 @@ after them (`optimizer.lr=0.001, model.depth=6`). Everything is plain data, chec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -30,22 +31,20 @@ from pydantic import AfterValidator, Field, model_validator
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic.anatomy import Kind
-from vitclinic.probes import parse_probes
+from vitclinic.probes import Probe, parse_probes
 from vitclinic.training import Recipe, build_recipe
-from vitclinic.training.overrides import merge, overlay
+from vitclinic.training.overrides import Overrides, merge, nest, overlay
 
 Two = Field(min_length=2, max_length=2)
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Pair = Annotated[list[str], Two]
 Term = str | Number | Pair
-"""An arm; a number; or two arms, of which the second is taken from the first."""
+"""An arm; a number; or two arms, meaning the first minus the second."""
 ScaleName = Literal["cpu", "paper"]
-
-
 _RESULT = r"diverged|(train\.loss|(val|test)\.(loss|nll|accuracy|accuracy_top5))(@\d+)?"
 
 
-def _like(pattern: str, sentence: str) -> AfterValidator:
+def _pattern(pattern: str, sentence: str) -> AfterValidator:
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
             raise ValueError(sentence)
@@ -58,19 +57,19 @@ LONGEST_NAME = 60
 """Bytes of a claim: with what results and pages add to it, a file system must take it."""
 
 
-def _free_name(claim: str) -> str:
-    """A claim names files, some of whose names are taken."""
+def _check_name(claim: str) -> str:
+    """Refuse a claim whose name cannot be that of its files."""
     if len(claim.encode()) > LONGEST_NAME:
-        raise ValueError(f"write a name of at most {LONGEST_NAME} letters: it is that of the result's file, too")
+        raise ValueError(f"write a name of at most {LONGEST_NAME} letters: the result's file is named after it")
     if claim.lower() == "index":
-        raise ValueError("write another name: this is that of the page of all studies")
+        raise ValueError("write another name: index.html is the page of all studies")
     if claim.lower().endswith("-paper"):
-        raise ValueError("write another name: those with -paper are of results at the paper's scale")
+        raise ValueError("write another name: results at the paper's scale end in -paper")
     return claim
 
 
 class Measure(Config):
-    """A number of one run: of a probe, of its results, or the difference of two other measures."""
+    """A number of one run: from a probe, from its results, or the difference of two other measures."""
 
     probe: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -79,22 +78,22 @@ class Measure(Config):
     units: Kind | None = Field(None, description="only units of this kind, such as msa")
     over_units: Literal["mean", "first", "last", "lower", "upper", "trend", "stage_rise", "stage_step"] = Field(
         "mean",
-        description="one number of all units; lower and upper: the mean of that half; trend: Kendall's tau with depth;"
-        " stage_rise: a stage's last less its first, stage_step: a stage's first less the last of the stage before,"
+        description="how units become one number; lower, upper: the mean of that half; trend: Kendall's tau with depth;"
+        " stage_rise: a stage's last minus its first, stage_step: a stage's first minus the last of the stage before,"
         " mean over stages",
     )
-    checkpoint: Annotated[str, _like(r"best|last|early|epoch-\d+", "write best, last, early or epoch-N")] = Field(
+    checkpoint: Annotated[str, _pattern(r"best|last|early|epoch-\d+", "write best, last, early or epoch-N")] = Field(
         "last", description="whose weights: best, last, epoch-N, or early: the first epoch that is kept after the start"
     )
-    limit: Annotated[int, Field(ge=1)] = Field(1000, description="images of probes that have no say of their own")
-    result: Annotated[str, _like(_RESULT, "write diverged, test.accuracy, or val.accuracy@5 for an epoch")] | None = (
-        Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), diverged")
-    )
-    difference: Annotated[list[str], Two] | None = Field(None, description="of two measures, the first less the second")
-    magnitude: bool = Field(False, description="without its sign")
-    log: bool = Field(False, description="its logarithm to base 10, so that differences are ratios")
+    limit: Annotated[int, Field(ge=1)] = Field(1000, description="images for probes that do not choose them")
+    result: (
+        Annotated[str, _pattern(_RESULT, "write diverged, test.accuracy, or val.accuracy@5 for an epoch")] | None
+    ) = Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), diverged")
+    difference: Annotated[list[str], Two] | None = Field(None, description="of two measures, first minus second")
+    magnitude: bool = Field(False, description="drop the sign")
+    log: bool = Field(False, description="take log10, so that differences are ratios")
     when_diverged: float | Literal["chance"] | None = Field(
-        None, description="the number of a run that diverged; chance is 1 / classes"
+        None, description="the number to use for a run that diverged; chance is 1 / classes"
     )
 
     @model_validator(mode="after")
@@ -105,28 +104,32 @@ class Measure(Config):
             raise ValueError("give one of scalar and value")
         if self.probe is not None:
             try:
-                parse_probes([{self.probe: self.options}])
+                self.parse_probe()
             except RecipeError as error:
                 raise ValueError(str(error)) from None
         return self
 
+    def parse_probe(self) -> Probe:
+        """Return the probe with its options."""
+        return parse_probes([{str(self.probe): self.options}])[0]
+
     @property
     def epoch(self) -> int | None:
-        """The epoch whose weights it needs to be kept."""
+        """The epoch whose weights the run must keep."""
         return int(self.checkpoint.removeprefix("epoch-")) if self.checkpoint.startswith("epoch-") else None
 
 
 class Expectation(Config):
-    """One comparison that the claim makes, on one measure, with its direction."""
+    """One comparison that the claim makes: on one measure, with its direction."""
 
     says: str
     measure: str
     greater: Annotated[list[Term], Two] | None = None
     less: Annotated[list[Term], Two] | None = None
-    grows: dict[Number, str | Pair] | None = Field(None, description="with the number that stands for each arm")
+    grows: dict[Number, str | Pair] | None = Field(None, description="{number: arm}, along which the measure grows")
     falls: dict[Number, str | Pair] | None = None
-    power: bool = Field(False, description="the trend is an exponent: log of the measure by log of the number")
-    than: Number = Field(0.0, description="what the slope of a trend should be above or below")
+    power: bool = Field(False, description="fit an exponent: log of the measure against log of the number")
+    than: Number = Field(0.0, description="the slope that a trend should exceed or stay below")
 
     @model_validator(mode="after")
     def _one_comparison(self) -> Expectation:
@@ -136,7 +139,7 @@ class Expectation(Config):
         if trend is not None and (len(trend) < 2 or min(trend) <= 0):
             raise ValueError("a trend needs at least two numbers, all above 0")
         if trend is None and self.than:
-            raise ValueError("than is for trends; two arms compare with a number as in less: [[one, other], 0.01]")
+            raise ValueError("than is for trends; to compare two arms with a number, write less: [[one, other], 0.01]")
         terms = list(self.terms())
         if trend is None and (terms[0] == terms[1] or all(isinstance(term, float) for term in terms)):
             raise ValueError(
@@ -150,13 +153,13 @@ class Expectation(Config):
         return 1 if self.greater is not None or self.grows is not None else -1
 
     @property
-    def of_two_arms(self) -> bool:
-        """Whether it compares an arm with another, or with nothing."""
+    def compares_two_arms(self) -> bool:
+        """True if it compares an arm with another one, or with 0."""
         pair = self.greater or self.less or ()
         return bool(pair) and all(isinstance(term, str) or term == 0 for term in pair)
 
-    def moved(self, positions: Mapping[float, float]) -> Expectation:
-        """The same with other numbers for the arms of a trend; those that are not named stay."""
+    def with_positions(self, positions: Mapping[float, float]) -> Expectation:
+        """Return the same with other numbers for the arms of a trend; those that are not named stay."""
         kind = "grows" if self.grows is not None else "falls"
         trend: dict[float, Term] | None = getattr(self, kind)
         if trend is None:
@@ -164,31 +167,33 @@ class Expectation(Config):
         return self.model_copy(update={kind: {positions.get(at, at): term for at, term in trend.items()}})
 
     def terms(self) -> Iterator[Term]:
+        """Yield what is compared."""
         yield from self.greater or self.less or ()
         yield from (self.grows or self.falls or {}).values()
 
 
 class Scale(Config):
-    """What another scale changes: of the base, of arms by name, and how often."""
+    """The changes that another scale makes to the base, to arms and to the number of seeds."""
 
     base: dict[str, Any] = Field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
     positions: dict[float, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict, description="numbers of the study's trends that are others at this scale, and which"
+        default_factory=dict,
+        description="numbers along the study's trends that differ at this scale: {old: new}",
     )
     seeds: Annotated[int, Field(ge=1)] | None = None
     images: Annotated[int, Field(ge=1)] | None = Field(None, description="for a dry run; the data's own unless given")
-    classes: Annotated[int, Field(ge=1)] | None = Field(None, description="likewise")
-    size: Annotated[int, Field(ge=1)] | None = Field(None, description="likewise: pixels a side")
+    classes: Annotated[int, Field(ge=1)] | None = Field(None, description="likewise for a dry run")
+    size: Annotated[int, Field(ge=1)] | None = Field(None, description="pixels a side, likewise")
 
 
 class Study(Config):
-    """A claim as an experiment."""
+    """A claim as an experiment; `open_study` reads one by name or from a file, `study` conducts it."""
 
     claim: Annotated[
         str,
-        _like(r"\w[\w.-]*", "write a short name: it is that of the result's file, too"),
-        AfterValidator(_free_name),
+        _pattern(r"\w[\w.-]*", "write a short name: the result's file is named after it"),
+        AfterValidator(_check_name),
     ]
     title: str
     paper: str
@@ -200,11 +205,11 @@ class Study(Config):
     measures: dict[str, Measure]
     expectations: Annotated[list[Expectation], Field(min_length=1)]
     minutes: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="on two cores, for training alone; the catalogue's are FLOPs at 45e9 a second, not measured"
+        None, description="minutes of training on two cores; in the catalogue an estimate, FLOPs at 45e9 a second"
     )
     blind: bool = Field(
         True,
-        description="false if lines that the paper does not give were drawn after first looks at networks of this size",
+        description="false if limits that the paper does not give were set after first looks at networks of this size",
     )
     note: str | None = Field(None, description="how the CPU scale differs from the paper, and what that leaves open")
     paper_scale: Scale = Scale()
@@ -236,7 +241,7 @@ class Study(Config):
                     raise ValueError(
                         f"the expectation '{expected.says}' has the number {term:g}: '{term:g}' is the arm"
                     )
-            if self.measures[expected.measure].result == "diverged" and not expected.of_two_arms:
+            if self.measures[expected.measure].result == "diverged" and not expected.compares_two_arms:
                 raise ValueError(
                     f"the expectation '{expected.says}': whether runs diverge compares two arms, or one with 0"
                 )
@@ -250,78 +255,90 @@ class Study(Config):
         for number in self.paper_scale.positions:
             if number not in numbers:
                 raise ValueError(f"paper_scale.positions names {number:g}, which no trend has")
-        for expected, moved in zip(self.expectations, self.judged_at("paper").expectations, strict=True):
+        for expected, moved in zip(self.expectations, self.at_scale("paper").expectations, strict=True):
             if len(list(moved.terms())) < len(list(expected.terms())):
                 raise ValueError(f"paper_scale.positions gives two arms of '{expected.says}' one number")
         return self
 
-    def at(self, scale: ScaleName) -> Scale:
-        """What a scale changes of what the file says; nothing at the CPU's."""
+    def changes_at(self, scale: ScaleName) -> Scale:
+        """Return what a scale changes; nothing at `cpu`."""
         return self.paper_scale if scale == "paper" else Scale()
 
-    def judged_at(self, scale: ScaleName) -> Study:
-        """The study whose trends are over the numbers that its arms have at a scale."""
-        positions = self.at(scale).positions
-        return self.model_copy(update={"expectations": [expected.moved(positions) for expected in self.expectations]})
+    def at_scale(self, scale: ScaleName) -> Study:
+        """Return the study with the numbers along its trends that its arms have at a scale."""
+        positions = self.changes_at(scale).positions
+        moved = [expected.with_positions(positions) for expected in self.expectations]
+        return self.model_copy(update={"expectations": moved})
 
-    def seeds_at(self, scale: ScaleName) -> int:
-        """How many seeds a scale asks for."""
-        return self.at(scale).seeds or self.seeds
+    def seeds_at(self, scale: ScaleName, asked: int | None = None) -> int:
+        """Return how many seeds to use: those asked for, or as many as the study has at a scale."""
+        if asked is not None and asked < 1:
+            raise RecipeError(f"A study needs at least one seed (got {asked}).")
+        return asked or self.changes_at(scale).seeds or self.seeds
 
     def all_arms(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, what it changes of the base): those listed, then those of the axes."""
+        """Yield (name, changes to the base): the arms listed, then those of the axes."""
         yield from self.arms.items()
         for values in product(*self.axes.values()) if self.axes else ():
             changes: dict[str, Any] = {}
             for key, value in zip(self.axes, values, strict=True):
-                tree: Any = value
-                for part in reversed(key.split(".")):
-                    tree = {part: tree}
-                changes = merge(Recipe, changes, tree)
+                changes = merge(Recipe, changes, nest(key, value))
             yield ", ".join(f"{key}={value}" for key, value in zip(self.axes, values, strict=True)), changes
 
-    def recipes(self, words: Sequence[str] = (), scale: ScaleName = "cpu") -> dict[str, Recipe]:
-        """The recipe of each arm, without a seed of its own, changed by `key=value` words."""
-        particular = self.at(scale)
+    def recipes(
+        self, overrides: Overrides | None = None, scale: ScaleName = "cpu", data: str | Path | None = None
+    ) -> dict[str, Recipe]:
+        """Return the recipe of each arm, without a seed of its own.
+
+        Args:
+            overrides: Changes to every recipe.
+            scale: `cpu`, or `paper` for the paper's own setting.
+            data: Where the data lies, instead of what the study says.
+        """
+        source = None if data is None else {"source": str(data)}
+        particular = self.changes_at(scale)
         base = overlay(self.base, particular.base)
         found = {}
         for name, changes in self.all_arms():
             try:
-                recipe = build_recipe(overlay(overlay(base, changes), particular.arms.get(name, {})), words)
+                arm = overlay(overlay(base, changes), particular.arms.get(name, {}))
+                recipe = build_recipe(arm, overrides, data=source)
                 _refuse_own_keys(recipe)
             except RecipeError as error:
                 raise RecipeError(f"The arm '{name}' of {self.claim}: {error}") from None
-            for measure, of in self.measures.items():
-                if of.checkpoint == "early" and not any(recipe.checkpoint.keep_epochs):
-                    raise RecipeError(
-                        f"The measure '{measure}' is of early weights, of which '{name}' keeps none: set"
-                        " checkpoint.keep_epochs, as in [0, 3]."
-                    )
-                if of.epoch is not None and of.epoch not in recipe.checkpoint.keep_epochs:
-                    raise RecipeError(
-                        f"The measure '{measure}' is of epoch {of.epoch}, whose weights '{name}' does not keep: add it"
-                        " to checkpoint.keep_epochs."
-                    )
+            self._check_checkpoints(name, recipe)
             found[name] = recipe
         return found
 
+    def _check_checkpoints(self, arm: str, recipe: Recipe) -> None:
+        """Raise an error for a measure of weights that an arm does not keep."""
+        kept = recipe.checkpoint.keep_epochs
+        for name, measure in self.measures.items():
+            if measure.checkpoint == "early" and not any(kept):
+                advice = "set checkpoint.keep_epochs, as in [0, 3]."
+                raise RecipeError(f"The measure '{name}' needs early weights, and '{arm}' keeps none: {advice}")
+            if measure.epoch is not None and measure.epoch not in kept:
+                advice = f"add {measure.epoch} to checkpoint.keep_epochs."
+                weights = f"the weights of epoch {measure.epoch}"
+                raise RecipeError(f"The measure '{name}' needs {weights}, and '{arm}' does not keep them: {advice}")
+
 
 def _refuse_own_keys(recipe: Recipe) -> None:
-    """What a study sets itself would be ignored, wherever it is written."""
+    """Raise an error for keys that a study sets itself."""
     for key in ("seed", "out"):
         if key in recipe.model_fields_set:
             raise RecipeError(
-                f"A study sets '{key}' itself: leave it away, and say how many seeds (seeds) and where runs go (--out)."
+                f"A study sets '{key}' itself: remove it. `seeds` is how many seeds to run, --out where the runs go."
             )
 
 
 def _check(name: str, known: Any, where: str) -> None:
     if name not in known:
-        raise ValueError(f"{where} names '{name}', which is not there.{did_you_mean(name, known)}")
+        raise ValueError(f"{where} names '{name}', which does not exist.{did_you_mean(name, known)}")
 
 
 def parse_study(plain: Any, where: str) -> Study:
-    """A study from plain data; a mistake is one sentence."""
+    """Return the study in plain data; a RecipeError says in one sentence what is wrong with it."""
     if not isinstance(plain, dict):
-        raise RecipeError(f"{where} holds {type(plain).__name__}, expected keys and values.")
+        raise RecipeError(f"{where} holds {type(plain).__name__}; a study is keys and values.")
     return validate(Study, plain, where=where)

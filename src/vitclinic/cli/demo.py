@@ -1,0 +1,40 @@
+"""`vitclinic demo`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitclinic.cli.common import Quiet, app, console_for, free_path, resumable
+
+
+@app.command()
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Folder; default: runs/demo. Continues an unfinished one.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a plain and a treated vision transformer on embedded images, and compare them in one page.
+
+    Takes about five minutes on two cores. Open report.html in any browser.
+    """
+    path = out or free_path(Path("runs") / "demo")
+    with resumable(f"go on with: vitclinic demo --out {shlex.quote(str(path))}", same=False):
+        from rich.markup import escape
+
+        from vitclinic.exam.display import Display as ExamDisplay
+        from vitclinic.exam.display import show_exams
+        from vitclinic.experiments.demo import compare, train_both
+        from vitclinic.training.display import Display
+
+        console = console_for(verbose=False, quiet=quiet)
+        with Display(console) as training:
+            runs = train_both(path, callbacks=[training])
+        with ExamDisplay(console) as examining:
+            done = compare(*runs, path / "report.html", callbacks=[examining])
+        show_exams(done.exams, console, whole=False)
+        for finding in done.expected:
+            console.print(f"[bold]{escape(finding.title)}[/]: {escape(finding.statement)}", soft_wrap=True)
+        console.print(f"report: [bold]{escape(str(done.page))}[/]", soft_wrap=True, highlight=False)
