@@ -53,7 +53,7 @@ class Comparison:
     """The outcome of the demo."""
 
     exams: Exams
-    """Those of the plain network and of the treated one."""
+    """The exams of the plain network and of the treated one."""
     expected: Sequence[Finding]
     """For each claim, a finding that says if the networks differ as the paper says."""
     page: Path

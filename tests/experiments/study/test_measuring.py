@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from vitclinic._core.errors import RunError
 from vitclinic._core.records import Measurement
 from vitclinic.exam import examine
 from vitclinic.experiments.study.measures import (
@@ -74,6 +75,15 @@ def test_values_of_units_become_one_number(run):
     assert number(run, **asked, over_units="first") == entropies[0]
     assert number(run, **asked, over_units="last") == entropies[2]
     assert number(run, **asked, over_units="trend") == pytest.approx(stats.kendalltau(range(3), entropies).statistic)
+
+
+def test_a_checkpoint_is_examined_as_its_text_names_it(run):
+    named = examine(f"{run.path}@last", probes=["norms"], limit=40)
+    handed = examine(run.at("last"), probes=["norms"], limit=40)
+    assert (handed.name, handed.subject) == (named.name, named.subject) == (str(run.at("last")), named.subject)
+    assert handed.reused == {"norms"}
+    with pytest.raises(RunError, match="epoch-99"):
+        examine(run.at("epoch-99"), probes=["norms"], limit=40)
 
 
 def test_units_of_one_kind_are_taken_alone(run):

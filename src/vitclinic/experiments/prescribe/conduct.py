@@ -34,7 +34,7 @@ from vitclinic.training.budget import image_counts
 from vitclinic.training.overrides import Overrides
 
 LEAST_IMAGES = 50
-"""Of val and of test: fewer cannot tell arms apart."""
+"""The fewest val and test images: fewer cannot tell arms apart."""
 
 
 def build_plain_recipe(

@@ -148,7 +148,7 @@ class Costs:
 
     @property
     def plain(self) -> Cost:
-        """Of the recipe without added treatments."""
+        """The cost of the recipe without added treatments."""
         return self.ledger.costs[PLAIN]
 
     def measure(self, arm: Arm) -> Cost | None:

@@ -15,7 +15,7 @@ FINAL_SHARE = 0.4
 RESERVE = 0.06
 """Share of the budget for what the plan does not foresee."""
 BEST = 3
-"""How many single treatments come to the last rung, together with their pairs."""
+"""The number of single treatments in the last rung, which has their pairs, too."""
 SELECTION_SEEDS = 5
 """The most seeds of a rung."""
 FINAL_SEEDS = (5, 10)
@@ -32,7 +32,7 @@ class Stage:
     """Including the plain recipe and, in the last rung, all pairs."""
     seeds: int
     seconds: float
-    """Of one trial, the same for every arm."""
+    """The time of one trial, the same for every arm."""
     overhead: float
     """Seconds of a trial that are not training, such as building the network."""
 

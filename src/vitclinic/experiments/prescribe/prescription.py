@@ -97,7 +97,7 @@ class Prescription:
     """
 
     folder: Path
-    """Where trials and evidence are stored."""
+    """The folder with trials and evidence."""
     verdict: Verdict
     winner: Arm
     effect: PairedDifference

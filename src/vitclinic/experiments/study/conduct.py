@@ -57,11 +57,11 @@ class StudyResult:
     """arm -> seed -> finished, diverged, or why it failed."""
     verdict: Verdict
     seconds: float
-    """How long training took, by the runs' own record."""
+    """The time that training took, by the runs' own record."""
     file: Path
     """The JSON file that holds this."""
     named: str
-    """What a command calls the study: its claim, or the name of its file."""
+    """The name of the study in a command: its claim, or that of its file."""
 
     @property
     def page(self) -> Path:

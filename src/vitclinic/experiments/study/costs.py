@@ -45,7 +45,7 @@ class ArmCost:
     images: int
     """Seen in training, all epochs together."""
     flops: float
-    """Of the training: two for each multiply-add, and three forward passes per image for a plain step."""
+    """FLOPs of the training: two for each multiply-add, and three forward passes per image for a plain step."""
     gpu_hours: float
     """Estimated by `ASSUMPTION`."""
 
@@ -59,10 +59,10 @@ class Plan:
     seeds: int
     arms: tuple[ArmCost, ...]
     runs: int
-    """Of all seeds; arms with the same recipe share their runs."""
+    """The number of runs for all seeds; arms with the same recipe share theirs."""
     flops: float
     gpu_hours: float
-    """Of all runs, estimated by `ASSUMPTION`."""
+    """The sum over all runs, estimated by `ASSUMPTION`."""
     minutes: float | None
     """On two cores, only at CPU scale: the study's own estimate if it is conducted as written, else by `TWO_CORES`."""
 

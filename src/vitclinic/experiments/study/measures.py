@@ -62,12 +62,12 @@ def _read_number(run: Run, measure: Measure, measurement: Measurement | None, nu
 
 
 class _ExamKey(NamedTuple):
-    """What the probes of one exam have in common."""
+    """The weights and images that the probes of one exam share."""
 
     checkpoint: str
     limit: int
     options: str = ""
-    """Of the only probe, where another exam of these weights and images has that probe with other options."""
+    """The options of the only probe, if another exam of these weights and images has it with other options."""
 
 
 def _examine(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> dict[str, Measurement]:

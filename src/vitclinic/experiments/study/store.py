@@ -1,4 +1,4 @@
-"""Where the results of studies are kept: one file and one page each, and an index of the whole catalogue.
+"""The folder of results: one file and one page for each study, and an index of the whole catalogue.
 
 The plain call of a study, on its own data and with nothing changed, is named after its claim. Any other call has a
 digest of what it changed behind the name, so that it never takes the place of the plain one. Of the same call, the

@@ -55,9 +55,9 @@ class StoredComparison(Comparison):
     """A comparison with what its expectation says about its number."""
 
     terms: str
-    """What the number is: `SAM − AdamW`, or for a trend `slope`."""
+    """The number in words: `SAM − AdamW`, or for a trend `slope`."""
     than: float
-    """What the number should be above (direction 1) or below (-1)."""
+    """The limit that the number should be above (direction 1) or below (-1)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class StoredResult:
 
     claim: str
     named: str
-    """What a command calls the study: its claim, or the name of its file."""
+    """The name of the study in a command: its claim, or that of its file."""
     title: str
     paper: str
     source: str
@@ -127,7 +127,7 @@ class StoredResult:
 
     @property
     def confidence(self) -> float:
-        """Of each comparison, in percent, so that all hold together at 95%."""
+        """The confidence of each comparison in percent, so that all hold together at 95%."""
         return 100 - 5 / len(self.comparisons)
 
     @property
