@@ -7,7 +7,8 @@ from vitclinic._core.lazy import make_lazy
 if TYPE_CHECKING:
     from vitclinic.exam.exam import Exam, Exams
     from vitclinic.exam.examine import Examination, examine
-    from vitclinic.exam.findings import Evidence, Verdict, find, known_rules, rule
+    from vitclinic.exam.findings import find
+    from vitclinic.exam.findings.rule import Evidence, Verdict, known_rules, rule
 
 __all__ = ["Evidence", "Exam", "Examination", "Exams", "Verdict", "examine", "find", "known_rules", "rule"]
 

@@ -58,7 +58,7 @@ class Options(TypedDict, total=False):
 
 
 @overload
-def examine(  # type: ignore[overload-overlap]  (a text is one target, not a sequence of them)
+def examine(  # type: ignore[overload-overlap]
     targets: Target, data: Data | None = None, **options: Unpack[Options]
 ) -> Exam: ...
 @overload
