@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vitclinic._core.time import format_duration
 from vitclinic.experiments.study.store import describe_changes, not_blind, tally
-from vitclinic.reports.formatting import seconds
 from vitclinic.reports.study.page import comparison
 from vitclinic.reports.study.result import StoredResult, read_result
 from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
@@ -58,7 +58,7 @@ def row(entry: Entry) -> str:
         return line([f"**{claim.name}** {claim.title}", NOT_RUN, "", "", "", ""])
     scale = ", at the paper's scale" if result.scale == "paper" else ""
     stored = f"[{claim.name}](studies/{entry.page.removesuffix('.html')}.json)"
-    cost = f"{seconds(result.seconds)} of training"
+    cost = f"{format_duration(result.seconds)} of training"
     about = f"**{stored}** {result.title}{scale}"
     verdict = f"changed: {entry.changed}" if entry.changed else result.verdict
     return line([about, verdict, effects(result), seeds(result), cost, result.date])
