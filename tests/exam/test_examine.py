@@ -159,7 +159,7 @@ def test_a_class_count_that_differs_is_a_reason():
 
     exam = vitclinic.examine(Counting(), noise(classes=3), probes=[Labelled(), "norms"])
     assert exam["labelled"].status == "does_not_apply"
-    assert f"tells {CLASSES} classes apart and the data has 3" in exam["labelled"].reason
+    assert f"has {CLASSES} outputs and the data 3 classes" in exam["labelled"].reason
     assert exam["norms"].status == "ok"
 
 
@@ -169,12 +169,12 @@ def test_a_class_count_that_differs_is_a_reason():
         ({"data": None}, RecipeError, "Say on which data to examine 'Counting'"),
         ({"data": "/no/such"}, DataError, "There is no data at '/no/such'"),
         ({"split": "tset"}, DataError, "no images in its tset split; it has train (22)"),
-        ({"split": "tset"}, DataError, "use one of those (--split train)."),
+        ({"split": "tset"}, DataError, "Use one of these (--split train)."),
         ({"limit": 1.5}, RecipeError, "'limit' must be a whole number (got 1.5)."),
         ({"size": "32"}, RecipeError, "'size' must be a whole number (got '32')."),
         ({"limit": 0}, RecipeError, "'limit' must be at least 1"),
         ({"probes": ["nroms"]}, RecipeError, "Did you mean 'norms'?"),
-        ({"data": "digits"}, ModelError, "Counting does not take the data's 1 x 8 x 8 images"),
+        ({"data": "digits"}, ModelError, "Counting cannot take the 1 x 8 x 8 images"),
     ],
 )
 def test_mistakes_are_sentences(arguments, error, message):
@@ -188,7 +188,7 @@ def test_a_probe_whose_own_images_are_not_there_does_not_apply():
     without = dataclasses.replace(data, splits={"train": data.splits["train"]})
     exam = vitclinic.examine(Counting(), without, split="train", probes=["lesion", "norms"])
     assert (exam["lesion"].status, exam["norms"].status) == ("does_not_apply", "ok")
-    assert exam["lesion"].reason == "it is measured on images of the test split, and the data has none."
+    assert exam["lesion"].reason == "it is measured on test images, and the data has none."
 
 
 def test_want_of_memory_does_not_stop_an_exam():
@@ -206,7 +206,7 @@ def test_a_network_that_returns_no_logits_is_a_sentence():
     class Tokens(nn.Conv2d):
         pass
 
-    with pytest.raises(ModelError, match=r"Tokens returns \(1, 4, 14, 14\) for one image"):
+    with pytest.raises(ModelError, match=r"Tokens returns shape \(1, 4, 14, 14\) for one image"):
         vitclinic.examine(Tokens(3, 4, 3), noise())
 
 
@@ -225,7 +225,7 @@ class Mistaken(nn.Module):
 @pytest.mark.parametrize("error", [AttributeError("no 'heads'"), KeyError("x"), NotImplementedError(), OSError("gone")])
 def test_whatever_a_network_raises_is_a_sentence(error):
     with pytest.raises(
-        ModelError, match=f"Mistaken does not take the data's 3 x 16 x 16 images: {type(error).__name__}"
+        ModelError, match=f"Mistaken cannot take the 3 x 16 x 16 images of the data: {type(error).__name__}"
     ):
         vitclinic.examine(Mistaken(error), noise())
 
@@ -294,7 +294,7 @@ def test_one_targets_mistake_does_not_hide_the_others_results(tmp_path, command)
     code, out, error = command(*words)
     assert code == 2
     assert "cost.parameters\t" in out
-    assert error.strip().endswith("error: fair:bad is on the meta device and has no weights; load them first.")
+    assert error.strip().endswith("error: fair:bad is on the meta device and has no weights. Load them first.")
     code, out, _ = command(*words, "--json")
     assert (code, [exam["target"] for exam in json.loads(out)]) == (2, ["fair:good"])
 
@@ -383,4 +383,4 @@ def test_a_run_on_data_whose_classes_are_called_otherwise(tmp_path):
     (run.path / "data.json").write_text(json.dumps(facts))
     exam = vitclinic.examine(run, probes=[Labelled()], limit=4, fresh=True)
     assert exam["labelled"].status == "does_not_apply"
-    assert "output 0 of the network means" in exam["labelled"].reason
+    assert "output 0 of the network is" in exam["labelled"].reason

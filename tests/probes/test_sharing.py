@@ -265,7 +265,7 @@ def test_want_of_memory_halves_the_batch_and_starts_over(capacity, batches, capl
     assert measurement.scalars["mean"].n == 22
     assert measurement.provenance.batch_size == capacity
     assert patient.batch_size == 8  # the next probe may have all of it
-    assert f"again with {capacity}" in caplog.text
+    assert f"retrying with {capacity}" in caplog.text
 
 
 def test_an_owning_probe_is_halved_too():
@@ -281,7 +281,7 @@ def test_not_even_one_image():
     (measurement,) = measure(patient, [Mean()])
     assert measurement.status == "failed"
     assert measurement.reason == (
-        "memory does not suffice for one image at a time (CUDA out of memory. Tried to allocate 20.00 MiB)."
+        "out of memory even with one image at a time (CUDA out of memory. Tried to allocate 20.00 MiB)."
     )
 
 
@@ -345,14 +345,14 @@ def test_labels_that_mean_something_else_do_not_apply():
     assert measure(subject(), [Labelled()])[0].status == "ok"
     (measurement,) = measure(Subject(vit(), noise(classes=3), batch_size=8), [Labelled()])
     assert measurement.status == "does_not_apply"
-    assert measurement.reason.startswith("the network tells 5 classes apart and the data has 3")
+    assert measurement.reason.startswith("the network has 5 outputs and the data 3 classes")
 
 
 @pytest.mark.parametrize(
     ("known", "reason"),
     [
-        (("class 0", "class 2", "class 1", "class 3", "class 4"), "output 1 of the network means 'class 2'"),
-        (("a", "b", "c", "d", "e"), "output 0 of the network means 'a' and label 0 of the data 'class 0'"),
+        (("class 0", "class 2", "class 1", "class 3", "class 4"), "output 1 of the network is 'class 2'"),
+        (("a", "b", "c", "d", "e"), "output 0 of the network is 'a' and label 0 of the data is 'class 0'"),
         (tuple(f"class {number}" for number in range(5)), None),
         (None, None),
     ],

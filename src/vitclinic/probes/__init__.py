@@ -1,4 +1,13 @@
-"""Probes: what can be measured of a network, and the contract that all of them follow."""
+"""Probes: the measurements that can be made of a network, and the contract that all of them follow.
+
+A probe is called on a model and a loader, is named in `vitclinic.examine(..., probes=[...])`, or reads along in your
+own evaluation loop (`ProbeCollection`):
+
+    Fourier()(model, loader).scalars["delta_log_amplitude_last"].value
+
+To write a probe, subclass `StreamingProbe` (it reads a forward pass that it shares with others) or `OwningProbe` (it
+makes its own passes) and `register` it.
+"""
 
 from typing import TYPE_CHECKING
 

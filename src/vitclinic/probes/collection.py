@@ -1,4 +1,4 @@
-"""Probes in one's own evaluation loop: they watch the forward passes that the loop makes anyway."""
+"""Probes in your own evaluation loop: they read the forward passes that the loop makes anyway."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ from vitclinic.probes.subject import Subject, as_logits
 
 
 class ProbeCollection:
-    """Several probes that read one network while a loop of the user's own calls it.
+    """Streaming probes that read a network while your own loop calls it.
 
-    Only streaming probes can be used like this: those that read activations, attention maps and outputs. Others
-    (`sharpness`, `lesion`, ...) make passes of their own: call them, as in `Sharpness()(model, loader)`. The network is
-    measured in the mode in which the loop calls it; call `model.eval()` first for the numbers that `examine` gives.
+    Only streaming probes work here: those that read activations, attention maps and logits. The others (`sharpness`,
+    `lesion`, ...) make their own passes; call them directly, as in `Sharpness()(model, loader)`. The network is
+    measured in the mode in which the loop calls it: call `model.eval()` first to get the numbers of `examine`.
 
     Args:
-        model: The network that the loop calls. It may take pixels or normalized images: what it is given is what it
-            sees.
+        model: The network that the loop calls. Its input, pixels or normalized images, is passed through unchanged.
         probes: Names, `{name: {option: value}}`, or probes.
-        seed: Of what is random in measuring.
+        seed: Seed of everything random in the measurements.
+
+    Raises:
+        RecipeError: If a probe is not known, or makes its own passes.
 
     Example:
         >>> import timm
@@ -58,7 +60,7 @@ class ProbeCollection:
         parsed = parse_probes([probes] if isinstance(probes, str) else probes)
         if owning := [probe.name for probe in parsed if not isinstance(probe, StreamingProbe)]:
             raise RecipeError(
-                f"{', '.join(owning)} cannot watch a loop, having passes of its own: call it on (model, loader)."
+                f"{', '.join(owning)} makes its own passes and cannot read your loop. Call it on (model, loader)."
             )
         self.probes = {probe.name: probe for probe in parsed if isinstance(probe, StreamingProbe)}
         self.reset()
@@ -83,32 +85,32 @@ class ProbeCollection:
         self._handle.remove()
 
     def update(self, labels: Tensor | None = None) -> None:
-        """Take in the batch that the network has just seen.
+        """Add the batch that the network was just called with.
 
         Args:
-            labels: Class numbers [B], for the probes that need them.
+            labels: Class indices [B]; optional unless a probe needs them.
 
         Raises:
-            RecipeError: If there was no forward pass since the last call, or labels are missing or of another number.
+            RecipeError: If there was no forward pass since the last update, or the labels are missing or do not fit.
         """
         if self._seen is None or self._desk is None:
-            raise RecipeError("Call the network, inside of `with ProbeCollection(...)`, before each update.")
+            raise RecipeError("Call the network before each update(), inside `with ProbeCollection(...)`.")
         batch, logits = self._seen
         wanting = [name for name, probe in self.probes.items() if "labels" in probe.needs]
         if labels is None and wanting:
-            raise RecipeError(f"{', '.join(wanting)} needs labels: update(labels).")
+            raise RecipeError(f"{', '.join(wanting)} needs labels: call update(labels).")
         targets = torch.zeros(len(batch), dtype=torch.long) if labels is None else torch.as_tensor(labels).detach()
         if targets.shape != (len(batch),):
-            raise RecipeError(f"{len(batch)} labels are expected, as many as images (got {tuple(targets.shape)}).")
+            raise RecipeError(f"update() expects one label per image, [{len(batch)}] (got {list(targets.shape)}).")
         self._labels.append(targets.cpu().long())
         with torch.no_grad():
             self._desk.end_batch(replace(batch, targets=targets.long()), logits)
         self._seen = None
 
     def compute(self) -> dict[str, Measurement]:
-        """Return the measurement of each probe over all batches so far, whatever became of it (see its `status`)."""
+        """Return the measurement of each probe over all batches so far; check its `status` for failures."""
         if self._subject is None or self._desk is None:
-            raise RecipeError("There is nothing to compute yet: the network was not called.")
+            raise RecipeError("There is nothing to compute yet: the network has not been called.")
         self._subject.dataset = self._all_images(self._subject.dataset)
         vars(self._subject).pop("data_digest", None)
         outcomes = {name: self._obstacles.get(name) or self._desk.outcome(name) for name in self.probes}
@@ -124,14 +126,14 @@ class ProbeCollection:
         }
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Get ready to read the forward pass that is about to begin."""
+        """Hook the network before a forward pass."""
         if self._busy:
             return
         if self._seen is not None:
-            raise RecipeError("Call update() after each forward pass: the last one was not taken in.")
+            raise RecipeError("Call update() after each forward pass: there was none since the last one.")
         images = next((value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)), None)
         if images is None or images.ndim != 4:
-            raise ModelError("The network is expected to be called with images [B, C, h, w].")
+            raise ModelError("Call the network with a batch of images [B, C, H, W].")
         images = images.detach()
         if self._desk is None:
             self._begin(images)
@@ -170,7 +172,7 @@ class ProbeCollection:
         assert self._seen is not None
         self._seconds += time.perf_counter() - self._started
         watching, self._pass = self._pass, None
-        if output is None:  # the forward pass failed, and its own error is on the way
+        if output is None:  # the forward pass failed, and its error is being raised
             self._seen = None
             failure = ModelError("the forward pass failed")
             watching.__exit__(ModelError, failure, None)
@@ -179,7 +181,7 @@ class ProbeCollection:
         self._seen = self._seen[0], as_logits(output).detach()
 
     def _begin(self, images: Tensor) -> None:
-        """Make a subject of the network with its first images, and let every probe begin."""
+        """Make a subject from the network and the first batch, and begin every probe."""
         self._busy = True
         try:
             like = images[:1]
@@ -207,7 +209,7 @@ class ProbeCollection:
             self._busy = False
 
     def _all_images(self, first: Dataset) -> Dataset:
-        """Return the data set that stands for all batches: its labels and digest; the pixels are gone."""
+        """Return a data set that stands for all batches: their labels and digest; the pixels are not kept."""
         labels = torch.cat(self._labels).numpy()
         digest = hashlib.sha256(self._digest.digest() + labels.tobytes()).hexdigest()
         split = Split(first.test.images, np.arange(len(labels)), labels)

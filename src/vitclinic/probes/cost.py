@@ -1,4 +1,4 @@
-"""Peak memory of a call: the allocator's own counter on CUDA, a count of live tensors elsewhere."""
+"""Cost of a network: parameters, FLOPs, speed and peak memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from vitclinic.probes.subject import Subject
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most memory that tensors made during `call` took at one time, in bytes.
+    """Return the peak memory of the tensors created during `call`, in bytes.
 
-    On the CPU, which has no such counter, the storages of all tensors that operators return are followed until they are
-    freed: exact and repeatable, without the scratch space that a kernel uses inside.
+    The CPU has no such counter, so the storages of all tensors returned by operators are tracked until they are freed.
+    That is exact and repeatable, and does not include the scratch space inside kernels.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -47,7 +47,7 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
 
 
 class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages of tensors while they live."""
+    """Total size of the storages of live tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for tensor in tree_leaves((args, kwargs)):  # what was there before the call is not the call's own
+        for tensor in tree_leaves((args, kwargs)):  # tensors that existed before the call do not count
             if isinstance(tensor, Tensor) and _address(tensor) not in self._known:
                 self._given.add(_address(tensor))
         result = func(*args, **kwargs)
@@ -89,15 +89,22 @@ def _address(tensor: Tensor) -> int:
 
 
 _ALONE = 8
-"""An image that goes through alone takes as long as so many of a batch."""
+"""Time of a forward pass of a single image, in images of a batch."""
 
 
 @register
 class Cost(OwningProbe):
     """Parameters, FLOPs per image, images per second and peak memory of a forward pass.
 
-    A multiplication and an addition are two FLOPs; papers that say "FLOPs" often mean half of that. Times of one
-    image and of a batch are taken in turns, after a warm-up, and the median is reported with its interval.
+    A multiplication and an addition are two FLOPs; many papers mean half of that by "FLOPs". After a warm-up, one image
+    and a batch are timed in turn, and the median is reported with its interval.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> int(Cost(repeats=1, batch=2)(model, loader).scalars["parameters"].value)
+        5489482
     """
 
     name = "cost"
@@ -115,15 +122,15 @@ class Cost(OwningProbe):
     }
     cheaper: ClassVar[Cheaper] = ({"repeats": 3, "batch": 4},)
 
-    repeats: Annotated[int, Field(ge=1)] = Field(10, description="how often each time is taken")
-    batch: Annotated[int, Field(ge=1)] = Field(32, description="images at a time, for images/s and memory")
+    repeats: Annotated[int, Field(ge=1)] = Field(10, description="number of timings")
+    batch: Annotated[int, Field(ge=1)] = Field(32, description="batch size for images/s and memory")
 
     def forwards(self, subject: Subject) -> float:
         batch = min(self.batch, subject.batch_size)
         return float((self.repeats + 2) * (batch + _ALONE) + 2 * _ALONE)
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """Speed is a property of the machine, too, and of how many images come at a time."""
+        """Return the machine and the batch size, which the speed depends on."""
         on_cuda = subject.device.type == "cuda"
         return {
             "processor": torch.cuda.get_device_name(subject.device) if on_cuda else _processor(),
@@ -153,7 +160,7 @@ class Cost(OwningProbe):
         return Result(scalars, arrays={"seconds": seconds})
 
     def _times(self, subject: Subject, images: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Seconds of one image and of the batch, [repeats, 2], taken in turns so that a slow spell hits both."""
+        """Return the seconds of one image and of a batch, [repeats, 2], in turn, so that a slow spell hits both."""
         sizes = [images[:1], images]
         for some in sizes:
             _time(subject, some)
@@ -161,9 +168,9 @@ class Cost(OwningProbe):
 
 
 def flops(subject: Subject, images: Tensor) -> int:
-    """Floating-point operations of a forward pass, by torch's counter.
+    """Return the floating-point operations of a forward pass, by torch's `FlopCounterMode`.
 
-    It counts matrix products and convolutions, wherever they happen: fused attention, which would hide them, is off.
+    It counts matrix products and convolutions. Fused attention, which hides them, is switched off.
     """
     with torch.no_grad(), _unfuse_attention(), FlopCounterMode(display=False) as counter:
         subject.network(images)
@@ -172,7 +179,7 @@ def flops(subject: Subject, images: Tensor) -> int:
 
 @contextmanager
 def _unfuse_attention() -> Iterator[None]:
-    """Attention as plain matrix products; nn.MultiheadAttention leaves its fast path, too."""
+    """Compute attention as plain matrix products, and switch off the fast path of nn.MultiheadAttention."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -196,7 +203,7 @@ def _median(values: list[float]) -> Scalar:
 
 
 def _repeat(images: Tensor, count: int) -> Tensor:
-    """`count` images: the given ones, again and again where they are too few."""
+    """Return `count` images, repeating the given ones if there are fewer."""
     return images.repeat(-(-count // len(images)), 1, 1, 1)[:count]
 
 

@@ -1,8 +1,8 @@
-"""What a network computes, as one digest: its modules with their settings, their hooks and code, and its tensors.
+"""Digest of a network: its modules with their settings, hooks and code, and its tensors.
 
-Code is taken from what runs (its bytecode), not from files, which may have been edited since. Of the libraries, and of
-vitclinic, a class or function is its name. Nothing depends on memory addresses: the digest of a network is the same in
-every process with the same version of Python.
+Code is hashed as the bytecode that runs, not as source files, which may have been edited since. Classes and functions
+of libraries, and of vitclinic, count by name only. Nothing depends on memory addresses: the digest is the same in every
+process with the same version of Python.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch import Tensor, nn
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "timm", "torch", "torchvision", "transformers", "vitclinic"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INTERNAL = frozenset(vars(nn.Module()))
-"""Where every module keeps its parts, flags and hooks."""
+"""Attributes in which every module keeps its parts, flags and hooks."""
 RENAMED = {
     "vitclinic.models.factory.Normalised": "vitclinic.models.normalised.Normalised",
     "vitclinic.models.factory.Normalized": "vitclinic.models.normalised.Normalised",
     "vitclinic.treatments.variant_attention.Neighbourhood": "vitclinic.treatments.neighbourhood.Neighbourhood",
 }
-"""Of what networks are made of, names of today and of 0.1: what was stored of a network is found under its digest."""
+"""Names of classes inside networks, now and in 0.1: digests stay the same, so stored results are found."""
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, torch.Size, type(None))
 
 
 def network_digest(network: nn.Module) -> str:
-    """SHA-256 over what the network prints as, its modules' settings, hooks and own code, and its tensors.
+    """Return the SHA-256 of a network's repr, its modules' settings, hooks and own code, and its tensors.
 
-    Attributes that a forward pass or a hook assigns, such as counters, are no settings. Of code, what `forward` reaches
-    by its own class, globals and closures counts; a function of another module that is called through that module
+    Attributes assigned by a forward pass or a hook, such as counters, are not settings. Code counts if `forward`
+    reaches it through its own class, globals or closures; a function called through another module
     (`mymodule.function(x)`) does not.
     """
     identity = _Identity(network)
@@ -49,7 +49,7 @@ def network_digest(network: nn.Module) -> str:
 
 
 def _describe(network: nn.Module) -> str:
-    """Return what the network prints as, without memory addresses, and with the names of 0.1."""
+    """Return the network's repr, without memory addresses and with the names of 0.1."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(network))
     for today, before in RENAMED.items():
         text = re.sub(rf"\b{today.rpartition('.')[2]}\(", f"{before.rpartition('.')[2]}(", text)
@@ -57,7 +57,7 @@ def _describe(network: nn.Module) -> str:
 
 
 class _Identity:
-    """Takes in objects of any kind, each once."""
+    """Hash of objects of any kind, each counted once."""
 
     def __init__(self, network: nn.Module) -> None:
         self.digest = hashlib.sha256()
@@ -66,7 +66,7 @@ class _Identity:
         self._state = {name for hook in hooks for name in _hook_attributes(hook)}
 
     def add(self, value: object) -> None:
-        """Take in `value`, as far as it is the same in another process."""
+        """Hash `value`, as far as it is the same in another process."""
         if isinstance(value, Tensor):
             self._write(f"{value.dtype} {tuple(value.shape)}")
             self.digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -119,7 +119,7 @@ class _Identity:
 
 
 def _of_library(value: type | FunctionType) -> bool:
-    # A decorated function says that it is of the module of what it wraps; its globals do not.
+    # A decorated function has the __module__ of the function it wraps, but its own globals.
     module = value.__globals__.get("__name__") if isinstance(value, FunctionType) else value.__module__
     return str(module).partition(".")[0] in _LIBRARIES
 
@@ -142,7 +142,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _settings(value: Any, state: set[str]) -> Iterator[object]:
-    """The attributes of an object and their values, without those that change as it is used."""
+    """Yield the attributes of an object and their values, without those that change as it is used."""
     changing = state | _state_attributes(type(value))  # type: ignore[arg-type]  # classes are hashable
     for name, setting in sorted(getattr(value, "__dict__", {}).items()):
         if name not in changing and not (isinstance(value, nn.Module) and name in _INTERNAL):
@@ -150,7 +150,7 @@ def _settings(value: Any, state: set[str]) -> Iterator[object]:
 
 
 def _methods(kind: type) -> Iterator[object]:
-    """What a class defines, by name: functions, also inside properties and the like, and values."""
+    """Yield the members of a class by name: functions, also those inside properties and the like, and values."""
     for name, member in sorted(vars(kind).items()):
         if not name.startswith("__") or isinstance(member, FunctionType):
             inner = (getattr(member, key, None) for key in ("__func__", "fget", "func"))
@@ -171,7 +171,7 @@ def _function_parts(function: FunctionType) -> Iterator[object]:
 
 
 def _operands(code: CodeType, *operations: str) -> set[str]:
-    """The names that these operations of `code`, and of the functions inside it, work on."""
+    """Return the names that these operations of `code`, and of functions inside it, work on."""
     found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in operations}
     inside = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return found.union(*(_operands(constant, *operations) for constant in inside))
@@ -179,7 +179,7 @@ def _operands(code: CodeType, *operations: str) -> set[str]:
 
 @cache
 def _state_attributes(kind: type) -> frozenset[str]:
-    """The attributes that `forward` or `__call__` of a class assign, themselves or in methods that they use."""
+    """Return the attributes assigned by `forward` or `__call__` of a class, directly or in methods that they use."""
     methods: dict[str, list[FunctionType]] = {}
     for base in kind.__mro__:
         if base not in (nn.Module, object):

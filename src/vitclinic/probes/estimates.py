@@ -1,4 +1,4 @@
-"""Numbers about images with their 95% intervals: a share of them, a mean over them, a part lost of an accuracy."""
+"""Statistics over images with 95% intervals: shares, means, and drops in accuracy."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ from vitclinic._core.statistics import RunningMean, paired_share_interval, share
 from vitclinic.probes.probe import mean_scalar
 
 _Z = 1.959964
-"""The normal quantile of 95% intervals."""
+"""Normal quantile of a 95% interval."""
 
 Correct = NDArray[np.bool_]
-"""Of each image, whether it was recognised."""
+"""For each image, whether it was classified correctly, [n]."""
 
 
 def share(successes: int, trials: int) -> Scalar:
-    """A share, such as an accuracy, with Wilson's interval."""
+    """Return a proportion, such as an accuracy, with Wilson's interval.
+
+    Example:
+        >>> share(9, 10).value
+        0.9
+    """
     low, high = share_interval(successes, trials)
     return Scalar(value=successes / trials, low=low, high=high, n=trials)
 
 
 def accuracy(correct: Correct) -> Scalar:
-    """The share of images that were recognised."""
+    """Return the share of images that were classified correctly."""
     return share(int(correct.sum()), len(correct))
 
 
 def drop(clean: Correct, changed: Correct) -> Scalar:
-    """What is lost of the accuracy on the same images, with a paired interval."""
+    """Return the drop in accuracy between two versions of the same images, with a paired interval."""
     lost, gained = int((clean & ~changed).sum()), int((changed & ~clean).sum())
     low, high = paired_share_interval(lost, gained, len(clean))
     return Scalar(value=(lost - gained) / len(clean), low=low, high=high, n=len(clean))
 
 
 def mean_over(values: NDArray[np.float64], least: float = -math.inf, most: float = math.inf) -> Scalar:
-    """The mean over images of a value of each.
+    """Return the mean of one value per image, with a t interval.
 
-    If that is the same for all, a t interval would have no width. Where values are bounded it then reaches as far to
-    either side as Wilson's does for a share of 0 or 1: z^2 / (n + z^2).
+    If all values are the same, a t interval has no width. For values bounded by `least` and `most`, the interval then
+    extends as far to either side as Wilson's does for a share of 0 or 1: z^2 / (n + z^2).
     """
     if math.isfinite(most - least) and np.ptp(values) == 0:
         value, n = float(values[0]), len(values)
@@ -52,7 +57,7 @@ def mean_over(values: NDArray[np.float64], least: float = -math.inf, most: float
 
 
 def mean(running: RunningMean, least: float = -math.inf, most: float = math.inf) -> Scalar:
-    """The mean of values that lie between `least` and `most`, with a t interval where there are two or more."""
+    """Return the mean of values between `least` and `most`, with a t interval if there are two or more."""
     found = mean_scalar(running)
     if found.low is None or found.high is None:
         return found

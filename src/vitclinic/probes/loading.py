@@ -1,4 +1,4 @@
-"""A subject from a network and data as people have them: a loader, a data set of ours, a folder or a name."""
+"""Making a subject from a network and data in any form: a loader, a `Dataset`, a folder or a name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vitclinic.probes.restoring import preserve_state
 from vitclinic.probes.subject import Subject, as_logits
 
 Data = str | Path | DataConfig | Dataset | Iterable[Any] | Mapping[str, Iterable[Any]]
-"""What probes and `examine` take as data."""
+"""Data as probes and `examine` take it."""
 
 
 def is_loader(data: Any) -> bool:
-    """Tell a user's own loader, or a mapping of splits to loaders, from what `open_data` opens."""
+    """Return True for a loader, or a mapping of splits to loaders; False for anything that `open_data` opens."""
     return not isinstance(data, str | Path | DataConfig | Dataset)
 
 
@@ -38,20 +38,27 @@ def load_subject(
     normalized: bool | None = None,
     **options: Any,
 ) -> Subject:
-    """Return the subject that `model` is on `data`.
+    """Return a subject for measuring `model` on `data`.
 
     Args:
-        model: Any network. It takes pixels in [0, 1], or normalized ones if `mean` and `std` are given.
+        model: Any network. It takes pixels in [0, 1], or normalized images if `mean` and `std` are given.
         data: A loader or any other iterable of `(images, labels)`, `{"train": loader, "test": loader}`, a `Dataset`, a
             folder, or a name of `vitclinic list datasets`.
-        name: What to call the network; its class unless given.
-        split: Which of the data's splits to measure on.
-        limit: Use at most so many images.
-        mean: What the network's input is normalized by, for each channel.
-        std: Likewise.
-        normalized: Say that the loader's images are normalized: by `mean` and `std`, or by the network's own
-            preprocessing where a timm network knows it. Without this word, images outside of [0, 1] are an error.
+        name: Name of the network; its class by default.
+        split: Split to measure on.
+        limit: Maximum number of images.
+        mean: Per-channel mean that the network's input is normalized with.
+        std: Per-channel standard deviation that the network's input is normalized with.
+        normalized: Set to True if the loader's images are already normalized: with `mean` and `std` or, for a timm
+            model without these, with the model's own preprocessing. Images outside of [0, 1] are an error otherwise.
         options: Other arguments of `Subject`.
+
+    Example:
+        >>> subject = load_subject(
+        ...     nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), [(torch.rand(4, 1, 8, 8), torch.arange(4))]
+        ... )
+        >>> subject.name, len(subject), subject.outputs
+        ('Sequential', 4, 10)
     """
     normalization = find_normalization(model, mean, std, normalized)
     if is_loader(data):
@@ -68,27 +75,41 @@ def load_subject(
 def find_normalization(
     model: nn.Module, mean: Sequence[float] | None, std: Sequence[float] | None, normalized: bool | None
 ) -> Normalization | None:
-    """Return what the network's input is normalized by; None if it takes pixels in [0, 1]."""
+    """Return the normalization of the network's input; None if it takes pixels in [0, 1].
+
+    Args:
+        model: The network; a timm model has its own normalization in `pretrained_cfg`.
+        mean: Per-channel mean, if given by the user.
+        std: Per-channel standard deviation, if given by the user.
+        normalized: True if the images are already normalized.
+
+    Raises:
+        RecipeError: If only one of mean and std is given, they do not fit, or the normalization is not known.
+
+    Example:
+        >>> find_normalization(nn.Linear(1, 1), [0.5], [0.25], None)
+        Normalization(mean=[0.5], std=[0.25])
+    """
     if (mean is None) != (std is None):
-        raise RecipeError("Give both mean= and std=, one number a channel each.")
+        raise RecipeError("Pass both mean= and std=, with one number per channel each.")
     if mean is not None and std is not None:
         if len(mean) != len(std) or any(value <= 0 for value in std):
-            raise RecipeError(f"mean and std must be as many numbers, std above 0 (got {mean} and {std}).")
+            raise RecipeError(
+                f"mean and std must have the same length, and std must be above 0 (got {mean} and {std})."
+            )
         return Normalization(list(mean), list(std))
     if not normalized:
         return None
     own = getattr(model, "pretrained_cfg", None) or {}
     if "mean" not in own or "std" not in own:
-        raise RecipeError(
-            f"{type(model).__name__} does not say what its images are normalized by: give mean= and std=."
-        )
+        raise RecipeError(f"{type(model).__name__} does not state its normalization. Pass mean= and std=.")
     return Normalization(list(own["mean"]), list(own["std"]))
 
 
 def name_classes(dataset: Dataset, network: nn.Module, seed: int) -> Dataset:
-    """Name as many classes as the network has outputs, where a loader has no names and its labels allow it.
+    """Return the data with as many classes as the network has outputs, if it comes from a loader without class names.
 
-    Some classes may have no image among those that were read.
+    A loader may not have an image of every class.
     """
     if dataset.name != LOADER:
         return dataset
@@ -107,5 +128,5 @@ def _count_outputs(network: nn.Module, dataset: Dataset, seed: int) -> int:
     except ModelError:
         raise
     except Exception as error:
-        raise DataError(f"The network does not take the loader's images: {error}") from error
+        raise DataError(f"The network cannot take the loader's images: {error}") from error
     return logits.shape[1] if logits.ndim == 2 else 0

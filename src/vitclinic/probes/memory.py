@@ -1,4 +1,4 @@
-"""Running out of memory: what it looks like, and doing the same with half the batch."""
+"""Running out of memory: recognizing it, and retrying with half the batch size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CPU_ALLOCATOR = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is a device's, Python's or the CPU allocator's way of saying so."""
+    """Return True if `error` means that the device, Python or the CPU allocator is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
 def halving(subject: Subject, what: str, attempt: Callable[[], T]) -> T:
-    """`attempt()`, started over with half of `subject.batch_size` as often as memory runs out."""
+    """Call `attempt`, and start over with half the `subject.batch_size` whenever memory runs out."""
     while True:
         try:
             return attempt()
@@ -34,12 +34,12 @@ def halving(subject: Subject, what: str, attempt: Callable[[], T]) -> T:
             if not is_out_of_memory(error):
                 raise
             if subject.batch_size == 1:
-                raise ModelError(f"memory does not suffice for one image at a time ({_first_line(error)}).") from error
+                raise ModelError(f"out of memory even with one image at a time ({_first_line(error)}).") from error
             tried, subject.batch_size = subject.batch_size, subject.batch_size // 2
-        # Outside of the handler, where the error no longer holds on to the tensors of the failed attempt.
+        # Outside of the handler, since the error holds on to the tensors of the failed attempt.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        log.warning("%s: out of memory with %d images at a time; again with %d.", what, tried, subject.batch_size)
+        log.warning("%s: out of memory with a batch of %d images; retrying with %d.", what, tried, subject.batch_size)
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,10 +20,17 @@ from vitclinic.probes.subject import Subject
 
 @register
 class Norms(StreamingProbe):
-    """Norm of the weights, whole and per unit, and of the state after each unit [chen2022 Table 4].
+    """L2 norms of the weights, in total and per unit, and of the state after each unit [chen2022 Table 4].
 
     |w|_2 is over all parameters. |a_k|_2 is the norm of the state after unit k (after its residual addition) over all
-    tokens, or positions, and channels of one image; reported is its mean over images.
+    tokens (or positions) and channels of one image, averaged over images.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> [row.name for row in Norms()(model, loader).units[2:4]]
+        ['blocks.0.msa', 'blocks.0.mlp']
     """
 
     name = "norms"
@@ -70,7 +77,7 @@ class _Tally(Tally):
         return Result(scalars | self._blocks(), rows)
 
     def _blocks(self) -> dict[str, Scalar]:
-        """The state after the first, the middle and the last block: of twelve, blocks 1, 6 and 12 as in Table 4."""
+        """Return the norms after the first, middle and last block: blocks 1, 6 and 12 of twelve, as in Table 4."""
         last_units = [block.units[-1].name for block in self.subject.anatomy.blocks]
         if not last_units:
             return {}
@@ -79,14 +86,14 @@ class _Tally(Tally):
 
 
 def activation_norm(activation: Tensor) -> Tensor:
-    """Return the l2 norm of each image's activation [B, ...] over all that is not the batch, [B] in float64."""
+    """Return the l2 norm of each image's activation [B, ...], [B] in float64."""
     norms: Tensor = torch.linalg.vector_norm(activation.flatten(1), dim=1, dtype=torch.float64)
     return norms
 
 
 @torch.no_grad()
 def weight_norm(parameters: Iterable[Tensor]) -> float:
-    """Return the l2 norm over all the parameters together, summed in float64."""
+    """Return the l2 norm of all parameters together, summed in float64."""
     return math.sqrt(math.fsum(float(parameter.double().square().sum()) for parameter in parameters))
 
 

@@ -1,4 +1,4 @@
-"""Which parameters belong to which unit."""
+"""Assigning parameters to units."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from vitclinic.anatomy import Anatomy, Erase, Unit
 
 
 def parameters_by_unit(anatomy: Anatomy) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each unit, by the units' names; no parameter is in two of them.
+    """Return the parameters of each unit, by the unit's name; no parameter belongs to two units.
 
-    A unit has those of its module and its norm, and a position embedding is its unit's. Parameters of no unit (a class
-    token, a norm behind a stem) are in none.
+    A unit owns the parameters of its module and its norm; the position embedding is a unit of its own. Some parameters
+    belong to no unit, such as a class token or a norm after the stem.
+
+    Example:
+        >>> import timm, torch
+        >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224", img_size=32), torch.rand(1, 3, 32, 32))
+        >>> len(parameters_by_unit(anatomy)["blocks.0.mlp"])  # two linear layers and a norm
+        6
     """
     taken: set[int] = set()
     result: dict[str, list[nn.Parameter]] = {}
@@ -22,7 +28,7 @@ def parameters_by_unit(anatomy: Anatomy) -> dict[str, list[nn.Parameter]]:
 
 
 def _candidates(unit: Unit) -> dict[nn.Parameter, None]:
-    """In order, each once: a module may hold its norm."""
+    """Return the parameters of a unit in order, each once, since a module may contain its norm."""
     modules = [unit.module] if unit.norm is None else [unit.module, unit.norm]
     found = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     if isinstance(unit.removal, Erase):

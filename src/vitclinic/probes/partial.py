@@ -1,4 +1,4 @@
-"""The unfinished work of a probe that takes minutes, on disk, so that an exam that was killed goes on where it was."""
+"""Unfinished work of a slow probe on disk, so that an exam that was killed resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ from vitclinic._core.io import write_bytes, write_errors
 log = logging.getLogger(__name__)
 
 SAVED_EVERY = 1.0
-"""Seconds of finished work that a killed exam may lose."""
+"""Seconds of work that a killed exam may lose at most."""
 
 _IDENTITY = "identity"
 
 
 class Partial:
-    """Arrays at `path`, or nowhere if that is None. Each write replaces the file by one rename.
+    """Arrays in a file that is replaced atomically.
 
-    `identity` says what else than the path they belong to: arrays with another one are not read. Who stores the
-    finished measurement removes the file. Of several processes the leading one reads, for all, and writes.
+    The code that stores the finished measurement removes the file. Of several processes, the leading one writes, and
+    reads for all of them.
+
+    Args:
+        path: The file; None keeps nothing.
+        identity: Text that identifies the work beyond the path; a file with another identity is ignored.
+        distributed: Processes that measure together.
     """
 
     def __init__(self, path: Path | None, identity: str = "", distributed: Distributed = ALONE) -> None:
@@ -39,7 +44,7 @@ class Partial:
         self._written = time.monotonic()
 
     def read(self) -> dict[str, NDArray[Any]] | None:
-        """What an earlier attempt left, or None; a damaged file counts as none."""
+        """Return the arrays of an earlier attempt; None if there are none, or the file is damaged."""
         return self.distributed.leader_only(self._read)
 
     def _read(self) -> dict[str, NDArray[Any]] | None:
@@ -49,14 +54,14 @@ class Partial:
             with np.load(self.path, allow_pickle=False) as stored:
                 arrays = dict(stored)
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            log.warning("'%s' cannot be read, and is made anew: %s", self.path, error)
+            log.warning("Cannot read '%s', starting over: %s", self.path, error)
             return None
         return arrays if str(arrays.pop(_IDENTITY, "")) == self.identity else None
 
     def write(self, arrays: Mapping[str, NDArray[Any]], every: float = 0.0) -> None:
-        """Keep the arrays, unless the last write is less than `every` seconds ago.
+        """Write the arrays, unless the last write was less than `every` seconds ago.
 
-        That they cannot be written is no reason to lose the measurement, too: a warning.
+        If writing fails, log a warning and go on: the measurement itself must not be lost.
         """
         if self.path is None or not self.distributed.is_leader or time.monotonic() - self._written < every:
             return
@@ -68,6 +73,6 @@ class Partial:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(self.path, buffer.getvalue())
         except RunError as error:
-            log.warning("%s The measurement goes on, but could not be resumed.", error)
+            log.warning("%s The measurement continues, but cannot be resumed if it is interrupted.", error)
             self.path = None
         self._written = time.monotonic()

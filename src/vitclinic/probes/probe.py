@@ -1,8 +1,8 @@
-"""What a probe is: a strict config that can measure a subject. There are two kinds.
+"""The contract of a probe: a config, whose fields are its options, that can measure a subject. There are two kinds.
 
-A *streaming* probe reads activations, attention maps or logits while the images pass through the network, and
-any number of them share one pass: `begin` makes a `Tally`, which says what it wants to see, is told, and in the
-end gives the result. An *owning* probe has passes of its own: `measure`.
+A *streaming* probe reads activations, attention maps or logits while images pass through the network; any number of
+streaming probes share one pass. Its `begin` returns a `Tally`, which declares what it wants to read, is updated batch
+by batch, and returns the result at the end. An *owning* probe makes its own passes in `measure`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,25 @@ Need = Literal["labels", "anatomy", "attention", "gradients"]
 
 
 class DoesNotApply(VitclinicError):  # noqa: N818 (it is the name of the status)
-    """Raised by a probe that has no meaning for a subject; the text says why."""
+    """Error of a probe that makes no sense for a subject, such as attention maps of a CNN; the message says why."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a probe found, the network being in `mode`; `reason` says why an estimate has not converged."""
+    """Result of a probe.
+
+    Args:
+        scalars: Named numbers of the whole network, with their intervals.
+        units: One row per unit of the network, for numbers by depth.
+        arrays: Named arrays: curves, matrices, per-image outcomes.
+        status: `not_converged` if the numbers are the best estimate so far.
+        reason: The reason for `not_converged`.
+        mode: Mode of the network's BatchNorm layers during the measurement.
+
+    Example:
+        >>> Result({"loss": Scalar(value=0.5)}).unless("only 3 of 10 draws fit the budget.").status
+        'not_converged'
+    """
 
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     units: Sequence[UnitRow] = ()
@@ -49,12 +62,16 @@ class Result:
     mode: Literal["eval", "train"] = "eval"
 
     def unless(self, reason: str | None) -> Result:
-        """The same, not converged for that reason if there is one."""
+        """Return this result, marked `not_converged` if a reason is given."""
         return self if reason is None else replace(self, status="not_converged", reason=reason)
 
 
 class Probe(Config):
-    """Base of both kinds: fields are options. The docstring's first line is what `vitclinic list probes` says."""
+    """Base class of all probes; fields are options.
+
+    Subclass `StreamingProbe` or `OwningProbe`, not this class. The first line of the docstring is shown by
+    `vitclinic list probes`. The class attributes below tell reports and plans about the probe.
+    """
 
     name: ClassVar[str]
     group: ClassVar[str] = OTHER
@@ -77,13 +94,13 @@ class Probe(Config):
     by_default: ClassVar[bool] = True
     """Whether it is one of the quick ones; one that takes minutes is not."""
     cheaper: ClassVar[Cheaper] = ()
-    """Options with which it costs less, the cheapest first: an exam within a budget chooses one, or the defaults."""
+    """Cheaper settings, the cheapest first: an exam with a budget picks one of them, or the defaults."""
     revision: ClassVar[int] = 1
-    """To be raised when the same options come to mean another number: stored results are then not reused."""
+    """Version of the formula. Raise it when the same options give other numbers: stored results are then redone."""
 
     @classmethod
     def facts(cls) -> ProbeFacts:
-        """Return what a report has to know of it, as its measurements carry it."""
+        """Return the facts that a report needs; every measurement carries them."""
         stated = {
             "title": cls.title or cls.name,
             "question": cls.question or (cls.__doc__ or "").split("\n")[0],
@@ -99,37 +116,40 @@ class Probe(Config):
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         super().__pydantic_init_subclass__(**kwargs)
         if hasattr(cls, "name"):
-            cls.facts()  # a mistake shows where the class is defined, not when it has measured for an hour
+            cls.facts()  # fail where the class is defined, not after an hour of measuring
 
     def forwards(self, subject: Subject) -> float:
-        """An estimate, before it runs, of its work in forward passes of one image each.
+        """Estimate the cost before running, in forward passes of one image.
 
-        For a streaming probe, beyond the pass that it shares.
+        A streaming probe counts only its work beyond the shared pass.
         """
-        raise TypeError(f"{type(self).__name__} does not say what it costs.")
+        raise TypeError(f"{type(self).__name__} must implement forwards(), its cost in forward passes of one image.")
 
     def view(self, subject: Subject) -> Subject:
-        """What it measures, where an owning probe has its own choice of images: `subject.on("train", 256)`."""
+        """Return the subject to measure; an owning probe may pick other images, as in `subject.on("train", 256)`."""
         return subject
 
     def check(self, subject: Subject) -> None:
-        """Raise `DoesNotApply` where it has no meaning, beyond what `needs` says, if that shows before measuring."""
+        """Raise `DoesNotApply` if the probe makes no sense for the subject for a reason that `needs` does not cover."""
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """What else than subject, data, options and seed the result depends on, as plain data."""
+        """Return what the result depends on besides subject, data, options and seed, as plain data."""
         return {}
 
     def __call__(self, model: nn.Module, data: Any, **options: Any) -> Measurement:
-        """Measure a network, alone and at once.
+        """Measure a network with this probe only.
 
         Args:
-            model: Any network that takes pixels in [0, 1], or normalized ones (say by what: `mean` and `std`).
+            model: Any network that takes pixels in [0, 1]; pass `mean` and `std` if it takes normalized images.
             data: A torch DataLoader or any other iterable of `(images, labels)`, a `Dataset`, a folder or a name.
             options: `split`, `limit`, `batch_size`, `seed`, `mean`, `std`, `normalized`: see `load_subject`.
 
+        Returns:
+            The measurement, with `scalars`, `units` (one row per unit) and `arrays`.
+
         Raises:
-            DoesNotApply: Where the probe has no meaning for the network or the data.
-            VitclinicError: Where it fails.
+            DoesNotApply: If the probe makes no sense for the network or the data.
+            VitclinicError: If measuring fails.
 
         Example:
             >>> import timm, torch
@@ -144,91 +164,96 @@ class Probe(Config):
         return measure_one(self, model, data, **options)
 
     def pictures(self, measurement: Measurement) -> Mapping[str, NDArray[np.uint8]]:
-        """What there is to look at in a measurement of this probe: [H, W, 3] by names that a file can have."""
+        """Return the pictures of a measurement, [H, W, 3] each, by file name without extension."""
         return {}
 
 
 class OwningProbe(Probe):
-    """A probe with passes of its own."""
+    """Base class of probes that make their own forward (and backward) passes."""
 
     def measure(self, subject: Subject) -> Result:
-        """The result. The network is in eval mode, and whatever is done to it is undone afterwards.
+        """Measure the subject and return the result.
 
-        Called again with half of `subject.batch_size` if memory runs out.
+        The network is in eval mode, and its state is restored afterwards whatever is done to it. If memory runs out,
+        `measure` is called again with half the `subject.batch_size`.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it measures.")
+        raise TypeError(f"{type(self).__name__} must implement measure().")
 
 
 class Sum(Protocol):
     """A sum over images, such as a `RunningMean`."""
 
     def merge(self, other: Self) -> None:
-        """Take in what another process has summed."""
+        """Add the sum of another process."""
 
 
 class Tally:
-    """The state of a streaming probe during one pass. Memory must not grow with the number of images."""
+    """Running state of a streaming probe during one pass.
+
+    For each batch, `begin_batch` is called first, then `update` and `update_attention` in the order of the forward
+    pass, then `end_batch`; `finish` is called once at the end. Memory must not grow with the number of images.
+    """
 
     def taps(self) -> Mapping[Any, Site]:
-        """The sites to read, by keys of the tally's own; `unit.output` for the state after a unit."""
+        """Return the sites to read, by keys of your choice; `unit.output` is the state after a unit."""
         return {}
 
     def attention(self) -> Sequence[Unit]:
-        """The units whose attention maps to see."""
+        """Return the units whose attention maps to read."""
         return ()
 
     def begin_batch(self, batch: Batch) -> None:
-        """The batch is about to pass."""
+        """Prepare for a batch that is about to pass."""
 
     def update(self, key: Any, activation: Tensor) -> None:
-        """What passed the tap `key` for the current batch; to be copied if it is kept beyond this call."""
+        """Read the activation at the site `key` for the current batch; copy it if you keep it beyond this call."""
 
     def update_attention(self, seen: AttentionMap) -> None:
-        """The attention map of one unit for the current batch."""
+        """Read the attention map of one unit for the current batch."""
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        """The batch has passed."""
+        """Read the logits of a batch that has passed."""
 
     def sums(self) -> Mapping[str, Sum] | None:
-        """All that it has summed over images, by names that are the same in all processes; None if there is more to it.
+        """Return everything summed over images, by names that all processes share; None if that is not all the state.
 
-        Several processes divide the images among them if all tallies of a pass have sums; those of the others are then
-        merged into the leading one's, which finishes.
+        If all tallies of a pass have sums, several processes divide the images among them; the leading process merges
+        the sums of the others into its own and finishes.
         """
         return None
 
     def finish(self) -> Result:
-        """The result, once all images have passed."""
-        raise TypeError(f"{type(self).__name__} does not say what its result is.")
+        """Return the result, once all images have passed."""
+        raise TypeError(f"{type(self).__name__} must implement finish().")
 
 
 class StreamingProbe(Probe):
-    """A probe that shares a forward pass with others: eval mode, no gradients, all images once, in order."""
+    """Base class of probes that share a forward pass: eval mode, no gradients, all images once and in order."""
 
     on_all_images: ClassVar[bool] = False
-    """Planned first, and on all images if at all affordable: readers look for its number before any other."""
+    """Plan it first, and on all images if affordable, because readers look for its number first."""
 
     def forwards(self, subject: Subject) -> float:
         return 0.0
 
     def begin(self, subject: Subject) -> Tally:
-        """A new tally; the pass starts over with another if memory runs out."""
-        raise TypeError(f"{type(self).__name__} does not say what it tallies.")
+        """Return a new tally; if memory runs out, the pass starts over with another one."""
+        raise TypeError(f"{type(self).__name__} must implement begin().")
 
 
 def unit_row(unit: Unit, note: str | None = None, /, **values: Scalar) -> UnitRow:
-    """What was measured of `unit`, and what is to be said about it, as a row of a measurement."""
+    """Return a row of a measurement: the values of one unit, and a note if there is something to say about it."""
     return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
 
 
 def check_finite(values: Tensor | NDArray[Any], unit: Unit) -> None:
-    """Raise where something that was computed from what `unit` does is not a number: a mean over it would be none."""
+    """Raise a ModelError if any value computed from the output of `unit` is NaN or infinite."""
     if not np.isfinite(np.asarray(values)).all():
-        raise ModelError(f"what {unit.name} computes is not finite for some image.")
+        raise ModelError(f"the output of {unit.name} is not finite (NaN or infinity) for some image.")
 
 
 def mean_scalar(running: RunningMean) -> Scalar:
-    """The mean over images, with its t interval where there are two of them at least; of several numbers, the last."""
+    """Return the mean over images, with a 95% t interval if there are two or more; of several numbers, the last."""
     mean, half = (float(np.ravel(values)[-1]) for values in (running.mean, running.half_width()))
     if math.isnan(half):
         return Scalar(value=mean, n=running.n)
@@ -240,19 +265,37 @@ register = PROBES.register
 
 
 def known_probes() -> dict[str, type[Probe]]:
-    """Return all probes by name: ours, those registered in this process, and those of installed packages."""
+    """Return all probe classes by name: built-in, registered in this process, and from installed packages.
+
+    Example:
+        >>> known_probes()["norms"].title
+        'Norms'
+    """
     return PROBES.all()
 
 
 def default_probes() -> list[str]:
-    """Return the names of the probes that are meant where none is named: those that take seconds."""
+    """Return the names of the probes that run if none is named: those that take seconds.
+
+    Example:
+        >>> "accuracy" in default_probes()
+        True
+    """
     return [name for name, probe in known_probes().items() if probe.by_default]
 
 
 def parse_probes(entries: Sequence[Any] | None) -> list[Probe]:
-    """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order; None means the usual ones."""
+    """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order; None means the default ones.
+
+    Raises:
+        RecipeError: If the list is empty, or a name or an option is not known.
+
+    Example:
+        >>> [probe.name for probe in parse_probes(["norms", {"cost": {"repeats": 20}}])]
+        ['norms', 'cost']
+    """
     if entries is None:
         entries = default_probes()
     if not entries:
-        raise RecipeError("'probes' is empty; name some of `vitclinic list probes`, or leave it out.")
+        raise RecipeError("'probes' is empty. Name some probes (see `vitclinic list probes`), or leave it out.")
     return PROBES.parse(entries)

@@ -1,4 +1,4 @@
-"""A network measured is a network left exactly as it was, also when measuring fails."""
+"""Restoring the state of a network after a measurement, also if it fails."""
 
 from __future__ import annotations
 
@@ -25,15 +25,26 @@ _TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Where a module keeps what it consists of."""
+"""Dictionaries in which a module keeps its parts and hooks."""
 
 
 @contextmanager
 def preserve_state(network: nn.Module, seed: int = 0) -> Iterator[None]:
-    """The network in eval mode without gradients, random numbers from `seed`; afterwards everything as before.
+    """Put the network into eval mode with seeded random numbers, and restore its state afterwards, also on errors.
 
-    Everything is: the modules it is made of, their types of numbers, training flags, hooks, which parameters want a
-    gradient, the gradients, the values of all parameters and buffers, and the random states of torch, numpy and Python.
+    The state is: its modules, their dtypes and devices, training flags and hooks, `requires_grad` flags, gradients, the
+    values of all parameters and buffers, and the random states of torch, numpy and Python.
+
+    Args:
+        network: The network.
+        seed: Seed of the random numbers inside.
+
+    Example:
+        >>> network = nn.Linear(2, 2)
+        >>> with preserve_state(network):
+        ...     _ = network.double().weight.data.fill_(0)
+        >>> network.weight.dtype, bool(network.weight.any()), network.training
+        (torch.float32, True, True)
     """
     with ExitStack() as undo:
         undo.enter_context(_own_randomness(seed))
@@ -61,7 +72,7 @@ def _own_randomness(seed: int) -> Iterator[None]:
 
 
 def _note_tables(network: nn.Module, undo: ExitStack) -> None:
-    """Parts and hooks that were added go, and those that were removed or replaced come back."""
+    """Remember parts and hooks: those added are removed again, and those removed or replaced come back."""
 
     def restore(table: dict[Any, Any], before: dict[Any, Any]) -> None:
         table.clear()
@@ -78,18 +89,18 @@ def _note_state(network: nn.Module, undo: ExitStack) -> None:
         same_kind = (tensor.dtype, tensor.device, tensor.shape) == (values.dtype, values.device, values.shape)
         if not same_kind:
             tensor.data = values  # the network was converted or moved
-        elif not torch.equal(tensor.data, values):  # a write, even of the same values, is a change to autograd
+        elif not torch.equal(tensor.data, values):  # to autograd, even writing the same values is a change
             tensor.data.copy_(values)
 
     def want_gradient(parameter: Tensor, before: bool) -> None:
-        if parameter.requires_grad != before:  # weights made in inference mode refuse to be told, even the same
+        if parameter.requires_grad != before:  # weights made in inference mode refuse any setting, even the same
             parameter.requires_grad_(before)
 
     for parameter in network.parameters():
-        # Set aside, not copied: what a probe accumulates goes into a gradient of its own.
+        # Set aside, not copied: gradients that a probe accumulates go into a tensor of their own.
         undo.callback(setattr, parameter, "grad", parameter.grad)
         undo.callback(want_gradient, parameter, parameter.requires_grad)
         parameter.grad = None
-    # Noted last, so restored first: a gradient must be of its parameter's type.
+    # Noted last, so restored first: a gradient must have the dtype of its parameter.
     for tensor in (*network.parameters(), *network.buffers()):
         undo.callback(restore, tensor, tensor.detach().clone())

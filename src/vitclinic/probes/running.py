@@ -1,4 +1,4 @@
-"""The record of what became of a probe: its result, why it does not apply, or what it failed of."""
+"""Running probes, and recording each outcome: a result, the reason why it does not apply, or the error."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 _PACKAGES = ("vitclinic", "torch", "timm", "numpy")
 _NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
-"""What says that a probe has no meaning here; any other error is a failure."""
+"""Errors meaning that a probe does not apply; any other error is a failure."""
 
 
 def record(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
-    """The measurement; a result that cannot be recorded is a failure too."""
+    """Return the outcome of a probe as a measurement; a result that is not valid is recorded as a failure."""
     subject = view_of(probe, subject)
     try:
         return _build_measurement(probe, subject, outcome, duration)
@@ -40,32 +40,32 @@ def record(probe: Probe, subject: Subject, outcome: Result | Exception, duration
 
 
 def view_of(probe: Probe, subject: Subject) -> Subject:
-    """What a probe looks at; the subject itself if the probe cannot see what it wants, and so fails."""
+    """Return the view of the subject that a probe measures; the subject itself if the probe fails to choose one."""
     try:
         return probe.view(subject)
     except Exception as error:  # a probe may raise anything
-        log.info("%s cannot see %s", probe.name, subject.name, exc_info=error)
+        log.info("%s cannot choose its images of %s", probe.name, subject.name, exc_info=error)
         return subject
 
 
 def collect_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
-    """What else than subject, data, options and seed the result depends on, as a record holds it."""
+    """Return what a result depends on besides subject, data, options and seed, as plain data for the record."""
     conditions: dict[str, Any] = plain_data(probe.conditions(subject), "conditions")
     return conditions
 
 
 def describe_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
-    """The stated conditions or, of a probe that cannot state them and so fails, the reason."""
+    """Return the conditions of a measurement or, if the probe fails to state them, the reason."""
     try:
         return collect_conditions(probe, subject)
     except Exception as error:  # a probe may raise anything
-        log.info("%s does not say what it depends on", probe.name, exc_info=error)
+        log.info("%s failed to state its conditions", probe.name, exc_info=error)
         return {"unknown": _status(error)[1]}
 
 
 def _build_measurement(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
     if not isinstance(outcome, Result | Exception):
-        raise TypeError(f"the probe gives {type(outcome).__name__}; expected a Result")
+        raise TypeError(f"the probe returned a {type(outcome).__name__}; expected a Result")
     result = outcome if isinstance(outcome, Result) else Result()
     status, reason = (result.status, result.reason) if isinstance(outcome, Result) else _status(outcome)
     record = {
@@ -103,16 +103,19 @@ def _status(error: Exception) -> tuple[Status, str]:
 
 
 def find_obstacle(probe: Probe, subject: Subject) -> Exception | None:
-    """Why `probe` cannot measure `subject`: a DoesNotApply, or the error of a network or a probe that is broken."""
+    """Return the reason why `probe` cannot measure `subject`; None if it can.
+
+    The reason is a `DoesNotApply`, or the error of a broken network or probe.
+    """
     try:
         subject = probe.view(subject)
         _check_applies(probe, subject)
         probe.check(subject)
         probe.forwards(subject)
         collect_conditions(probe, subject)
-    except EmptySplitError as error:  # of a split of the probe's own choice: the exam's has some
+    except EmptySplitError as error:  # of a split that the probe chose; the exam's own has images
         log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
-        return DoesNotApply(f"it is measured on images of the {error.split} split, and the data has none.")
+        return DoesNotApply(f"it is measured on {error.split} images, and the data has none.")
     except Exception as error:  # a failing probe is a result; the others go on
         log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
         return error
@@ -123,7 +126,7 @@ def _check_applies(probe: Probe, subject: Subject) -> None:
     if "labels" in probe.needs:
         _check_classes(subject)
     if "gradients" in probe.needs and not any(p.is_floating_point() for p in subject.network.parameters()):
-        raise DoesNotApply("the network has no parameters with a gradient.")
+        raise DoesNotApply("the network has no trainable parameters.")
     if probe.needs & {"anatomy", "attention"}:
         units = subject.anatomy.units
         if "attention" in probe.needs and not any(unit.attention for unit in units):
@@ -136,23 +139,39 @@ def _check_classes(subject: Subject) -> None:
         raise DoesNotApply("the data has no labels.")
     if subject.outputs != len(classes):
         raise DoesNotApply(
-            f"the network tells {subject.outputs} classes apart and the data has {len(classes)}, "
-            "so that its labels do not mean the network's outputs."
+            f"the network has {subject.outputs} outputs and the data {len(classes)} classes, "
+            "so the labels do not match the outputs."
         )
     if names is not None and names != classes:
         at = next(index for index, pair in enumerate(zip(names, classes, strict=True)) if pair[0] != pair[1])
         raise DoesNotApply(
-            f"output {at} of the network means '{names[at]}' and label {at} of the data '{classes[at]}', "
-            "so that its labels do not mean the network's outputs."
+            f"output {at} of the network is '{names[at]}' and label {at} of the data is '{classes[at]}', "
+            "so the labels do not match the outputs."
         )
 
 
 def measure(
     subject: Subject, probes: Sequence[Probe], done: Callable[[Measurement], None] = lambda measurement: None
 ) -> list[Measurement]:
-    """One measurement a probe, in their order; `done` is called with each as soon as there is one.
+    """Measure a subject with several probes; streaming probes share one forward pass.
 
-    The network is left exactly as it was. A probe that fails is a measurement that says so.
+    The state of the network is restored exactly. A probe that fails gives a measurement with status `failed`.
+
+    Args:
+        subject: Network and images (see `load_subject`).
+        probes: Probes to run.
+        done: Called with each measurement as soon as it is there.
+
+    Returns:
+        One measurement per probe, in their order.
+
+    Example:
+        >>> import timm, torch
+        >>> from vitclinic.probes import Norms, Sparsity
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> subject = load_subject(model, [(torch.rand(8, 3, 32, 32), torch.arange(8))])
+        >>> [measurement.status for measurement in measure(subject, [Norms(), Sparsity()])]
+        ['ok', 'ok']
     """
     measurements: dict[str, Measurement] = {}
     batch_size = subject.batch_size
@@ -164,9 +183,9 @@ def measure(
 
 
 def measure_one(probe: Probe, model: nn.Module, data: Data, **options: Any) -> Measurement:
-    """Return the measurement of a network by one probe; raise what keeps it from being made.
+    """Return the measurement of a network by one probe; raise the error if it fails or does not apply.
 
-    A loader's images are what the probe measures, whichever split it would choose by itself.
+    The probe measures the images of a loader, whichever split it would choose by itself.
     """
     subject = load_subject(model, data, **options)
     if subject.dataset.undivided:
@@ -178,7 +197,7 @@ def measure_one(probe: Probe, model: nn.Module, data: Data, **options: Any) -> M
 
 
 def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe, Outcome, float]]:
-    """Each probe with what became of it and the seconds it took, the quick ones first."""
+    """Yield each probe with its outcome and the seconds it took, streaming probes first."""
     batch_size = subject.batch_size
     streaming: dict[str, StreamingProbe] = {}
     owning: list[OwningProbe] = []
@@ -204,7 +223,7 @@ def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe
 
 
 def _run_streaming(subject: Subject, probes: dict[str, StreamingProbe]) -> dict[str, Outcome]:
-    """The outcomes of the shared pass; if that fails as a whole, of a pass for each, so that the culprit bears it."""
+    """Run the shared pass; if it fails as a whole, run one pass per probe to find the probe that fails."""
     outcomes = _attempt(subject, probes, lambda: run_shared_pass(subject, probes))
     failed_as_a_whole = len(probes) > 1 and len(set(map(id, outcomes.values()))) == 1
     if not failed_as_a_whole:
@@ -221,7 +240,9 @@ def _attempt(subject: Subject, names: Iterable[str], attempt: Callable[[], dict[
 
     def attempt_and_restore() -> dict[str, Outcome]:
         with preserve_state(subject.network, subject.seed):
-            return subject.distributed.agree(attempt)  # also for want of memory: all start over with half the batch
+            return subject.distributed.agree(
+                attempt
+            )  # running out of memory included: all processes restart with half the batch
 
     what = f"{subject.name}, {' and '.join(names)}"
     try:

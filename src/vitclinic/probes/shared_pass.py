@@ -21,11 +21,11 @@ Outcome = Result | Exception
 
 
 def run_shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> dict[str, Outcome]:
-    """The result of each probe, or what it failed of, after all images have gone through the network once.
+    """Run all images through the network once, and return the result of each probe, or its error.
 
-    A site is hooked once however many probes read it. A probe that fails is left out from then on and does not stop the
-    others; running out of memory and failures of the network itself do. Processes that measure together divide the
-    images among them, if every tally has sums that can be put together.
+    A site is hooked once, however many probes read it. A probe that fails is dropped and does not stop the others;
+    running out of memory, or an error of the network itself, does. Processes that measure together divide the images
+    among them if every tally has sums that can be merged.
     """
     desk = Desk()
     for name, probe in probes.items():
@@ -46,7 +46,7 @@ def run_shared_pass(subject: Subject, probes: Mapping[str, StreamingProbe]) -> d
 
 
 def _put_together(distributed: Distributed, desk: Desk, names: list[str]) -> dict[str, Outcome]:
-    """The outcomes of the leading process after it has taken in the sums of the others; a failure is that of all."""
+    """Merge the sums of all processes in the leading one, and return its outcomes; a failure of one is that of all."""
     shares = distributed.gather(lambda: (desk.sums(), {name: portable(error) for name, error in desk.failures.items()}))
 
     def outcome(name: str) -> Outcome:
@@ -62,7 +62,7 @@ def _put_together(distributed: Distributed, desk: Desk, names: list[str]) -> dic
 
 
 class Desk:
-    """Hands what the network shows to the tallies that asked for it."""
+    """Dispatcher of activations and attention maps to the tallies that asked for them."""
 
     def __init__(self) -> None:
         self.tallies: dict[str, Tally] = {}
@@ -75,7 +75,7 @@ class Desk:
         taps, units = dict(tally.taps()), list(tally.attention())
         for wanted, kind in ((taps.values(), Site), (units, Unit)):
             if odd := [type(item).__name__ for item in wanted if not isinstance(item, kind)]:
-                raise TypeError(f"{name} asks to see a {odd[0]}; expected a {kind.__name__}")
+                raise TypeError(f"{name} asks to read a {odd[0]}; expected a {kind.__name__}")
         self.tallies[name] = tally
         for key, site in taps.items():
             self.readers[site].append((name, key))
@@ -92,15 +92,15 @@ class Desk:
 
     @property
     def divisible(self) -> bool:
-        """Whether processes may divide the images among them."""
+        """True if all tallies have sums, so that processes can divide the images among them."""
         return all(tally.sums() is not None for tally in self.tallies.values())
 
     def sums(self) -> dict[str, dict[str, Sum]]:
-        """What the tallies have summed, by probe."""
+        """Return the sums of all tallies, by probe."""
         return {name: dict(tally.sums() or {}) for name, tally in self.tallies.items() if name not in self.failures}
 
     def merge(self, sums: Mapping[str, Mapping[str, Sum]], failures: Mapping[str, Exception]) -> None:
-        """Take in what another process has summed, or failed of."""
+        """Add the sums of another process, and its failures."""
         self.failures = {**failures, **self.failures}
         for name, theirs in sums.items():
             if name not in self.failures:
@@ -121,12 +121,12 @@ class Desk:
         return self.failures.get(name, result)
 
     def attempt(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """`call(*arguments)`, unless its probe has failed before; a failure is noted, except for want of memory."""
+        """Call a tally, unless its probe has failed before; keep its error, but raise if memory runs out."""
         if name in self.failures:
             return None
         try:
             return call(*arguments)
-        except Exception as error:  # whatever is wrong with one probe must not stop the others
+        except Exception as error:  # one broken probe must not stop the others
             if is_out_of_memory(error):
                 raise
             self.failures[name] = error

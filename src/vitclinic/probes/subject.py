@@ -1,4 +1,4 @@
-"""What probes measure: a network, and the images to measure it on."""
+"""The subject of a measurement: a network, and the images to measure it on."""
 
 from __future__ import annotations
 
@@ -26,49 +26,65 @@ from vitclinic.probes.digest import network_digest
 from vitclinic.probes.restoring import preserve_state
 
 Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, how many images are done, how many there are)."""
+"""Called with (task, images done, images in total)."""
 
 
 @dataclass(frozen=True)
 class PastWeights:
-    """The weights that a training went through, by epochs done, in order; the last are its final ones.
+    """Weights of a training run over its epochs, in order; the last ones are its final weights.
 
-    Nothing is read before it is asked for.
+    Everything is read lazily.
     """
 
     weights: Mapping[float, Callable[[], Mapping[str, Tensor]]]
-    """Reads a state dict of the network."""
+    """For each epoch, a function that reads the state dict."""
     projections: Callable[[], Mapping[float, NDArray[np.float64]]]
-    """Reads random projections [k] of all parameters, the same k numbers at every epoch."""
+    """Reads the random projection [k] of all parameters at each epoch; the projection is the same for all epochs."""
     digest: Callable[[], str]
-    """Stands for all of them."""
+    """Returns a digest of all of these weights."""
     finished: bool
-    """Whether the training came to its end."""
+    """True if the training ran to its end."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a network was trained: what a probe of its loss repeats."""
+    """Training setup of a network, as far as a probe of its training loss has to repeat it."""
 
     augment: Augment
-    """What its images went through, mixing included."""
+    """Augmentation, mixup and CutMix included."""
     decay: float
-    """Its weight decay."""
+    """Weight decay."""
     decayed: frozenset[str]
-    """The names of the parameters that it acted on."""
+    """Names of the parameters that were decayed."""
     past: PastWeights | None = None
-    """The weights it went through, where they were kept."""
+    """Weights over the epochs, if they were kept."""
 
 
 class Subject:
-    """A network that takes pixels in [0, 1], and at most `limit` images of one split of the data.
+    """A network under examination, with the images to measure it on.
 
-    The images are the first of the split's stratified order, so that a smaller limit is part of a larger one.
-    `batch_size` is how many images go through the network at a time; it is halved when memory runs out.
-    `output_names` are the classes that the network's outputs mean, and `training` how it was trained, where that is
-    known. `scratch` has, by the names of probes, the files where they may keep unfinished work (see `Partial`).
-    `run` is the training run that it comes from, for those who know runs. With several processes (`distributed`), each
-    of which has this subject, probes divide their work among them.
+    Args:
+        network: A network that takes pixels in [0, 1].
+        dataset: The data set.
+        name: Name of the network in messages and reports.
+        split: Split to measure on.
+        limit: Maximum number of images: the first of the split's stratified order, so that a smaller limit is part of a
+            larger one.
+        batch_size: Images per forward pass; halved when memory runs out.
+        seed: Seed of everything random in a measurement.
+        output_names: Class names of the network's outputs, if known.
+        training: How the network was trained, if known.
+        scratch: Files in which probes may keep unfinished work, by the name of the probe (see `Partial`).
+        progress: Called with (task, images done, images in total).
+        distributed: Processes that measure this subject together and divide the work among them.
+        run: The training run that the network comes from, if any.
+
+    Example:
+        >>> from vitclinic.data import load_batches
+        >>> network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        >>> subject = Subject(network, load_batches([(torch.rand(20, 1, 8, 8), torch.arange(20) % 10)]), limit=10)
+        >>> len(subject), subject.outputs
+        (10, 10)
     """
 
     def __init__(
@@ -107,22 +123,25 @@ class Subject:
         self.run = run
 
     def on(self, split: str, limit: int | None = None, *, strict: bool = False) -> Subject:
-        """Return the same network with at most `limit` images of that split; the same object for the same question.
+        """Return the same network with at most `limit` images of another split.
 
-        With `strict` the split must be known to be what its name says: data that is not divided, such as a single
-        loader, stands for any split otherwise.
+        The same arguments return the same object. Data without splits, such as a single loader, stands in for any split
+        unless `strict` is set.
+
+        Raises:
+            EmptySplitError: If the split has no images, or (`strict`) the data has no splits.
         """
         if strict and self._whole.undivided and split != self.split:
-            raise EmptySplitError(f"'{self._whole.name}' does not say which of its images are for {split}.", split)
+            raise EmptySplitError(f"'{self._whole.name}' has no splits, so its {split} images are unknown.", split)
         if (split, limit) not in self._views:
             self._views[split, limit] = self._with(self._whole, split, limit, self.output_names)
         return self._views[split, limit]
 
     def on_source(self, source: str, limit: int | None = None) -> Subject:
-        """The same network with at most `limit` images of another data source, whose classes may be others.
+        """Return the same network with at most `limit` images of another data source, which may have other classes.
 
-        They are brought to the size that the network is given here. The outputs are taken to mean the classes of the
-        data that it is examined on, where there is nothing else to say it and these are as many.
+        Images are resized to the size used here. If the class names of the network's outputs are not known, they are
+        assumed to be the classes of the data examined here, provided that there are as many.
         """
         if (source, limit) not in self._elsewhere:
             size, channels = self.dataset.size, self.dataset.channels
@@ -133,11 +152,11 @@ class Subject:
         return self._elsewhere[source, limit]
 
     def on_dataset(self, dataset: Dataset) -> Subject:
-        """Return the same network with the same split of another data set."""
+        """Return the same network on the same split of another data set."""
         return self._with(dataset, self.split, None, self.output_names)
 
     def select(self, numbers: Sequence[int]) -> Subject:
-        """The same network with those of its images, in that order."""
+        """Return the same network with the images of these numbers, in this order."""
         rows, images = np.array(numbers), self.images
         chosen = Split(images.images, images.rows[rows], images.labels[rows])
         dataset = replace(self.dataset, splits={**self.dataset.splits, self.split: chosen})
@@ -159,7 +178,7 @@ class Subject:
             distributed=self.distributed,
             run=self.run,
         )
-        view._origin = self._origin  # what is true of the network is found out once
+        view._origin = self._origin  # facts about the network are computed once and shared
         return view
 
     def __len__(self) -> int:
@@ -176,12 +195,12 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return self._like.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the network's own numbers."""
+        """Floating-point type of the network's weights."""
         return self._like.dtype
 
     @property
@@ -190,12 +209,12 @@ class Subject:
         return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
 
     def batches(self) -> Iterator[Batch]:
-        """All images in order, unaugmented, where the network can take them; the last batch may be smaller."""
+        """Yield all images in order, unaugmented, on the network's device; the last batch may be smaller."""
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size):
             yield batch.to(self.device, self.dtype)
 
     def own_batches(self) -> Iterator[Batch]:
-        """As `batches`, of those images that are this process's share: all of them where there is one process."""
+        """Yield this process's share of `batches`: all of them if there is only one process."""
         part, parts = self.distributed.rank, self.distributed.size
         for batch in evaluation_batches(self.dataset, self.split, self.batch_size, part, parts):
             yield batch.to(self.device, self.dtype)
@@ -203,9 +222,13 @@ class Subject:
     def augmented_batches(
         self, size: int, count: int, augment: bool = True, *, which: Iterable[int] | None = None
     ) -> Iterator[Batch]:
-        """The first `count` batches of `size` training images as its training would have shown them with this seed.
+        """Yield the first `count` batches of `size` training images, augmented as in the network's training.
 
-        Without a known training, or without `augment`, the images as they are. `which` are the numbers of some of them.
+        Args:
+            size: Images per batch.
+            count: Number of batches.
+            augment: Set to False for plain images; they are also plain if the training is not known.
+            which: Numbers of the batches to yield, if not all of them.
         """
         seen = self.training.augment if augment and self.training is not None else Augment(level="none")
         stream = TrainingStream(self.dataset, seen, self.seed)
@@ -214,32 +237,32 @@ class Subject:
             yield batch.to(self.device, self.dtype)
 
     def logits(self, images: Tensor) -> Tensor:
-        """The network's output [B, K] for pixels in [0, 1]."""
+        """Return the network's logits [B, K] for pixels in [0, 1]."""
         return as_logits(self.network(images))
 
     @cached_property
     def example(self) -> Tensor:
-        """The first image, [1, C, H, W]."""
+        """First image, [1, C, H, W]."""
         return next(evaluation_batches(self.dataset, self.split, 1)).to(self.device, self.dtype).images
 
     @cached_property
     def outputs(self) -> int:
-        """How many classes the network tells apart. The first call of the network: a misfit is a sentence here."""
+        """Number of outputs K. Raises a ModelError if the network cannot take the images."""
         try:
             with preserve_state(self.network, self.seed), torch.no_grad():
                 logits = self.logits(self.example)
-        except ModelError:  # a sentence already
+        except ModelError:  # says what is wrong already
             raise
         except Exception as error:  # the user's own code may raise anything
             shape = " x ".join(str(side) for side in self.example.shape[1:])
-            raise ModelError(f"{self.name} does not take the data's {shape} images: {_reason(error)}.") from error
+            raise ModelError(f"{self.name} cannot take the {shape} images of the data: {_reason(error)}.") from error
         if logits.ndim != 2:
-            raise ModelError(f"{self.name} returns {tuple(logits.shape)} for one image; expected (1, classes).")
+            raise ModelError(f"{self.name} returns shape {tuple(logits.shape)} for one image; expected (1, classes).")
         return logits.shape[1]
 
     @property
     def anatomy(self) -> Anatomy:
-        """The network as units; an AnatomyError where its structure is not known."""
+        """The network as a sequence of units; raises an AnatomyError if its structure is not known."""
         found = self._origin._anatomy
         if isinstance(found, AnatomyError):
             raise found
@@ -255,7 +278,7 @@ class Subject:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what the network computes: its structure, settings, code, hooks and weights."""
+        """SHA-256 of the network: its structure, settings, code, hooks and weights."""
         return self._origin._digest
 
     @cached_property
@@ -264,12 +287,12 @@ class Subject:
 
     @cached_property
     def data_digest(self) -> str:
-        """SHA-256 of what the images, their labels and their size are."""
+        """SHA-256 of the images, their labels and their size."""
         rows = hashlib.sha256(self.images.rows.tobytes() + self.images.labels.tobytes()).hexdigest()
         return fingerprint(self.dataset.digest, self.dataset.size, self.dataset.channels, self.split, rows)
 
     def seconds_per_image(self) -> float:
-        """What one image of a forward pass costs, from one batch run twice."""
+        """Return the time of a forward pass per image, measured on one batch after a warm-up."""
         images = next(self.batches()).images
         with preserve_state(self.network, self.seed), torch.no_grad():
             self.network(images)
@@ -281,15 +304,15 @@ class Subject:
 
 
 def as_logits(output: Any) -> Tensor:
-    """A network's output as a tensor: Hugging Face's networks return an object that has `logits`."""
+    """Return a network's output as a tensor; the output objects of Hugging Face models have it as `logits`."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise ModelError(f"The network returns {type(output).__name__}; expected a tensor of logits.")
+        raise ModelError(f"The network returns a {type(output).__name__}; expected a tensor of logits.")
     return logits
 
 
 def _reason(error: Exception) -> str:
-    """The error's first line, with its type where the line alone says little."""
+    """Return the first line of an error, with its type if the line alone says little."""
     line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
     if isinstance(error, RuntimeError | AssertionError | ValueError) and line:
         return line
@@ -297,23 +320,21 @@ def _reason(error: Exception) -> str:
 
 
 def check_ready(network: nn.Module, name: str) -> None:
-    """Raise where nothing can be measured yet, or at all: there are no numbers, or no code to look into."""
+    """Raise a ModelError if the network cannot be measured: TorchScript, or weights that are not there yet."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise ModelError(
-            f"{name} is a TorchScript module, which cannot be looked into; give the network it is made of."
-        )
+        raise ModelError(f"{name} is a TorchScript module, whose layers cannot be read. Pass the original nn.Module.")
     tensors = (*network.parameters(), *network.buffers())
     if any(is_lazy(tensor) for tensor in tensors):
-        raise ModelError(f"{name} has lazy modules without weights; call it once on images before it is examined.")
+        raise ModelError(f"{name} has lazy modules without weights. Call it once on a batch of images first.")
     if any(tensor.is_meta for tensor in tensors):
-        raise ModelError(f"{name} is on the meta device and has no weights; load them first.")
+        raise ModelError(f"{name} is on the meta device and has no weights. Load them first.")
 
 
 def _limit(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     images = dataset.splits.get(split)
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
-        hint = next((f"; use one of those (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
+        hint = next((f". Use one of these (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
         raise EmptySplitError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.", split)
     if limit is None or limit >= len(images):
         return dataset

@@ -239,8 +239,8 @@ def test_pairs_of_few_images():
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("missing_rate", {}, "it is measured on images of the train split, and the data has none."),
-        ("train_nll", {}, "it is measured on images of the train split, and the data has none."),
+        ("missing_rate", {}, "it is measured on train images, and the data has none."),
+        ("train_nll", {}, "it is measured on train images, and the data has none."),
         (
             "occlusion",
             {"value": "mean"},

@@ -259,7 +259,7 @@ def test_a_disk_that_takes_nothing_does_not_end_the_measurement(
     (tmp_path / "file").write_text("")
     patient = subject("unknown", scratch={"landscape": tmp_path / "file" / "a.partial"})
     assert landscape(patient, points=3).status == "ok"
-    assert "could not be resumed" in caplog.text
+    assert "cannot be resumed" in caplog.text
 
 
 SLOW_EXAM = """

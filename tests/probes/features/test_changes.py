@@ -182,7 +182,7 @@ def test_a_state_that_is_not_finite_is_named():
         tokens = torch.ones(2, 16 + prefix, 24)
         tokens[1, -1, 0] = torch.inf if unit.name == "blocks.1.mlp" else 1.0
         tally.update(unit.output, tokens)
-    with pytest.raises(ModelError, match=r"blocks\.1\.mlp computes is not finite"):
+    with pytest.raises(ModelError, match=r"blocks\.1\.mlp is not finite"):
         tally.end_batch(None, None)
 
 
