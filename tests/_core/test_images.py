@@ -3,22 +3,22 @@
 import numpy as np
 import pytest
 
-from vitclinic._core.images import beside, blended
+from vitclinic._core.images import beside, blend
 
 
 def test_a_blend_is_light_where_attention_is_and_shows_the_image():
     image = np.zeros((4, 6, 3), np.uint8)
     attention = np.zeros((4, 6))
     attention[1, 2] = 1
-    picture = blended(image, attention)
+    picture = blend(image, attention)
     assert (picture.shape, picture.dtype) == ((4, 6, 3), np.uint8)
     assert picture.sum(-1).argmax() == 1 * 6 + 2
-    white = blended(np.full_like(image, 255), attention)
+    white = blend(np.full_like(image, 255), attention)
     assert (white.astype(int) - picture >= 100).all()
-    grey = blended(image[..., 0], np.ones((4, 6)))  # one channel, and a map without contrast
+    grey = blend(image[..., 0], np.ones((4, 6)))  # one channel, and a map without contrast
     assert len(np.unique(grey.reshape(-1, 3), axis=0)) == 1
     with pytest.raises(ValueError, match="do not lie on each other"):
-        blended(image, attention.T)
+        blend(image, attention.T)
 
 
 def test_small_pictures_are_enlarged_and_stand_beside_their_image():

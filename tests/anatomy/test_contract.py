@@ -163,12 +163,12 @@ def test_removing_a_unit_changes_the_output_until_it_is_back(
     removable = [unit for unit in anatomy.units if unit.removal]
     assert {unit.kind for unit in removable} >= {unit.kind for unit in anatomy.units if unit.residual}
     for unit in removable:
-        with anatomy.removed(unit):
+        with anatomy.remove(unit):
             assert not close(logits(network, images), whole), unit
         assert torch.equal(logits(network, images), whole)
         if unit.removal.how == "branch set to zero":
             sites = {"skip": unit.residual.skip, "total": unit.residual.total}
-            with anatomy.removed(unit), taps(sites) as seen:
+            with anatomy.remove(unit), taps(sites) as seen:
                 logits(network, images)
             assert torch.equal(seen["skip"].flatten(), seen["total"].flatten())
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.anatomy.networks import CUTS, NETWORKS, cut, sample
 from vitclinic._core.errors import AnatomyError
-from vitclinic.anatomy import Anatomy, known_families
+from vitclinic.anatomy import Anatomy, list_families
 from vitclinic.anatomy.families import recognise
 
 PARALLEL = {"ParallelScalingBlock", "ParallelThingsBlock", "DiffParallelScalingBlock"}
@@ -18,8 +18,8 @@ PARALLEL = {"ParallelScalingBlock", "ParallelThingsBlock", "DiffParallelScalingB
 def test_the_contract_covers_every_family_and_25_architectures_of_timm() -> None:
     assert sum(name.startswith("timm ") for name in NETWORKS) >= 25
     covered = {recognise(build())[1].name for build in NETWORKS.values()}
-    optional = {family.name for family in known_families() if family.name.startswith("Hugging Face")}
-    assert covered | optional == {family.name for family in known_families()}
+    optional = {family.name for family in list_families() if family.name.startswith("Hugging Face")}
+    assert covered | optional == {family.name for family in list_families()}
 
 
 @pytest.mark.parametrize("module", CUTS)

@@ -215,7 +215,7 @@ def test_what_has_no_grid_or_cannot_be_removed_says_so() -> None:
     with pytest.raises(AnatomyError, match="no grid"):
         anatomy.grid(head.output, torch.zeros(2, 5))
     with pytest.raises(AnatomyError, match="stem cannot be removed"):
-        anatomy.removed(stem)
+        anatomy.remove(stem)
     with pytest.raises(AnatomyError, match="no prefix tokens"):
         anatomy.prefix(stem.output, torch.zeros(2, 4, 4, 3))
 
@@ -227,7 +227,7 @@ def test_a_bottleneck_is_removed_by_bypassing_its_conv() -> None:
     assert ways == ["conv replaced by the identity"] * 2 + ["conv replaced by subsampling"] * 3
     for unit in anatomy.of_kind("conv"):
         caught: list[tuple[Tensor, Tensor]] = []
-        with anatomy.removed(unit):
+        with anatomy.remove(unit):
             conv = unit.module.conv2
             handle = conv.register_forward_hook(lambda _, args, out, seen=caught: seen.append((args[0], out)))
             network(torch.randn(1, 3, 64, 64))
@@ -247,7 +247,7 @@ def test_removal_is_undone_on_exceptions() -> None:
     pointer = network.pos_embed.data_ptr()
     for unit in anatomy.units:
         if unit.removal:
-            with pytest.raises(ZeroDivisionError), anatomy.removed(unit):
+            with pytest.raises(ZeroDivisionError), anatomy.remove(unit):
                 raise ZeroDivisionError
             assert torch.equal(network(images), whole)
     assert network.pos_embed.data_ptr() == pointer

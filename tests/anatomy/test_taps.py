@@ -134,7 +134,7 @@ def test_a_compiled_network_is_read_as_well() -> None:
             network(IMAGES)
         assert torch.equal(seen["x"], expected["x"])
         whole = compiled(IMAGES)
-        with anatomy.removed(anatomy.units[3]):
+        with anatomy.remove(anatomy.units[3]):
             assert not torch.allclose(compiled(IMAGES), whole)
     assert not hooks(network)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vitclinic.data import Augment
-from vitclinic.data.augment import Augmenter, RandAugment, erase, flip, resized_crop, shift_crop
+from vitclinic.data.augment import Augmenter, RandAugment, erase, flip, random_resized_crop, shift_crop
 from vitclinic.data.randomness import sample_keys, uniforms
 
 
@@ -39,7 +39,7 @@ def test_flip_mirrors_about_half():
 def test_resized_crop_covers_8_to_100_percent_in_3_4_to_4_3():
     ramp = np.zeros((200, 200, 3), np.uint8)
     ramp[:, :, 0], ramp[:, :, 1] = np.arange(200)[None, :], np.arange(200)[:, None]
-    views = resized_crop([ramp] * 300, keys(300), (64, 64)).astype(float)
+    views = random_resized_crop([ramp] * 300, keys(300), (64, 64)).astype(float)
     width = (views[:, 32, -1, 0] - views[:, 32, 0, 0]) / 63 * 64
     height = (views[:, -1, 32, 1] - views[:, 0, 32, 1]) / 63 * 64
     share, aspect = width * height / 200**2, width / height
@@ -89,8 +89,8 @@ def test_randaugment_at_full_magnitude_survives_posterising_to_nothing():
 
 
 def test_levels():
-    assert Augment(level="light").resolved().mixup == 0
-    deit = Augment(level="deit", mixup=0.2).resolved()
+    assert Augment(level="light").resolve().mixup == 0
+    deit = Augment(level="deit", mixup=0.2).resolve()
     assert (deit.mixup, deit.cutmix, deit.erasing, deit.smoothing, deit.repeats) == (0.2, 1.0, 0.25, 0.1, 3)
     plain = Augmenter(Augment(level="none"), (32, 32))(noise(4), keys(4))
     assert torch.equal(plain, torch.from_numpy(noise(4)).permute(0, 3, 1, 2).float() / 255)

@@ -3,7 +3,7 @@ import pytest
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic.data.decoding import fitted, pixels
+from vitclinic.data.decoding import decode_and_fit, pixels
 
 
 def test_sixteen_bits_scale_to_eight():
@@ -59,18 +59,18 @@ def test_camera_orientation_is_applied(tmp_path):
 def test_fitting_covers_and_crops_at_the_centre():
     wide = Image.new("RGB", (30, 10), "black")
     wide.paste((255, 255, 255), (10, 0, 20, 10))
-    assert (fitted(wide, 3, (10, 10)) == 255).all()
+    assert (decode_and_fit(wide, 3, (10, 10)) == 255).all()
 
 
 def test_one_pixel_grows():
-    assert (fitted(Image.new("RGB", (1, 1), (9, 8, 7)), 3, (8, 8)) == [9, 8, 7]).all()
+    assert (decode_and_fit(Image.new("RGB", (1, 1), (9, 8, 7)), 3, (8, 8)) == [9, 8, 7]).all()
 
 
 def test_a_large_jpeg_is_decoded_small_and_right(tmp_path):
     ramp = np.linspace(0, 255, 1024, dtype=np.uint8)
     image = Image.fromarray(np.repeat(ramp[None], 1024, 0)).convert("RGB")
     image.save(tmp_path / "ramp.jpg", quality=95)
-    small = fitted(Image.open(tmp_path / "ramp.jpg"), 3, (32, 32)).astype(int)
+    small = decode_and_fit(Image.open(tmp_path / "ramp.jpg"), 3, (32, 32)).astype(int)
     assert np.abs(small[:, :, 0] - (ramp.reshape(32, 32).mean(1))).max() <= 3
 
 

@@ -2,22 +2,22 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.data.splits import assign, stratified_order, subset, training_count
+from vitclinic.data.splits import assign, stratify, subset, training_count
 
 labels_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=200).map(lambda x: np.array(x, dtype=np.int64))
 
 
 @given(labels_strategy, st.integers(0, 100))
 def test_the_order_is_a_permutation_and_repeats(labels, seed):
-    order = stratified_order(labels, seed)
+    order = stratify(labels, seed)
     assert sorted(order) == list(range(len(labels)))
-    assert np.array_equal(order, stratified_order(labels, seed))
+    assert np.array_equal(order, stratify(labels, seed))
 
 
 @given(labels_strategy, st.integers(0, 100), st.floats(0, 1))
 def test_every_prefix_has_the_classes_in_their_proportions(labels, seed, share):
     count = round(share * len(labels))
-    prefix = np.bincount(labels[stratified_order(labels, seed)[:count]], minlength=5)
+    prefix = np.bincount(labels[stratify(labels, seed)[:count]], minlength=5)
     wanted = np.bincount(labels, minlength=5) * (count / len(labels))
     assert np.abs(prefix - wanted).max() <= 5 / 2 + 1  # one rank of each class can lie on the border
 

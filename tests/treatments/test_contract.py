@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.anatomy.networks import NETWORKS, shaken
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
-from vitclinic.anatomy.families import known_families, recognise
+from vitclinic.anatomy.families import list_families, recognise
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -89,7 +89,7 @@ def logits(network: nn.Module, x: Tensor) -> Tensor:
 
 def test_every_family_has_a_network_here() -> None:
     libraries = ("timm", "torchvision", "vitclinic")
-    names = {family.name for family in known_families() if family.name.partition(" ")[0] in libraries}
+    names = {family.name for family in list_families() if family.name.partition(" ")[0] in libraries}
     assert names <= set(ONE_EACH)
 
 
@@ -99,7 +99,7 @@ def test_the_facts_that_the_listing_shows_are_there(name: str) -> None:
     assert treatment.paper
     assert treatment.changes
     assert treatment.costs
-    assert treatment.families is None or set(treatment.families) <= {family.name for family in known_families()}
+    assert treatment.families is None or set(treatment.families) <= {family.name for family in list_families()}
 
 
 @pytest.mark.parametrize("name", known_treatments())

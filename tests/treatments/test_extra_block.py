@@ -78,7 +78,7 @@ def test_the_anatomy_lists_it(kind: str) -> None:
     unit = anatomy.unit(f"blocks.2.{kind}")
     x = images(treated)
     scrambled(treated.blocks[2])
-    with anatomy.removed(unit):
+    with anatomy.remove(unit):
         torch.testing.assert_close(treated(x), treated.head(treated.norm(features(treated, x, 2))[:, 0]))
     maps = []
     with record_attention([each for each in anatomy.units if each.attention], lambda seen: maps.append(seen)):

@@ -243,7 +243,7 @@ def test_patches_dropped_in_training_are_a_sentence():
 
 def test_augmentation_becomes_cutmix_on_patch_borders():
     spec = ImageSpec(5, 3, (32, 48))
-    light, strong = Augment(level="light").resolved(), Augment(level="deit", mix_probability=0.7).resolved()
+    light, strong = Augment(level="light").resolve(), Augment(level="deit", mix_probability=0.7).resolve()
     changed = treatment().augmentation(strong, tiny_vit(), spec)
     assert (changed.mixup, changed.cutmix, changed.cutmix_cell, changed.repeats) == (0, 1.0, 8, 1)
     assert changed.mix_probability == 0.7

@@ -19,7 +19,7 @@ _SIDE = 224
 """Smaller pictures are enlarged to at least so many pixels: a map on 32 x 32 cannot be looked at."""
 
 
-def blended(image: Picture, attention: NDArray[np.floating]) -> Picture:
+def blend(image: Picture, attention: NDArray[np.floating]) -> Picture:
     """`image` [H, W] or [H, W, C] in grey under the colours of `attention` [H, W], as [H, W, 3].
 
     The map's colours go from its minimum to its maximum; one that is the same everywhere has the darkest.
@@ -38,7 +38,7 @@ def blended(image: Picture, attention: NDArray[np.floating]) -> Picture:
 def beside(image: Picture, *maps: NDArray[np.floating]) -> Picture:
     """The image and, to its right, its blend with each of the maps, enlarged by a whole number if they are small."""
     coloured = image if image.ndim == 3 and image.shape[2] == 3 else np.repeat(_grey(image)[..., None], 3, axis=2)
-    row = np.concatenate([coloured.astype(np.uint8), *(blended(image, attention) for attention in maps)], axis=1)
+    row = np.concatenate([coloured.astype(np.uint8), *(blend(image, attention) for attention in maps)], axis=1)
     factor = -(-_SIDE // min(image.shape[:2]))
     return row.repeat(factor, axis=0).repeat(factor, axis=1)
 

@@ -194,7 +194,7 @@ class Measurement(Config):
             path.parent.mkdir(parents=True, exist_ok=True)
         record = self.plain()
         if self.arrays:
-            content = _packed(self.arrays)
+            content = _pack(self.arrays)
             write_bytes(path.with_suffix(".npz"), content)
             record["arrays"] = {"names": sorted(self.arrays), "sha256": hashlib.sha256(content).hexdigest()}
         write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
@@ -225,7 +225,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return record
 
 
-def _packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+def _pack(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """As numpy.savez_compressed writes it, but with arrays of any name, and the same bytes at any time."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -237,7 +237,7 @@ def _packed(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     return buffer.getvalue()
 
 
-def _unpacked(content: bytes, name: str) -> NDArray[Any]:
+def _unpack(content: bytes, name: str) -> NDArray[Any]:
     with zipfile.ZipFile(io.BytesIO(content)) as archive, archive.open(f"{name}.npy") as file:
         array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
         return array
@@ -249,7 +249,7 @@ def _read_arrays(path: Path, listed: Any) -> dict[str, NDArray[Any]]:
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
             raise RunError(f"'{file}' does not belong to '{path.name}'; remove both to measure anew.")
-        return {name: _unpacked(content, name) for name in listed["names"]}
+        return {name: _unpack(content, name) for name in listed["names"]}
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(f"The arrays of '{path}' cannot be read: {error}.") from error
 

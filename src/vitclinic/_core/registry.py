@@ -172,9 +172,9 @@ def load_entry_points(group: str, register: Callable[[Any], object]) -> None:
             register(point.load())
         except Exception as error:  # another package's code may raise anything; ours must still work
             log.info("%s cannot be used", point, exc_info=error)
-            log.warning("The entry point %s is left out: %s: %s", _described(point), type(error).__name__, error)
+            log.warning("The entry point %s is left out: %s: %s", _describe(point), type(error).__name__, error)
 
 
-def _described(point: EntryPoint) -> str:
+def _describe(point: EntryPoint) -> str:
     package = "" if point.dist is None else f" of the package {point.dist.name}"
     return f"{point.name} = {point.value}{package} ({point.group})"

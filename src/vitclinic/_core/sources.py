@@ -85,7 +85,7 @@ class SourceModule:
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return SourceClass(self, node)
-        home = self._imported_from(name)
+        home = self._find_import(name)
         return None if home is None else home.find_class(name)
 
     def option(self, value: ast.expr | None) -> dict[str, Any]:
@@ -140,12 +140,12 @@ class SourceModule:
         for statement in self.tree.body:
             if name in _targets(statement) and (value := getattr(statement, "value", None)) is not None:
                 return self.evaluate(value)
-        home = self._imported_from(name)
+        home = self._find_import(name)
         if home is None:
             raise Unreadable(name)
         return home._constant(name)
 
-    def _imported_from(self, name: str) -> SourceModule | None:
+    def _find_import(self, name: str) -> SourceModule | None:
         for node in self.tree.body:
             if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
                 return read_module(str(node.module)) if str(node.module).startswith("vitclinic.") else None

@@ -45,11 +45,11 @@ def format_duration(span: float) -> str:
     return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}".replace(".0 ", " ")
 
 
-def _checked_time(value: str | int | float) -> str | int | float:
+def _check_time(value: str | int | float) -> str | int | float:
     if seconds(value) <= 0:
         raise ValueError("the time must be longer than nothing")
     return value
 
 
-Time = Annotated[str | int | float, AfterValidator(_checked_time)]
+Time = Annotated[str | int | float, AfterValidator(_check_time)]
 """A span of time as a field of a config."""

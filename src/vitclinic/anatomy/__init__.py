@@ -12,8 +12,8 @@ from vitclinic._core.lazy import make_lazy
 if TYPE_CHECKING:
     from vitclinic.anatomy.anatomy import Anatomy
     from vitclinic.anatomy.attention import AttentionMap, record_attention
-    from vitclinic.anatomy.eager import double_differentiable, evaluating
-    from vitclinic.anatomy.families import Family, known_families, register_family
+    from vitclinic.anatomy.eager import double_differentiable, eval_mode
+    from vitclinic.anatomy.families import Family, list_families, register_family
     from vitclinic.anatomy.removal import Bypass, Erase, Silence
     from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
     from vitclinic.anatomy.taps import Activations, stream, taps
@@ -40,9 +40,9 @@ __all__ = [
     "Unit",
     "Windows",
     "double_differentiable",
-    "evaluating",
+    "eval_mode",
     "into",
-    "known_families",
+    "list_families",
     "out_of",
     "record_attention",
     "register_family",

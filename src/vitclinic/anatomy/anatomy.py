@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.errors import AnatomyError, did_you_mean
-from vitclinic.anatomy.eager import evaluating
+from vitclinic.anatomy.eager import eval_mode
 from vitclinic.anatomy.families import recognise
 from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid, watch
 from vitclinic.anatomy.taps import taps
@@ -113,11 +113,11 @@ class Anatomy:
             raise AnatomyError(f"an activation of shape {tuple(activation.shape)} holds no prefix tokens.")
         return activation[:, : site.layout.prefix]
 
-    def removed(self, unit: Unit) -> AbstractContextManager[None]:
+    def remove(self, unit: Unit) -> AbstractContextManager[None]:
         """The network without `unit` until the context ends; `unit.removal.how` says what that means."""
         if unit.removal is None:
             raise AnatomyError(f"{unit.name} cannot be removed: what follows needs the shape that it makes.")
-        return unit.removal.applied()
+        return unit.removal.apply()
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def _check_units(network: nn.Module, units: tuple[Unit, ...], example: Tensor) -
         if unit.attention is not None:
             layouts.add(unit.attention.keys)
     layouts |= {site.layout for site in sites.values()}
-    with evaluating(network), _measure_grids(layouts) as grids, taps(sites) as seen:
+    with eval_mode(network), _measure_grids(layouts) as grids, taps(sites) as seen:
         network(example)
     for unit in units:
         if unit.residual is not None:

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import AnatomyError, NoAttentionMapError
-from vitclinic.anatomy.eager import eager, recomputing
+from vitclinic.anatomy.eager import eager, is_recomputing
 from vitclinic.anatomy.sites import Size, watch
 from vitclinic.anatomy.taps import version_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
@@ -103,7 +103,7 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
     recorders = [_Recorder(unit, consumer) for unit in units]
     with ExitStack() as stack, eager():
         for recorder in recorders:
-            stack.enter_context(recorder.attached())
+            stack.enter_context(recorder.attach())
         yield
     if idle := [recorder.unit.name for recorder in recorders if not recorder.called]:
         raise AnatomyError(
@@ -134,7 +134,7 @@ class _Recorder(TorchFunctionMode):
         self._on = False
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attach(self) -> Iterator[None]:
         """Hooks that learn the grid of each forward pass and turn the mode on and off around the module."""
         module: Any = self._spec.module
         handles = [
@@ -158,7 +158,7 @@ class _Recorder(TorchFunctionMode):
         self._grid = self._grid_at.size_of(value)
 
     def _start(self, *_: Any) -> None:
-        if recomputing():
+        if is_recomputing():
             return
         self._maps_in_call = 0
         self.called = True

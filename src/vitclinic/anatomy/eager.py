@@ -18,13 +18,13 @@ def eager() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
-def recomputing() -> bool:
+def is_recomputing() -> bool:
     """Whether a backward pass is under way, in which checkpointed activations are computed once more."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 @contextmanager
-def evaluating(network: nn.Module) -> Iterator[None]:
+def eval_mode(network: nn.Module) -> Iterator[None]:
     """Eval mode, and then every module's own mode again."""
     modes = [(module, module.training) for module in network.modules()]
     network.eval()

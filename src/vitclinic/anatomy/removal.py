@@ -26,8 +26,8 @@ class Silence:
         return "branch set to zero"
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        with _hooked(watch(self.branch, torch.zeros_like)):
+    def apply(self) -> Iterator[None]:
+        with _keep_hooks(watch(self.branch, torch.zeros_like)):
             yield
 
 
@@ -42,7 +42,7 @@ class Bypass:
         return "conv replaced by " + ("the identity" if self.conv.stride == (1, 1) else "subsampling")
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         rows, columns = self.conv.stride
 
         def subsample(_: nn.Module, args: tuple[Any, ...], __: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Bypass:
             # A copy: the layers that follow may work in place, and the input is not theirs.
             return x_bchw[..., ::rows, ::columns].clone()
 
-        with _hooked([self.conv.register_forward_hook(subsample)]):
+        with _keep_hooks([self.conv.register_forward_hook(subsample)]):
             yield
 
 
@@ -65,7 +65,7 @@ class Erase:
         return "parameter set to zero"
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         # Swapping the storage, not writing into it: the values come back bit for bit, and no graph built
         # earlier is told that its tensor has changed.
         values = self.parameter.data
@@ -78,7 +78,7 @@ class Erase:
 
 
 @contextmanager
-def _hooked(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+def _keep_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
     """Run the network eagerly, so that its hooks are called, and take these away at the end."""
     try:
         with eager():

@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from vitclinic._core.errors import AnatomyError
-from vitclinic.anatomy.eager import eager, recomputing
+from vitclinic.anatomy.eager import eager, is_recomputing
 from vitclinic.anatomy.sites import Site, watch
 
 Key = TypeVar("Key", bound=Hashable)
@@ -31,7 +31,7 @@ def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *
 
     def reader(key: Key) -> Callable[[Tensor], None]:
         def read(activation: Tensor) -> None:
-            if recomputing():
+            if is_recomputing():
                 return
             silent.pop(key, None)
             consumer(key, activation if grad else activation.detach())

@@ -36,7 +36,7 @@ class Removal(Protocol):
     def how(self) -> str:
         """What removing means here, in a few words for a table or a report."""
 
-    def applied(self) -> AbstractContextManager[None]:
+    def apply(self) -> AbstractContextManager[None]:
         """The network without the unit, until the context ends."""
 
 

@@ -29,15 +29,15 @@ class Windows:
         """(row, column) of every token of every window, [windows, tokens, 2]; (-1, -1) is padding."""
         rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
         places_hw2 = torch.stack((rows, columns), dim=-1)
-        pad = self._padding(grid)
+        margin = self._padding(grid)
 
-        def padded(x_hw2: Tensor) -> Tensor:
-            return F.pad(x_hw2, (0, 0, 0, pad[1], 0, pad[0]), value=-1)
+        def pad(x_hw2: Tensor) -> Tensor:
+            return F.pad(x_hw2, (0, 0, 0, margin[1], 0, margin[0]), value=-1)
 
-        def rolled(x_hw2: Tensor) -> Tensor:
+        def roll(x_hw2: Tensor) -> Tensor:
             return x_hw2.roll((-self.shift[0], -self.shift[1]), dims=(0, 1))
 
-        return self._cut(rolled(padded(places_hw2)) if self.pad_first else padded(rolled(places_hw2)))
+        return self._cut(roll(pad(places_hw2)) if self.pad_first else pad(roll(places_hw2)))
 
     def regions(self, grid: Size) -> Tensor:
         """The side of the seam on which every token of every window is, [windows, tokens]: the same number in a window

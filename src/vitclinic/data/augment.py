@@ -29,31 +29,31 @@ from vitclinic.data.randomness import Keys, uniforms
 
 
 class Augmenter:
-    """Turns stored pixels into a training batch's images, [B, C, h, w] in [0, 1]."""
+    """Augmentation that turns stored pixels into the images of a training batch, [B, C, h, w] in [0, 1]."""
 
     def __init__(self, config: Augment, size: Size) -> None:
-        self.config = config.resolved()
+        self.config = config.resolve()
         self.size = size
         policy = self.config.randaugment
         self.randaugment = None if policy in (None, "off") else RandAugment(str(policy), size)
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it works image by image, so that workers are worth their while."""
+        """True if augmentation works image by image, which is slow enough to be worth worker processes."""
         return self.randaugment is not None or (self.config.level != "none" and is_photo(self.size))
 
     def __call__(self, images: Images, keys: Keys) -> Tensor:
-        x_bhwc = self._framed(images, keys)
+        x_bhwc = self._frame(images, keys)
         if self.randaugment is not None:
             x_bhwc = self.randaugment(x_bhwc, keys)
         x_bchw = to_unit_interval(x_bhwc)
         return erase(x_bchw, keys, self.config.erasing or 0.0)
 
-    def _framed(self, images: Images, keys: Keys) -> NDArray[np.uint8]:
+    def _frame(self, images: Images, keys: Keys) -> NDArray[np.uint8]:
         if self.config.level == "none":
             return centre_view(images, self.size)
         if is_photo(self.size):
-            return flip(resized_crop(images, keys, self.size), keys)
+            return flip(random_resized_crop(images, keys, self.size), keys)
         return flip(shift_crop(np.asarray(images), keys, padding=self.size[0] // 8), keys)
 
 
@@ -79,10 +79,10 @@ def flip(x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
     return np.where(mirrored[:, None, None, None], x_bhwc[:, :, ::-1], x_bhwc)
 
 
-def resized_crop(images: Images, keys: Keys, size: Size) -> NDArray[np.uint8]:
-    """A crop of 8 to 100% of the area and of aspect 3/4 to 4/3, resized to `size`."""
+def random_resized_crop(images: Images, keys: Keys, size: Size) -> NDArray[np.uint8]:
+    """Crop 8 to 100% of the area at an aspect ratio of 3/4 to 4/3, and resize to `size`."""
     draws = uniforms(keys, "resized crop", 4)
-    views = [_resized(image, _crop_box(image.shape, draw), size) for image, draw in zip(images, draws, strict=True)]
+    views = [_resize(image, _crop_box(image.shape, draw), size) for image, draw in zip(images, draws, strict=True)]
     return np.stack(views)
 
 
@@ -96,14 +96,14 @@ def _crop_box(shape: tuple[int, ...], draw: NDArray[np.float64]) -> tuple[float,
     return left, top, left + w, top + h
 
 
-def _resized(image: Pixels, box: tuple[float, float, float, float], size: Size) -> Pixels:
+def _resize(image: Pixels, box: tuple[float, float, float, float], size: Size) -> Pixels:
     view = as_image(image)
     resized = np.asarray(view.resize((size[1], size[0]), Image.Resampling.BICUBIC, box=box))
     return resized.reshape(*size, image.shape[2])
 
 
 class RandAugment:
-    """timm's RandAugment, one policy a sample, drawn from the sample's key."""
+    """RandAugment as in timm, with one policy per sample, drawn from the sample's key."""
 
     def __init__(self, policy: str, size: Size) -> None:
         from timm.data.auto_augment import rand_augment_transform
@@ -132,14 +132,14 @@ class RandAugment:
 
 
 def keep_a_bit(randaugment: Any) -> None:
-    """Mend timm's policy, which posterises to 0 bits at full magnitude: current Pillow refuses that."""
+    """Patch timm's policy, which posterizes to 0 bits at full magnitude: current Pillow rejects that."""
     for op in randaugment.ops:
         if op.name.startswith("Posterize"):
             op.level_fn = _AtLeastOneBit(op.level_fn)
 
 
 class _AtLeastOneBit:
-    """A class rather than a closure, so that workers can receive it."""
+    """Level function that returns at least 1 bit; a class rather than a closure, so that it can be sent to workers."""
 
     def __init__(self, level: Any) -> None:
         self.level = level
@@ -149,7 +149,7 @@ class _AtLeastOneBit:
 
 
 def erase(x_bchw: Tensor, keys: Keys, probability: float) -> Tensor:
-    """Random erasing: with `probability` a box of 2 to 33% of the area becomes uniform noise in [0, 1]."""
+    """Apply random erasing: with `probability`, fill a box of 2 to 33% of the area with uniform noise in [0, 1]."""
     if probability == 0:
         return x_bchw
     _, c, h, w = x_bchw.shape

@@ -1,4 +1,4 @@
-"""What a step of training or evaluation receives."""
+"""The batch that a training or evaluation step receives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ class Batch:
     """Images with their targets.
 
     Shapes: B images, C channels, K classes, N patches.
+
+    Example:
+        >>> rows = torch.arange(4)
+        >>> batch = Batch(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1]), rows, rows)
+        >>> [len(part) for part in batch.split(3)]
+        [3, 1]
     """
 
     images: Tensor
@@ -30,7 +36,12 @@ class Batch:
         return len(self.images)
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-        """Images and targets on `device`, floating-point ones as `dtype`; indices and keys stay on the CPU."""
+        """Return the batch with images and targets on `device`; indices and keys stay on the CPU.
+
+        Args:
+            device: The device to move to.
+            dtype: The dtype of floating-point images and targets; class indices keep theirs.
+        """
 
         def move(tensor: Tensor) -> Tensor:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -44,7 +55,11 @@ class Batch:
         )
 
     def split(self, size: int | None) -> list[Batch]:
-        """Parts of `size` images in order, the last one possibly smaller; the whole where there is no size."""
+        """Return the batch in parts of `size` images, in order.
+
+        Args:
+            size: Images per part; the last part may be smaller. None returns the batch as a single part.
+        """
         if size is None or size >= len(self):
             return [self]
         parts: list[Batch] = []
@@ -55,7 +70,7 @@ class Batch:
         return parts
 
     def pin_memory(self) -> Batch:
-        """In page-locked memory: the name that torch's DataLoader looks for."""
+        """Return the batch in page-locked memory; torch's DataLoader calls this method by name."""
         patch = None if self.patch_targets is None else self.patch_targets.pin_memory()
         images, targets = self.images.pin_memory(), self.targets.pin_memory()
         return replace(self, images=images, targets=targets, patch_targets=patch)

@@ -1,8 +1,8 @@
-"""Small sets, decoded once: a memory-mapped array of uint8 pixels, shared by all later runs.
+"""A cache of small data sets: decoded once into a memory-mapped array of uint8 pixels that all later runs share.
 
 An entry is a folder `VITCLINIC_CACHE/images/KEY` with `images.bin` (uint8 [n, height, width, channels], the shape
-being in `entry.json`) and `kept.npy` (which records are in it). It appears by one rename, so a killed build leaves
-nothing half done. When all entries together exceed `VITCLINIC_CACHE_SIZE`, those not used for longest go.
+is in `entry.json`) and `kept.npy` (the records that it holds). It is published by one rename, so a killed build leaves
+nothing half done. When the entries together exceed `VITCLINIC_CACHE_SIZE`, the least recently used ones are deleted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError
-from vitclinic.data.decoding import UNREADABLE, Pixels, Size, fitted
-from vitclinic.data.source import Records, unreadable
+from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit
+from vitclinic.data.source import Records, describe_unreadable
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many are done, how many there are)."""
@@ -34,12 +34,13 @@ _HOUR = 3600
 
 
 def cache_folder() -> Path:
+    """Return the cache folder: `VITCLINIC_CACHE`, or `vitclinic` in the user's cache folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vitclinic"
     return Path(os.environ.get("VITCLINIC_CACHE", default)).expanduser()
 
 
 def cache_limit() -> int:
-    """How many bytes the cache may hold: `VITCLINIC_CACHE_SIZE` (such as 5G), 20 GB unless set."""
+    """Return how many bytes the cache may hold: `VITCLINIC_CACHE_SIZE` (such as 5G), 20 GB by default."""
     text = os.environ.get("VITCLINIC_CACHE_SIZE", "20G").strip().upper().removesuffix("B")
     units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     try:
@@ -49,7 +50,7 @@ def cache_limit() -> int:
 
 
 class CachedImages:
-    """The pixels of a cache entry. Pickles as its path, so that workers map the file instead of copying it."""
+    """Pixels of a cache entry. Pickles as its path, so that workers map the file instead of copying it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,13 +66,14 @@ class CachedImages:
         return CachedImages, (self.folder,)
 
     def read(self, indices: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return images [B, height, width, C]."""
         return np.asarray(self.images[indices])
 
 
-def cached_images(
+def open_cached_images(
     records: Records, key: str, size: Size, channels: int, on_error: str, progress: Progress
 ) -> CachedImages:
-    """The decoded images of `records`, from the cache or put there now."""
+    """Return the decoded images of `records` from the cache, decoding them first if they are not there yet."""
     folder = cache_folder() / "images" / key
     if not (folder / "entry.json").exists():
         _make_parent(folder.parent)
@@ -90,12 +92,13 @@ def cached_images(
 
 
 def cache_key(fingerprint: str, split: str, size: Size, channels: int, on_error: str) -> str:
+    """Return the name of the cache entry for one split at one size."""
     text = json.dumps([_FORMAT, fingerprint, split, list(size), channels, on_error])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put a small file into the cache, whole or not at all."""
+    """Write a small file into the cache, completely or not at all."""
     _make_parent(path.parent)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
@@ -115,7 +118,7 @@ def _decode_all(records: Records, folder: Path, size: Size, channels: int, on_er
     digest = hashlib.sha256()
     # Written like any file, not through a map: on a full disk that is an error, not a crash.
     with (folder / "images.bin").open("wb") as file:
-        for index, result in enumerate(_decoded(records, size, channels)):
+        for index, result in enumerate(_decode_each(records, size, channels)):
             if isinstance(result, str):
                 if on_error != "skip":
                     raise DataError(f"{result} Remove it, or pass data.on_error=skip.")
@@ -132,15 +135,15 @@ def _decode_all(records: Records, folder: Path, size: Size, channels: int, on_er
     (folder / "entry.json").write_text(json.dumps(entry))
 
 
-def _decoded(records: Records, size: Size, channels: int) -> Iterator[Pixels | str]:
-    """Each image in order, or the sentence that says why it cannot be read. Pillow decodes without the GIL."""
+def _decode_each(records: Records, size: Size, channels: int) -> Iterator[Pixels | str]:
+    """Yield each image in order, or an error message if it is unreadable. Pillow decodes without the GIL."""
 
     def decode(index: int) -> Pixels | str:
         try:
             with records.read(index) as image:
-                return fitted(image, channels, size)
+                return decode_and_fit(image, channels, size)
         except (*UNREADABLE, DataError) as error:
-            return unreadable(records, index, error)
+            return describe_unreadable(records, index, error)
 
     if getattr(records, "computed", False):  # nothing to decode: threads would only wait for each other
         yield from map(decode, range(len(records)))

@@ -1,4 +1,4 @@
-"""`data` and `data.augment` of a recipe, without torch, so that a typo in a recipe is refused at once."""
+"""Configs of `data` and `data.augment`. They do not import torch, so that a typo in a recipe is reported at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ Positive = Annotated[float, Field(ge=0)]
 
 
 class Augment(Config):
-    """`data.augment` of a recipe: a level, any part of which can be set apart."""
+    """Augmentation of the training images: a level, any part of which can be overridden.
+
+    Levels are `none`, `light` (crop and flip) and `deit` (RandAugment, random erasing, mixup, CutMix, label smoothing,
+    repeated augmentation).
+
+    Example:
+        >>> augment = Augment(level="deit", mixup=0.2).resolve()
+        >>> augment.mixup, augment.cutmix, augment.randaugment
+        (0.2, 1.0, 'rand-m9-n2-mstd0.5-inc1')
+    """
 
     main_key: ClassVar[str | None] = "level"
 
@@ -32,8 +41,8 @@ class Augment(Config):
     smoothing: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="label smoothing")
     repeats: Annotated[int, Field(ge=1)] | None = Field(None, description="copies of an image in one epoch")
 
-    def resolved(self) -> Augment:
-        """With every part set, from the level where it is not given."""
+    def resolve(self) -> Augment:
+        """Return a copy with every part set, using the level's defaults for the ones not given."""
         return Augment(**self._parts())
 
     def _parts(self) -> dict[str, Any]:
@@ -74,7 +83,12 @@ _DEIT: dict[str, Any] = {
 
 
 class DataConfig(Config):
-    """`data` of a recipe."""
+    """Section `data` of a recipe: the source, how much of it to use, and its augmentation.
+
+    Example:
+        >>> DataConfig(source="digits", limit=100).augment.level
+        'light'
+    """
 
     main_key: ClassVar[str | None] = "source"
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.hashing import fingerprint
-from vitclinic.data.cache import Progress, cache_key, cached_images
+from vitclinic.data.cache import Progress, cache_key, open_cached_images
 from vitclinic.data.config import DataConfig
-from vitclinic.data.decoding import Images, Size, centre_view, framed_size
+from vitclinic.data.decoding import Images, Size, centre_view, storage_size
 from vitclinic.data.embedded import open_digits, open_shapes
 from vitclinic.data.folder import open_folder
 from vitclinic.data.published import open_hub, open_torchvision
@@ -35,7 +35,7 @@ EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedu
 
 
 class Store(Protocol):
-    """The readable images of a source split."""
+    """Protocol of the readable images of a source split."""
 
     digest: str
     skipped: list[str]
@@ -47,7 +47,13 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """Some of the images of a source split, with their labels."""
+    """Images of a source split, or some of them, with their labels.
+
+    Example:
+        >>> test = open_data("digits").test
+        >>> len(test), test.read(np.array([0, 1])).shape
+        (180, (2, 8, 8, 1))
+    """
 
     images: Store
     rows: NDArray[np.int64]
@@ -57,13 +63,19 @@ class Split:
         return len(self.rows)
 
     def read(self, indices: NDArray[np.int64]) -> Images:
-        """The pixels of images `indices` of this split."""
+        """Return the pixels of the images at `indices` in this split, uint8 [B, height, width, C]."""
         return self.images.read(self.rows[indices])
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Everything a network needs to know of the data, and the data."""
+    """An open data set: its classes, image size and channels, and the train, val and test splits.
+
+    Example:
+        >>> dataset = open_data("digits")
+        >>> dataset.size, dataset.channels, len(dataset.classes), len(dataset.train)
+        ((8, 8), 1, 10, 1437)
+    """
 
     name: str
     classes: tuple[str, ...]
@@ -77,12 +89,12 @@ class Dataset:
 
     @property
     def spec(self) -> ImageSpec:
-        """What a network for this set must fit."""
+        """Shape of the images and number of classes that a network for this data set must have."""
         return ImageSpec(len(self.classes), self.channels, self.size)
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation of each channel, in [0, 1], over (2,000 of) the training images."""
+        """Mean and standard deviation of each channel, in [0, 1], over (at most 2,000 of) the training images."""
         self.check_trainable()
         count = len(self.train)
         rows = np.unique(np.linspace(0, count - 1, min(count, _STATISTICS_FROM)).astype(np.int64))
@@ -95,7 +107,11 @@ class Dataset:
         return mean.tolist(), deviation.tolist()
 
     def check_trainable(self) -> None:
-        """A DataError for a set that has no training images, such as a copy of a test split."""
+        """Check that there are training images.
+
+        Raises:
+            DataError: There are none, as in a copy of a test split.
+        """
         if not len(self.train):
             raise DataError(f"'{self.name}' has no training images; it can be examined, not trained on.")
 
@@ -113,10 +129,10 @@ class Dataset:
 
     @property
     def unseen(self) -> Split:
-        """What there is to measure a network on that was trained elsewhere: a split of the source's own.
+        """Images to measure a network on that was trained elsewhere: a split that the source itself has.
 
-        The test split or, where there is none, the val split; of a source that is not divided all images, since those
-        that are held out of it as a test split are there for networks that were trained on the others.
+        This is the test split or, without one, the val split. If the source is not divided, it is all images: the ones
+        held out as a test split are for networks that were trained on the rest.
         """
         first = next(split for split in (self.test, self.val, self.train) if len(split))
         together = [split for split in self.splits.values() if split.images is first.images and len(split)]
@@ -132,9 +148,29 @@ def open_data(
     channels: int | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Dataset:
-    """Open a data source and make it ready for reading.
+    """Open a data source and prepare it for reading.
 
-    `size` and `channels` come from the data unless given. The same images are decoded only once on a machine.
+    Images are decoded once per machine and then read from a cache; sets too large for it are decoded as they are read.
+    Missing val and test splits are held out of the training images, stratified by class.
+
+    Args:
+        config: A source, such as a folder, a parquet file, `torchvision:NAME@FOLDER`, `hf:NAME`, `digits` or `shapes`;
+            or a full `DataConfig`.
+        size: Image size, or (height, width); by default that of the images.
+        channels: 1 (grey) or 3 (RGB); by default those of the images.
+        progress: Called with (what is being done, how many are done, how many there are).
+
+    Returns:
+        The data set with its train, val and test splits.
+
+    Raises:
+        DataError: The source does not exist, has no training images, or an image cannot be read.
+        MissingExtraError: The source needs a package that is not installed.
+
+    Example:
+        >>> dataset = open_data(DataConfig(source="digits", limit=100))
+        >>> {name: len(split) for name, split in sorted(dataset.splits.items())}
+        {'test': 180, 'train': 100, 'val': 180}
     """
     if isinstance(config, str):
         config = DataConfig(source=config)
@@ -142,13 +178,13 @@ def open_data(
     found = survey(source, progress)
     wanted = (size, size) if isinstance(size, int) else size or found.size
     depth = channels or found.channels
-    framed = framed_size(wanted, found.shorter_side)
+    framed = storage_size(wanted, found.shorter_side)
     stores = _stores(source, config, wanted, framed, depth, progress)
     return _dataset(source, config, stores, wanted, depth)
 
 
 def check_source(config: DataConfig) -> None:
-    """Raise a DataError where a path that a source names is not there; nothing is read."""
+    """Raise a DataError if the path of a source does not exist, without reading anything."""
     spec = config.source
     if spec == "digits" or spec.partition(":")[0] == "shapes" or spec.startswith(("torchvision:", "hf:")):
         return
@@ -158,7 +194,7 @@ def check_source(config: DataConfig) -> None:
 
 
 def open_source(config: DataConfig) -> Source:
-    """Open what `data=` names, without decoding an image."""
+    """Open the source that `data=` names, without decoding an image."""
     check_source(config)
     spec = config.source
     if spec == "digits":
@@ -199,7 +235,7 @@ def _stores(
     for split, records in source.splits.items():
         if small:
             key = cache_key(source.fingerprint, split, framed, channels, config.on_error)
-            stores[split] = cached_images(records, key, framed, channels, config.on_error, progress)
+            stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
         else:
             stores[split] = StreamedImages(records, size, framed, channels, config.on_error, progress)
     return stores
@@ -212,13 +248,13 @@ def _dataset(source: Source, config: DataConfig, stores: dict[str, Store], size:
     splits: dict[str, Split] = {}
     for split, (origin, rows) in assign(labels, config.split_seed).items():
         splits[split] = Split(stores[origin], rows, labels[origin][rows])
-    splits["train"] = _limited(splits["train"], config)
+    splits["train"] = _limit_train(splits["train"], config)
     contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     skipped = [sentence for store in stores.values() for sentence in store.skipped]
     return Dataset(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
 
 
-def _limited(train: Split, config: DataConfig) -> Split:
+def _limit_train(train: Split, config: DataConfig) -> Split:
     count = config.limit
     if config.fraction is not None:
         count = max(1, round(config.fraction * len(train)))

@@ -1,10 +1,10 @@
-"""From an image file of any kind to 8-bit pixels of the size a network takes; and which part of an image it sees.
+"""Decoding: from an image file of any kind to 8-bit pixels of the size that a network takes.
 
 Conversions: EXIF orientation is applied; 16-bit greys are scaled to 8 bits; CMYK, palette and other colour
-modes become RGB; transparent pixels are laid over white; of an animation the first frame counts.
+modes become RGB; transparent pixels are composited over white; of an animation the first frame is used.
 
 Framing: photographs are stored a seventh larger than the network's input, so that training can crop them; evaluation
-sees the centre.
+uses the centre.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GREY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 
 
 def is_grey(image: Image.Image) -> bool:
-    """Tell whether an image has no colours, by its mode."""
+    """Return True if an image has no colours, according to its mode."""
     return image.mode in _GREY_MODES
 
 
@@ -44,7 +44,7 @@ def pixels(image: Image.Image, channels: int) -> Pixels:
     return with_channels(_upright(image), channels)
 
 
-def fitted(image: Image.Image, channels: int, size: Size) -> Pixels:
+def decode_and_fit(image: Image.Image, channels: int, size: Size) -> Pixels:
     """Decode as `pixels` does, resize to cover `size` and crop to it at the centre."""
     if image.format == "JPEG":  # decodes at 1/2, 1/4 or 1/8 where that is still large enough
         image.draft(None, (size[1] * 2, size[0] * 2))
@@ -62,7 +62,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def with_channels(image: Image.Image, channels: int) -> Pixels:
-    """Return the image, as it lies, as uint8 [height, width, channels]."""
+    """Return the image, without rotating it, as uint8 [height, width, channels]."""
     if image.mode == "F":
         raise DataError("floating-point pixels have no agreed range: save the image with 8 or 16 bits")
     if image.mode.startswith("I"):
@@ -75,7 +75,7 @@ def with_channels(image: Image.Image, channels: int) -> Pixels:
 
 
 def _eight_bits(values: NDArray[np.generic], sixteen: bool) -> Pixels:
-    """16-bit values scaled to 0..255; of a 32-bit image without values beyond 8 bits, the values themselves."""
+    """Scale 16-bit values to 0..255; a 32-bit image whose values fit into 8 bits is returned as it is."""
     wide = np.asarray(values, dtype=np.int64)
     low, high = int(wide.min()), int(wide.max())
     if low < 0 or high > 65535:
@@ -88,7 +88,7 @@ PHOTO_SIZE = 64
 
 
 class Originals(Protocol):
-    """Images at their own sizes, to be looked at one by one; `framed` is the size at which evaluation fits them."""
+    """Images at their original sizes, decoded one by one; evaluation fits them to the size `framed`."""
 
     framed: Size
 
@@ -102,18 +102,18 @@ Images = NDArray[np.uint8] | Originals
 
 
 def is_photo(size: Size) -> bool:
-    """Tell whether images of this size count as photographs."""
+    """Return True if images of this size count as photographs."""
     return max(size) > PHOTO_SIZE
 
 
-def framed_size(size: Size, shorter_side: float) -> Size:
+def storage_size(size: Size, shorter_side: float) -> Size:
     """Return the size to store images at, given the (median) shorter side of the originals."""
     with_margin = (round(size[0] * 8 / 7), round(size[1] * 8 / 7))
     return with_margin if is_photo(size) and shorter_side >= max(with_margin) else size
 
 
 def centre_view(images: Images, size: Size) -> NDArray[np.uint8]:
-    """Return the centre of images, [B, h, w, C]: the part that evaluation sees."""
+    """Return the centre of the images, [B, h, w, C], which is the part that evaluation uses."""
     if not isinstance(images, np.ndarray):
         images = np.stack([_fit(image, images.framed) for image in images])
     top, left = (images.shape[1] - size[0]) // 2, (images.shape[2] - size[1]) // 2

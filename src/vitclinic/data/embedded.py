@@ -1,4 +1,4 @@
-"""The sets that come with vitclinic: `digits` and `shapes`."""
+"""The data sets that come with vitclinic: `digits` and `shapes`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ArrayRecords(NumberedRecords):
 
 
 class ShapesRecords:
-    """Images of the procedural set, drawn when they are read."""
+    """Images of the procedural set, drawn as they are read."""
 
     computed = True
     """Reading is no decoding of a file, which threads could share."""
@@ -70,7 +70,7 @@ def open_digits() -> Source:
 
 
 def open_shapes(spec: str, seed: int) -> Source:
-    """`shapes`, `shapes:2000`, `shapes:n=2000,texture=0.8`: see `vitclinic.data.shapes`."""
+    """Open `shapes`, `shapes:2000` or `shapes:n=2000,texture=0.8` (see `vitclinic.data.shapes`)."""
     options = _shapes_options(spec)
     count, cue = int(options["n"]), options["texture"]
     sizes = {"train": count, "val": _SHAPES_VAL, "test": _SHAPES_TEST}

@@ -1,7 +1,7 @@
-"""`data=FOLDER`: a folder of class sub-folders, or of train/val/test folders that hold them.
+"""`data=FOLDER`: a folder with one sub-folder per class, or with train/val/test folders that contain them.
 
-A file `classes.json`, {folder: class name} in the order of the labels, says what classes there are where the names of
-the folders cannot: names that are no file names, another order, classes without images, a set without training images.
+An optional file `classes.json`, {folder: class name} in the order of the labels, lists the classes where folder names
+are not enough: names that are not valid file names, another order, classes without images, no training images.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class FileRecords:
 
 
 def open_folder(path: Path, on_error: str) -> Source:
-    """The folder as a source; empty classes are an error, or left out with `on_error: skip`."""
-    stated = _stated_classes(path)
+    """Open a folder as a source; an empty class is an error, or is left out with `on_error: skip`."""
+    stated = _read_classes(path)
     roots = _split_roots(path, stated is not None)
     classes = _classes(path, roots, on_error) if stated is None else tuple(stated.values())
     folders = classes if stated is None else tuple(stated)
@@ -66,8 +66,8 @@ def open_folder(path: Path, on_error: str) -> Source:
     return Source(str(path), classes, splits, fingerprint("folder", str(path.resolve()), classes, listing))
 
 
-def _stated_classes(path: Path) -> dict[str, str] | None:
-    """What `classes.json` says, or None."""
+def _read_classes(path: Path) -> dict[str, str] | None:
+    """Return the contents of `classes.json`, or None if there is no such file."""
     file = path / CLASSES_FILE
     if not file.is_file():
         return None
@@ -97,7 +97,7 @@ def _no_class_folders(path: Path) -> str:
 
 
 def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ...]:
-    """Class names in order, from the training folder; every class must have a training image."""
+    """Return the class names in order, from the training folder; every class must have a training image."""
     names = [folder.name for folder in _folders(roots["train"])]
     empty = [name for name in names if not any(_images(roots["train"] / name))]
     if empty and len(empty) == len(names):
@@ -132,7 +132,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _images(path: Path) -> Iterator[Path]:
-    """All image files below `path`; a folder that links lead to twice counts once."""
+    """Yield all image files below `path`; a folder reached twice through links counts once."""
     seen: set[str] = set()
     for folder, inner, files in os.walk(path, followlinks=True):
         real = os.path.realpath(folder)
@@ -147,7 +147,7 @@ def _images(path: Path) -> Iterator[Path]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size and time of change; of a link that leads nowhere, which decoding will name, neither."""
+    """Return size and modification time; both 0 for a broken link, which decoding will report."""
     if not path.exists():
         return 0, 0
     status = path.stat()

@@ -31,14 +31,19 @@ _LABELS = ("labels", "label", "targets", "target", "y")
 
 
 class Normalization(NamedTuple):
-    """What a network's input was normalized by: (pixel - mean) / std for each channel."""
+    """Mean and standard deviation that a network's input is normalized by: (pixel - mean) / std for each channel.
+
+    Example:
+        >>> Normalization(mean=[0.5], std=[0.25]).std
+        [0.25]
+    """
 
     mean: Sequence[float]
     std: Sequence[float]
 
 
 class LoadedImages:
-    """Images in memory as floats in [0, 1], as `Split` reads them."""
+    """Images in memory as floats in [0, 1], in the form that `Split` reads."""
 
     def __init__(self, x_bchw: Tensor, digest: str) -> None:
         self.x_bhwc: NDArray[np.float32] = x_bchw.permute(0, 2, 3, 1).contiguous().numpy()
@@ -62,15 +67,19 @@ def load_batches(
 
     Args:
         data: An iterable of batches, or of single samples: `(images, labels)`, a mapping such as
-            `{"pixel_values": ..., "labels": ...}`, or images alone. Or a mapping of splits to such loaders, as in
-            `{"train": ..., "test": ...}`; a single loader stands for any split.
-        limit: Read at most so many images of each split.
-        normalization: What the images are normalized by, if they are.
-        normalized: Say that they are, or are not; by default that is seen from their range, given a `normalization`.
+            `{"pixel_values": ..., "labels": ...}`, or images alone. Or a mapping from splits to such loaders, as in
+            `{"train": ..., "test": ...}`; a single loader is used for every split.
+        limit: Read at most this many images per split.
+        normalization: Mean and std that the images are normalized by, if they are.
+        normalized: True if the images are normalized, False if not; by default, given a `normalization`, this is
+            decided by their range.
+
+    Returns:
+        A data set with the images, in [0, 1], and the labels of the loader.
 
     Raises:
-        DataError: For images outside of [0, 1] that nobody said are normalized, images of different sizes, labels that
-            are not class numbers, or more images than memory should hold.
+        DataError: The images are outside [0, 1] without being declared as normalized, differ in size or exceed the
+            memory limit, or the labels are not class indices.
 
     Example:
         >>> batches = [(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1]))]
@@ -102,12 +111,12 @@ def load_batches(
 
 
 def is_split_mapping(data: Any) -> TypeGuard[Mapping[str, Iterable[Any]]]:
-    """Tell `{"train": loader, "test": loader}` from a batch that is a mapping."""
+    """Return True for `{"train": loader, "test": loader}`, False for a batch that is a mapping."""
     return isinstance(data, Mapping) and bool(data) and set(data) <= set(SPLITS)
 
 
 def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the images and the labels, if there are some, of a batch or of a single sample."""
+    """Return the images and, if there are any, the labels of a batch or of a single sample."""
     labels: Any = None
     if isinstance(batch, Mapping):
         images = next((batch[key] for key in _IMAGES if key in batch), None)
@@ -142,7 +151,7 @@ def _class_numbers(labels: Any, single: bool) -> Tensor:
 def _read(
     loader: Iterable[Any], limit: int | None, normalization: Normalization | None, normalized: bool | None
 ) -> tuple[LoadedImages, NDArray[np.int64] | None]:
-    """Return the images in [0, 1], and their labels if there are some."""
+    """Return the images in [0, 1] and, if there are any, their labels."""
     images: list[Tensor] = []
     labels: list[Tensor] = []
     count = size = 0
@@ -179,7 +188,7 @@ def _read(
 
 
 def _in_unit_interval(x_nchw: Tensor, normalization: Normalization | None, normalized: bool | None) -> Tensor:
-    """Undo the normalization of images that have one; a DataError where the result is not in [0, 1]."""
+    """Undo the normalization of normalized images; raise a DataError if the result is not in [0, 1]."""
     if x_nchw.dtype == torch.uint8:
         raise DataError("The images are uint8: divide them by 255, as ToTensor does, so that pixels are in [0, 1].")
     x_nchw = x_nchw.float()

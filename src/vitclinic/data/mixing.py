@@ -1,7 +1,7 @@
-"""Mixup and CutMix, drawn per sample, and CutMix on the cells of a grid, whose patches then have targets too.
+"""Mixup and CutMix, drawn per sample, and CutMix on the cells of a grid, which also gives targets for patches.
 
 Each image has a partner (see `stream`: its neighbour in the training stream) and its own lambda ~ Beta(a, a)
-and method, so that what it looks like does not depend on the batch it happens to be in.
+and method, so that its mixed image does not depend on the batch it happens to be in.
 
     mixup:  x = lambda x_i + (1 - lambda) x_j
     CutMix: a box of area 1 - lambda of x_i shows x_j; lambda becomes the share of x_i that is left
@@ -26,20 +26,20 @@ from vitclinic.data.randomness import Keys, uniforms
 
 
 def soft_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
-    """Labels [B] as shares of the classes [B, K], `smoothing` of it spread evenly over all classes."""
+    """Convert labels [B] to class probabilities [B, K], with `smoothing` spread evenly over all classes."""
     off = smoothing / classes
     targets = torch.full((len(labels), classes), off)
     return targets.scatter_(1, labels[:, None], 1 - smoothing + off)
 
 
 class Mixing:
-    """Mixup with Beta(mixup, mixup), CutMix with Beta(cutmix, cutmix); where both are on, each half the time."""
+    """Mixup with Beta(mixup, mixup) and CutMix with Beta(cutmix, cutmix); if both are on, each half the time."""
 
     def __init__(self, mixup: float, cutmix: float, probability: float = 1.0) -> None:
         self.mixup, self.cutmix, self.probability = mixup, cutmix, probability
 
     def __call__(self, x_bchw: Tensor, y_bk: Tensor, partner: NDArray[np.int64], keys: Keys) -> tuple[Tensor, Tensor]:
-        """Mix the first len(partner) images; `partner` says which row each is mixed with."""
+        """Mix the first len(partner) images, each with the row that `partner` gives."""
         count = len(partner)
         keep, cut = self.lambdas(keys[:count])
         mixed = x_bchw[:count].clone()
@@ -56,7 +56,7 @@ class Mixing:
         return mixed, share * y_bk[:count] + (1 - share) * y_bk[partner]
 
     def lambdas(self, keys: Keys) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Each image's lambda (1: not mixed), and whether it is cut rather than blended."""
+        """Return each image's lambda (1 if it is not mixed), and True for those that are cut rather than blended."""
         draws = uniforms(keys, "mixing", 3)
         cut = draws[:, 0] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
         alpha = np.where(cut, self.cutmix, self.mixup)
@@ -65,7 +65,7 @@ class Mixing:
 
 
 def cut_boxes(keep: NDArray[np.float64], keys: Keys, height: int, width: int) -> NDArray[np.int64]:
-    """(top, bottom, left, right) of a box with the image's proportions and area 1 - keep, clipped at the borders."""
+    """Return (top, bottom, left, right) of boxes with the image's aspect and area 1 - keep, clipped at the borders."""
     side = np.sqrt(1 - keep)
     centre = uniforms(keys, "cut box", 2) * [height, width]
     half = np.stack([side * height, side * width], axis=1) / 2
@@ -91,7 +91,7 @@ def mix_cells(x_bchw: Tensor, y_bk: Tensor, partner_b: Tensor, cut_bgg: Tensor) 
 
 
 class PatchMixing:
-    """CutMix with Beta(cutmix, cutmix) whose boxes lie on the borders of cells of `cell` pixels."""
+    """CutMix with Beta(cutmix, cutmix) whose boxes are aligned to cells of `cell` pixels."""
 
     def __init__(self, cutmix: float, probability: float, cell: int | Sequence[int], size: Size) -> None:
         height, width = (cell, cell) if isinstance(cell, int) else cell
@@ -106,15 +106,15 @@ class PatchMixing:
     def __call__(
         self, x_bchw: Tensor, y_bk: Tensor, partner: NDArray[np.int64], keys: Keys
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Images, targets [B, K] and patch targets [B, N, K] of the first B = len(partner) images.
+        """Return images, targets [B, K] and patch targets [B, N, K] of the first B = len(partner) images.
 
-        `partner` says which row each is mixed with.
+        `partner` gives the row that each is mixed with.
         """
         cut_bgg = torch.from_numpy(self._masks(keys[: len(partner)])).to(x_bchw.device)
         return mix_cells(x_bchw, y_bk, torch.from_numpy(partner).to(x_bchw.device), cut_bgg)
 
     def _masks(self, keys: Keys) -> NDArray[np.bool_]:
-        """[B, g, g']: which cells show the partner. A box is rounded to cells as CutMix's is to pixels."""
+        """Return which cells show the partner, [B, g, g']; a box is rounded to cells as CutMix's is to pixels."""
         keep, _ = self._draws.lambdas(keys)
         top, bottom, left, right = cut_boxes(keep, keys, *self.grid).T[:, :, None]
         row, column = np.arange(self.grid[0]), np.arange(self.grid[1])

@@ -1,8 +1,8 @@
-"""`data=FILE.parquet` or a folder of parquet files, in the style of the Hugging Face hub.
+"""`data=FILE.parquet` or a folder of parquet files, in the format of the Hugging Face hub.
 
-The image column is a struct of `bytes` and `path`, the label column holds integers (or strings); class names
-come from the schema's `huggingface` metadata where it has them. A folder's files are put into splits by
-their names: `train.parquet`, `test-00000-of-00002.parquet`; without a training file they are a set to examine.
+The image column is a struct of `bytes` and `path`, the label column holds integers (or strings); class names come from
+the `huggingface` metadata of the schema if it has them. A folder's files are assigned to splits by their names:
+`train.parquet`, `test-00000-of-00002.parquet`; without a training file the set can only be examined.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ def _files_by_split(path: Path) -> dict[str, list[Path]]:
 
 
 def _read(paths: list[Path]) -> pa.Table:
-    """The rows of all files: in memory, or memory-mapped where they are large."""
+    """Return the rows of all files: in memory, or memory-mapped if they are large."""
     try:
         if sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
             return pa.concat_tables([pq.read_table(path) for path in paths])
-        return _mapped(paths)
+        return _map_as_arrow(paths)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"'{paths[0]}' cannot be read as parquet: {error}") from error
 
 
-def _mapped(paths: list[Path]) -> pa.Table:
-    """Rows of parquet can only be read in groups: a copy in Arrow's own format can be read row by row, from disk."""
+def _map_as_arrow(paths: list[Path]) -> pa.Table:
+    """Copy the rows to Arrow's own format and map that: parquet is read in groups, Arrow row by row from disk."""
     folder = cache_folder() / "tables"
     copy = folder / f"{fingerprint(_stamps(paths))[:32]}.arrow"
     if not copy.exists():
@@ -130,7 +130,7 @@ def _label_column(table: pa.Table, path: Path) -> str:
 
 
 def _classes(tables: dict[str, pa.Table], column: str, path: Path) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Class names, and for string labels the code of each."""
+    """Return the class names and, for string labels, the code of each."""
     schema = next(iter(tables.values())).schema
     names = _names_in_metadata(schema, column)
     if pa.types.is_integer(schema.field(column).type):

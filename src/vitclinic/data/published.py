@@ -1,7 +1,7 @@
 """Published data sets.
 
-`data=hf:NAME` is a set of the Hugging Face hub, or a local folder that `datasets` can load;
-`data=torchvision:NAME@FOLDER` is one of torchvision's, which must be in that folder already.
+`data=hf:NAME` is a data set of the Hugging Face hub, or a local folder that `datasets` can load;
+`data=torchvision:NAME@FOLDER` is one of torchvision's, which must already be in that folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SPLIT_NAMES = {"train": "train", "validation": "val", "val": "val", "valid": "v
 
 
 class HubRecords(NumberedRecords):
-    """The rows of a `datasets.Dataset`, images left encoded until they are read."""
+    """Rows of a `datasets.Dataset`; images stay encoded until they are read."""
 
     def __init__(self, name: str, dataset: Any, image: str, label: str) -> None:
         import datasets
@@ -98,7 +98,7 @@ KNOWN_SETS = (
 
 
 class TorchvisionRecords(NumberedRecords):
-    """The (image, label) pairs of a torchvision data set."""
+    """Pairs (image, label) of a torchvision data set."""
 
     def __init__(self, name: str, dataset: Any) -> None:
         super().__init__(name, _torchvision_labels(dataset))
@@ -131,7 +131,7 @@ def open_torchvision(spec: str) -> Source:
 
 
 def _split_arguments(factory: Any) -> dict[str, dict[str, Any]]:
-    """How this set is asked for its splits: `train=True`, `split='train'`, or not at all."""
+    """Return the arguments that select each split: `train=True`, `split='train'`, or none at all."""
     parameters = inspect.signature(factory).parameters
     if "train" in parameters:
         return {"train": {"train": True}, "test": {"train": False}}

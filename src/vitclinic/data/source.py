@@ -1,4 +1,4 @@
-"""A data source, whatever it is made of: classes, and labelled images in one or more splits."""
+"""Data sources of any kind: classes, and labelled images in one or more splits."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ SPLITS = ("train", "val", "test")
 
 
 class Records(Protocol):
-    """The labelled images of one split, not yet decoded. Picklable, so that workers can read it."""
+    """Protocol of the labelled images of one split, not yet decoded. Picklable, so that workers can read it."""
 
     labels: NDArray[np.int64]
 
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """What to call image `index` in a message: its file, or its table and row."""
+        """Return a name for image `index` in messages: its file, or its table and row."""
 
     def read(self, index: int) -> Image.Image:
         """Open image `index`; may raise any of `decoding.UNREADABLE`."""
 
     def contents(self) -> Sequence[Any]:
-        """What identifies the images without decoding them, wherever they lie: one item each."""
+        """Return one item per image that identifies it without decoding it, independent of its location."""
 
 
 class NumberedRecords:
-    """The base of records that are identified by their numbers alone: rows of a table, entries of an array."""
+    """Base of records that are identified by their number alone: rows of a table, entries of an array."""
 
     def __init__(self, source: str, labels: ArrayLike) -> None:
         self.source = source
@@ -52,7 +52,7 @@ class NumberedRecords:
 
 @dataclass(frozen=True)
 class Source:
-    """Classes and the splits found at the source: at least one, called `train` where it has no name of its own."""
+    """Classes and splits of a source: at least one split, called `train` if it has no name of its own."""
 
     name: str
     classes: tuple[str, ...]
@@ -70,7 +70,7 @@ class Source:
 
     @property
     def main(self) -> Records:
-        """The training images, or those of the first split of a set that has none."""
+        """Training images, or the first split of a set that has none."""
         return self.splits.get("train") or next(iter(self.splits.values()))
 
 
@@ -84,7 +84,7 @@ def _check_labels(records: Records, classes: int, split: str) -> None:
         )
 
 
-def unreadable(records: Records, index: int, error: Exception) -> str:
-    """The sentence that says which image cannot be read, and why."""
+def describe_unreadable(records: Records, index: int, error: Exception) -> str:
+    """Return the message that says which image cannot be read, and why."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return f"{records.name(index)}: not a readable image ({reason})."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """What a network must fit, in the words of timm's `create_model`.
+    """Input shape and number of classes that a network must have, named as in timm's `create_model`.
 
     Example:
         >>> spec = ImageSpec(num_classes=10, in_chans=3, img_size=(32, 32))

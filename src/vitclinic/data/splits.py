@@ -1,4 +1,4 @@
-"""Which images are for training, validation and test, and which belong to a subset.
+"""Splits and subsets: which images are for training, validation and test.
 
 Everything rests on one idea: a *stratified order*, a seeded permutation of the images every prefix of which
 has the classes in their proportions. A held-out share is a prefix of it, and so is a subset: subsets are
@@ -20,8 +20,8 @@ HELD_OUT = 0.1
 """The share of the training images that a missing val or test split takes."""
 
 
-def stratified_order(labels: NDArray[np.int64], seed: int) -> Indices:
-    """A permutation every prefix of which is stratified.
+def stratify(labels: NDArray[np.int64], seed: int) -> Indices:
+    """Return a permutation every prefix of which is stratified.
 
     The i-th of a class's n shuffled images gets the rank (i + 1/2) / n, and the images are sorted by rank
     (ties in random order). A class too small to be in a prefix is left out of it rather than over-represented.
@@ -38,7 +38,7 @@ def stratified_order(labels: NDArray[np.int64], seed: int) -> Indices:
 
 
 def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tuple[str, Indices]]:
-    """For each of train, val and test: the source split it is drawn from, and the indices in it.
+    """Return, for each of train, val and test, the source split it is drawn from and the indices in it.
 
     Splits that the source has are kept as they are; val and test that it lacks are held out of its training
     images, `HELD_OUT` of them each. A source without training images (a test set) lacks the others, too.
@@ -49,7 +49,7 @@ def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tupl
             split: (split, np.arange(len(labels[split]), dtype=np.int64)) if split in labels else (first, nothing)
             for split in ("val", "test", "train")
         }
-    order = stratified_order(labels["train"], seed)
+    order = stratify(labels["train"], seed)
     held = round(HELD_OUT * len(order))
     result: dict[str, tuple[str, Indices]] = {}
     for split in ("val", "test"):
@@ -63,10 +63,10 @@ def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tupl
 
 
 def training_count(images: int, splits: Collection[str]) -> int:
-    """How many of so many training images `assign` leaves for training, if the source has these splits."""
+    """Return how many of `images` training images `assign` leaves for training, if the source has these splits."""
     return images - round(HELD_OUT * images) * len({"val", "test"}.difference(splits))
 
 
 def subset(labels: NDArray[np.int64], count: int, seed: int) -> Indices:
-    """The first `count` images of the stratified order, as sorted positions into `labels`."""
-    return np.sort(stratified_order(labels, seed)[:count])
+    """Return the first `count` images of the stratified order, as sorted positions in `labels`."""
+    return np.sort(stratify(labels, seed)[:count])

@@ -31,7 +31,7 @@ Places = range
 
 
 class SampleOrder:
-    """Which image stands at which place of the stream.
+    """Order of the images in the training stream.
 
     With `repeats` r, an epoch shows n / r of the images r times each (repeated augmentation). Copies are two
     places apart, so that neighbours, which are mixed with each other, are different images.
@@ -42,7 +42,7 @@ class SampleOrder:
         self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def __call__(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each place its image, and the number of that image's showing (epoch and copy as one integer)."""
+        """Return the image at each place, and the count of its showing (epoch and copy as one integer)."""
         epochs, offsets = places // self.count, places % self.count
         images, showings = np.empty_like(places), np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -68,7 +68,23 @@ class SampleOrder:
 
 
 class TrainingStream(TorchDataset[Batch]):
-    """Batches of the stream by their places: `stream[range(0, 128)]`."""
+    """Endless stream of augmented training samples, read in batches by place: `stream[range(0, 128)]`.
+
+    Args:
+        dataset: The data set whose training split to read.
+        augment: The augmentation.
+        seed: Seed of the order and of the augmentation.
+
+    Raises:
+        DataError: The data set has no training images.
+
+    Example:
+        >>> from vitclinic.data import Augment, open_data
+        >>> stream = TrainingStream(open_data("digits"), Augment(level="light"), seed=0)
+        >>> batch = stream[range(0, 128)]
+        >>> batch.images.shape, batch.targets.shape
+        (torch.Size([128, 1, 8, 8]), torch.Size([128]))
+    """
 
     def __init__(self, dataset: Dataset, augment: Augment, seed: int) -> None:
         dataset.check_trainable()
@@ -106,7 +122,7 @@ class TrainingStream(TorchDataset[Batch]):
 
     @staticmethod
     def _partners(places: Places) -> NDArray[np.int64]:
-        """For each place the row of its neighbour (places 2k and 2k + 1): in the batch, or appended to it."""
+        """Return, for each place, the row of its neighbour (places 2k and 2k + 1), in the batch or appended to it."""
         mine = np.arange(places.start, places.stop, dtype=np.int64)
         rows = (mine ^ 1) - places.start
         outside = np.flatnonzero((rows < 0) | (rows >= len(places)))
@@ -114,7 +130,14 @@ class TrainingStream(TorchDataset[Batch]):
         return rows
 
     def batches(self, requests: Iterable[Places], workers: int | None, pin: bool = False) -> Iterator[Batch]:
-        """The batch of each request, in order, read ahead by `workers` processes."""
+        """Return an iterator over the batches of `requests`, in order.
+
+        Args:
+            requests: The places of each batch.
+            workers: Processes that read ahead; None uses spare CPUs if decoding or augmentation is slow, 0 reads in
+                this process.
+            pin: Put batches into page-locked memory.
+        """
         if workers is None:
             workers = spare_workers() if self.augmenter.is_heavy or is_streamed(self.split) else 0
         return read_ahead(self, requests, workers, pin)
@@ -128,7 +151,7 @@ def _mixing(config: Augment, size: Size) -> Mixing | PatchMixing | None:
 
 
 class EvaluationStream(TorchDataset[Batch]):
-    """Batches of a split by its rows, unaugmented."""
+    """Batches of a split by its rows, without augmentation."""
 
     def __init__(self, dataset: Dataset, split: str) -> None:
         self.images, self.size = dataset.splits[split], dataset.size
@@ -141,7 +164,20 @@ class EvaluationStream(TorchDataset[Batch]):
 
 
 def evaluation_batches(dataset: Dataset, split: str, batch_size: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:
-    """All images of a split, unaugmented, in order; or the `part`-th of `parts` nearly equal shares of them."""
+    """Return an iterator over the images of a split, without augmentation and in order.
+
+    Args:
+        dataset: The data set.
+        split: `train`, `val` or `test`.
+        batch_size: Images per batch; the last batch may be smaller.
+        part: The share to read, from 0, if the split is divided between processes.
+        parts: The number of nearly equal shares.
+
+    Example:
+        >>> from vitclinic.data import open_data
+        >>> [len(batch) for batch in evaluation_batches(open_data("digits"), "test", batch_size=100)]
+        [100, 80]
+    """
     stream = EvaluationStream(dataset, split)
     mine = np.array_split(np.arange(len(stream.images)), parts)[part]
     if not len(mine):
@@ -153,12 +189,12 @@ def evaluation_batches(dataset: Dataset, split: str, batch_size: int, part: int 
 
 
 def is_streamed(split: Split) -> bool:
-    """Whether reading decodes files, rather than copying out of memory."""
+    """Return True if reading decodes files rather than copying from memory."""
     return isinstance(split.images, StreamedImages)
 
 
 def spare_workers() -> int:
-    """What the machine can spare beside this process and its siblings, at least one."""
+    """Return the number of CPUs left beside this process and its siblings: at least 1, at most 8."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, (os.cpu_count() or 1) // processes - 1))
 
@@ -166,6 +202,7 @@ def spare_workers() -> int:
 def read_ahead(
     stream: TorchDataset[Batch], requests: Iterable[range], workers: int, pin: bool = False
 ) -> Iterator[Batch]:
+    """Return an iterator over `stream[request]` for each request, read by `workers` processes (0: by this one)."""
     if workers == 0:
         return (stream[places] for places in requests)
     return iter(

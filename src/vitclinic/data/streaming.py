@@ -1,4 +1,4 @@
-"""Large sets: images decoded whenever they are looked at, one at a time."""
+"""Large data sets: images are decoded one at a time, whenever they are read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from vitclinic._core.errors import DataError
 from vitclinic._core.hashing import fingerprint
 from vitclinic.data.cache import Progress, cache_folder, write_atomically
-from vitclinic.data.decoding import UNREADABLE, Pixels, Size, fitted, is_photo, pixels
-from vitclinic.data.source import Records, unreadable
+from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_photo, pixels
+from vitclinic.data.source import Records, describe_unreadable
 
 
 class StreamedImages:
-    """Images at their own size where they are photographs (crops come from the original), else fitted.
+    """Images of a large set: photographs at their original size, from which crops are taken, others fitted.
 
-    With `on_error: skip` every image is decoded once beforehand to find the unreadable ones, which is remembered.
+    With `on_error: skip` every image is decoded once in advance to find the unreadable ones; the result is stored.
     """
 
     def __init__(
@@ -34,33 +34,35 @@ class StreamedImages:
         self.kept: NDArray[np.int64] = np.setdiff1d(np.arange(len(records)), list(problems)).astype(np.int64)
 
     def read(self, indices: NDArray[np.int64]) -> OnDemand:
+        """Return the images at `indices`, decoded on demand."""
         return OnDemand(self, self.kept[indices])
 
     def decode(self, record: int) -> Pixels:
+        """Decode one image."""
         try:
             with self.records.read(record) as image:
                 if is_photo(self.size):
                     return pixels(image, self.channels)
-                return fitted(image, self.channels, self.size)
+                return decode_and_fit(image, self.channels, self.size)
         except (*UNREADABLE, DataError) as error:
-            sentence = unreadable(self.records, record, error)
+            sentence = describe_unreadable(self.records, record, error)
             raise DataError(f"{sentence} Remove it, or pass data.on_error=skip.") from None
 
     def _problems(self, progress: Progress) -> dict[int, str]:
-        """The sentence about each unreadable image, by its index."""
+        """Return an error message for each unreadable image, by its index."""
         stored = cache_folder() / "skipped" / f"{self.digest[:32]}.json"
         if not stored.exists():
-            found = {str(index): why for index, why in self._checked(progress) if why is not None}
+            found = {str(index): why for index, why in self._check_images(progress) if why is not None}
             write_atomically(stored, json.dumps(found))
         return {int(index): why for index, why in json.loads(stored.read_text()).items()}
 
-    def _checked(self, progress: Progress) -> Iterator[tuple[int, str | None]]:
+    def _check_images(self, progress: Progress) -> Iterator[tuple[int, str | None]]:
         def check(index: int) -> str | None:
             try:
                 with self.records.read(index) as image:
-                    fitted(image, self.channels, (8, 8))
+                    decode_and_fit(image, self.channels, (8, 8))
             except (*UNREADABLE, DataError) as error:
-                return unreadable(self.records, index, error)
+                return describe_unreadable(self.records, index, error)
             return None
 
         count = len(self.records)
@@ -72,7 +74,7 @@ class StreamedImages:
 
 
 class OnDemand(Sequence[Pixels]):
-    """Some of the images: each is decoded when it is looked at, and never kept."""
+    """Sequence of images, each of which is decoded when it is accessed and never kept."""
 
     def __init__(self, images: StreamedImages, rows: NDArray[np.int64]) -> None:
         self.images, self.rows = images, rows

@@ -1,4 +1,4 @@
-"""What the headers of a source's images say, before any of them is decoded."""
+"""A survey of the headers of a source's images, before any of them is decoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Survey:
-    """The size and channels to use unless told otherwise, and the median shorter side of the images."""
+    """Default size and channels, and the median shorter side of the images."""
 
     size: Size
     channels: int
@@ -29,7 +29,7 @@ class Survey:
 
 
 def survey(source: Source, progress: Progress) -> Survey:
-    """The survey of this source, made once on a machine."""
+    """Return the survey of a source, which is made once per machine."""
     if source.uniform is not None:
         size, channels = source.uniform
         return Survey(size, channels, float(min(size)))
@@ -43,7 +43,7 @@ def survey(source: Source, progress: Progress) -> Survey:
 
 
 def _survey(source: Source, progress: Progress) -> Survey:
-    """Read headers of the main images (of 50,000, evenly spaced, where there are more)."""
+    """Read the headers of the main images (50,000 of them, evenly spaced, if there are more)."""
     sizes: list[tuple[int, int]] = []
     grey = True
     records = source.main

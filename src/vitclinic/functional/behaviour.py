@@ -167,10 +167,10 @@ def lesion(module: nn.Module) -> Iterator[None]:
         [[0.0, 0.0]]
     """
     if isinstance(module, nn.Conv2d) and module.in_channels == module.out_channels:
-        with Bypass(module).applied():
+        with Bypass(module).apply():
             yield
         return
-    with Silence(out_of(module, Layout())).applied():
+    with Silence(out_of(module, Layout())).apply():
         yield
 
 

@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, did_you_mean
-from vitclinic.anatomy import evaluating
+from vitclinic.anatomy import eval_mode
 
 
 class Normalized(nn.Module):
@@ -146,7 +146,7 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
     """
     try:
         parameter = next(network.parameters())
-        with torch.no_grad(), evaluating(network):
+        with torch.no_grad(), eval_mode(network):
             x_bchw = torch.full((2, channels, *size), 0.5, dtype=parameter.dtype, device=parameter.device)
             logits = network(x_bchw)
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:

@@ -114,10 +114,10 @@ class Task(Config, ABC):
         """
         import torch
 
-        from vitclinic.anatomy import evaluating
+        from vitclinic.anatomy import eval_mode
         from vitclinic.data import evaluation_batches
 
-        with torch.no_grad(), evaluating(network):
+        with torch.no_grad(), eval_mode(network):
             own = evaluation_batches(dataset, split, batch_size, distributed.rank, distributed.size)
             sums = distributed.sum(lambda: self._sum(network, own, evaluation_batches(dataset, split, 1)))
         return self.summarize(sums.tolist())

@@ -35,7 +35,7 @@ def adapt_augmentation(
     augment: Augment, treatments: Sequence[Treatment], network: nn.Module, spec: ImageSpec
 ) -> tuple[Augment, list[str]]:
     """Return the augmentation that a run really trains with, and a sentence for every treatment that changed it."""
-    augment, notices = augment.resolved(), []
+    augment, notices = augment.resolve(), []
     for treatment in treatments:
         changed = treatment.augmentation(augment, network, spec)
         parts = [

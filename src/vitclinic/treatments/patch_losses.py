@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, Site, evaluating, out_of, taps
+from vitclinic.anatomy import Anatomy, Site, eval_mode, out_of, taps
 from vitclinic.anatomy.families import recognise
 from vitclinic.anatomy.sites import watch
 
@@ -129,7 +129,7 @@ class Patches:
         sites = {"first": stem.output, "block": head.input}
         if head.norm is not None:
             sites["norm"] = out_of(head.norm, head.input.layout)
-        with torch.no_grad(), evaluating(core), taps(sites) as seen:
+        with torch.no_grad(), eval_mode(core), taps(sites) as seen:
             core(example)
         last = "norm" if "norm" in seen and seen["norm"].shape == seen["block"].shape else "block"
         rows, columns = anatomy.grid(head.input, seen["block"]).shape[2:]

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, Block, Site, Unit, evaluating, into, out_of, taps
+from vitclinic.anatomy import Anatomy, Block, Site, Unit, eval_mode, into, out_of, taps
 from vitclinic.data import ImageSpec
 
 Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]
@@ -136,7 +136,7 @@ def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, spec: 
     for index, (unit, site) in enumerate(ends):
         sites |= {("part", index): site, ("state", index): unit.output}
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-    with evaluating(network), taps(sites) as seen:
+    with eval_mode(network), taps(sites) as seen:
         network(torch.zeros(1, spec.in_chans, *spec.img_size, dtype=like.dtype, device=like.device))
     for index, (unit, site) in enumerate(ends):
         if site.end == "out" and seen["part", index].shape[-1] != seen["state", index].shape[-1]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vitclinic._core.errors import AnatomyError, RecipeError, TreatmentError
-from vitclinic.anatomy import evaluating
+from vitclinic.anatomy import eval_mode
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.treatment import Treatment, parse_treatments
@@ -112,7 +112,7 @@ def image_spec(network: nn.Module) -> ImageSpec:
     core, family = recognise(network)
     channels, height, width = family.input_size(core)
     like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
-    with torch.no_grad(), evaluating(core):
+    with torch.no_grad(), eval_mode(core):
         logits = core(torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device))
     return ImageSpec(int(getattr(logits, "logits", logits).shape[-1]), channels, (height, width))
 

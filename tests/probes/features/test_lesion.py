@@ -139,7 +139,7 @@ def test_the_replay_computes_what_the_whole_network_computes(network):
         for unit in anatomy.units:
             if unit.removal is None:
                 continue
-            with anatomy.removed(unit):
+            with anatomy.remove(unit):
                 plain = as_logits(network(images))
                 with replay.skip_before(unit.depth), running(skippable) as ran:
                     assert torch.equal(as_logits(network(images)), plain), unit

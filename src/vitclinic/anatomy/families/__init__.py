@@ -1,6 +1,6 @@
 """Families of networks: where the insides of timm, torchvision and Hugging Face are known."""
 
-from vitclinic.anatomy.families.family import Family, known_families, recognise, register_family
+from vitclinic.anatomy.families.family import Family, list_families, recognise, register_family
 from vitclinic.anatomy.families.huggingface import HUGGINGFACE
 from vitclinic.anatomy.families.preact_resnet import ALTERNET, PREACT_RESNET
 from vitclinic.anatomy.families.timm_convnets import CONVNEXT, RESNET, TORCHVISION_RESNET
@@ -15,4 +15,4 @@ for _family in (
 ):
     register_family(_family)
 
-__all__ = ["Family", "known_families", "recognise", "register_family"]
+__all__ = ["Family", "list_families", "recognise", "register_family"]

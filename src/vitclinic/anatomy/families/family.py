@@ -55,7 +55,7 @@ def register_family(family: Family) -> Family:
     return family
 
 
-def known_families() -> tuple[Family, ...]:
+def list_families() -> tuple[Family, ...]:
     """All families, those registered last first."""
     load_entry_points(ENTRY_POINTS, register_family)
     return tuple(_families)
@@ -69,14 +69,14 @@ def recognise(network: nn.Module) -> tuple[nn.Module, Family]:
     """
     core: nn.Module | None = network
     while core is not None:
-        for family in known_families():
+        for family in list_families():
             if family.includes(core):
                 return core, family
-        core = _wrapped(core)
+        core = _unwrap(core)
     raise UnknownStructureError(_unknown(network))
 
 
-def _wrapped(module: nn.Module) -> nn.Module | None:
+def _unwrap(module: nn.Module) -> nn.Module | None:
     """The child that `module` is only a wrapper of."""
     children = dict(module.named_children())
     parameters = set(module.parameters())
@@ -98,7 +98,7 @@ def _unknown(network: nn.Module) -> str:
         f"no family is known for {type(network).__module__}.{type(network).__qualname__}, whose children "
         f"are {children or 'none'} and whose blocks may be in {', '.join(lists[:8]) or 'none of them'}; "
         "register one as docs/anatomy.md shows "
-        f"(known: {', '.join(sorted(family.name for family in known_families()))})."
+        f"(known: {', '.join(sorted(family.name for family in list_families()))})."
     )
 
 
@@ -217,7 +217,7 @@ def is_smoothing(module: nn.Module) -> bool:
     return type(module).__name__ == "Blur"
 
 
-def smoothed(unit: Unit, blur: nn.Module) -> Unit:
+def read_after_blur(unit: Unit, blur: nn.Module) -> Unit:
     """A stage's last unit, read behind the blur: that is what the next unit sees; its residual stays in front."""
     return replace(unit, output=out_of(blur))
 

@@ -15,7 +15,7 @@ from vitclinic.anatomy.families.family import (
     head,
     image_channels,
     is_smoothing,
-    smoothed,
+    read_after_blur,
     stem,
     unknown_block,
 )
@@ -36,7 +36,7 @@ def units(network: Any) -> list[Unit]:
             if type(block).__name__ == "MsaBlock":
                 walk.append(msa_unit(name, stage, block, out_of(block.drop_path), out_of(block)))
             elif is_smoothing(block):
-                walk[-1] = smoothed(walk[-1], block)
+                walk[-1] = read_after_blur(walk[-1], block)
             elif type(block).__name__ in _CONVS:
                 walk.append(_conv(name, stage, block))
             else:

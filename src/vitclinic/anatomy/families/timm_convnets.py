@@ -22,7 +22,7 @@ from vitclinic.anatomy.families.family import (
     image_channels,
     is_smoothing,
     pool,
-    smoothed,
+    read_after_blur,
     stem,
     unknown_block,
 )
@@ -44,7 +44,7 @@ def resnet_units(network: Any, *, shared_activation: bool) -> list[Unit]:
                 walk.append(msa_unit(name, stage, block, out_of(block.drop_path), into(block.act)))
                 continue
             if is_smoothing(block):
-                walk[-1] = smoothed(walk[-1], block)
+                walk[-1] = read_after_blur(walk[-1], block)
                 continue
             if type(block).__name__ not in _CONVS:
                 raise unknown_block(name, block)
@@ -110,7 +110,7 @@ def convnext_units(network: Any) -> list[Unit]:
             walk.append(pool(name, stage, layer.downsample, walk[-1].output, out_of(layer.downsample)))
         for index, block in enumerate(layer.blocks):
             if is_smoothing(block):
-                walk[-1] = smoothed(walk[-1], block)
+                walk[-1] = read_after_blur(walk[-1], block)
                 continue
             residual = Residual(out_of(block.shortcut), out_of(block.drop_path), out_of(block))
             walk.append(conv_unit(f"{name}.blocks.{index}", stage, block, residual, activation=hidden(block.mlp)))

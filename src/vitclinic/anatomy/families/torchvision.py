@@ -16,8 +16,8 @@ from vitclinic.anatomy.families.family import (
     is_smoothing,
     pool,
     position,
+    read_after_blur,
     residual_block,
-    smoothed,
     stem,
 )
 from vitclinic.anatomy.sites import NHWC, Layout, Size, into, out_of
@@ -101,7 +101,7 @@ def convnext(network: Any) -> list[Unit]:
             continue
         for place, block in enumerate(entry):
             if is_smoothing(block):
-                walk[-1] = smoothed(walk[-1], block)
+                walk[-1] = read_after_blur(walk[-1], block)
                 continue
             # The block's input is added to the branch in place.
             branch = out_of(block.stochastic_depth, overwritten=True)

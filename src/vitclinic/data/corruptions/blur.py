@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic.data.corruptions.filtering import correlate, gaussian_smooth, rounded, truncated
+from vitclinic.data.corruptions.filtering import correlate, floor_to_level, gaussian_smooth, round_to_level
 from vitclinic.data.corruptions.parameters import Setting
 from vitclinic.data.corruptions.sampling import Draws
 
@@ -20,20 +20,20 @@ _NEGLIGIBLE = 1e-6
 
 
 def gaussian_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """A Gaussian of sigma pixels, the border repeated."""
+    """Blur by a Gaussian of sigma pixels; the border is repeated."""
     sigma = setting.parameters
     return gaussian_smooth(x_bchw, sigma * setting.scale)
 
 
 def defocus_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """A disk of radius pixels, itself smoothed by a Gaussian of `softness` pixels."""
+    """Blur by a disk of radius pixels, itself smoothed by a Gaussian of `softness` pixels."""
     radius, softness = setting.parameters
     return correlate(x_bchw, disk(radius * setting.scale, softness))
 
 
 @lru_cache(maxsize=64)
 def disk(radius: float, softness: float) -> NDArray[np.float64]:
-    """The kernel: a disk on a grid of 17 x 17 (larger where it does not fit), smoothed by 3 x 3 (5 x 5) pixels."""
+    """Return the kernel: a disk on a 17 x 17 grid (larger if it does not fit), smoothed over 3 x 3 (5 x 5) pixels."""
     half, reach = (8, 1) if radius <= 8 else (math.ceil(radius), 2)
     line = np.arange(-half, half + 1)
     flat = (line[:, None] ** 2 + line**2 <= radius**2).astype(np.float64)
@@ -48,14 +48,14 @@ def disk(radius: float, softness: float) -> NDArray[np.float64]:
 
 
 def motion_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Half a Gaussian along a line at an angle of -45 to 45 degrees; the result is rounded, not truncated."""
+    """Blur by half a Gaussian along a line at -45 to 45 degrees; the result is rounded, not truncated."""
     radius, sigma = setting.parameters
     angles = draws.uniform(1)[:, 0].double().mul_(90).sub_(45)
-    return rounded(along_lines(x_bchw, radius * setting.scale, sigma * setting.scale, angles))
+    return round_to_level(along_lines(x_bchw, radius * setting.scale, sigma * setting.scale, angles))
 
 
 def along_lines(x_bchw: Tensor, radius: float, sigma: float, angles: Tensor) -> Tensor:
-    """ImageMagick's motion blur: 2 ceil(radius) + 1 pixels, Gaussian weights from the first on, the border repeated.
+    """Apply ImageMagick's motion blur: 2 ceil(radius) + 1 pixels, Gaussian weights from the first on, border repeated.
 
     `angles` [B] are in degrees.
     """
@@ -75,30 +75,30 @@ def along_lines(x_bchw: Tensor, radius: float, sigma: float, angles: Tensor) -> 
 
 
 def line_weights(radius: float, sigma: float) -> NDArray[np.float64]:
-    """The weights of the pixels of a line, without the last ones that are next to nothing."""
+    """Return the weights of the pixels on a line, without the negligible ones at its end."""
     weights = np.exp(-0.5 * (np.arange(2 * math.ceil(radius) + 1) / sigma) ** 2)
     weights /= weights.sum()
     return weights[: int((np.cumsum(weights) < 1 - _NEGLIGIBLE).sum()) + 1]
 
 
 def zoom_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """The mean of the image and of its centre magnified by 1, 1 + step, 1 + 2 step, ..."""
+    """Average the image and its centre magnified by 1, 1 + step, 1 + 2 step, ..."""
     stop, step = setting.parameters
     factors = np.arange(1, stop, step).tolist()  # rounding decides whether the last one is in: as published
     total = 2 * x_bchw  # the image itself, and a magnification of 1
     for factor in factors[1:]:
-        total += magnified(x_bchw, factor)
+        total += magnify(x_bchw, factor)
     return total.div_(len(factors) + 1)
 
 
-def magnified(x_bchw: Tensor, factor: float) -> Tensor:
-    """The centre, magnified to the size of the image by linear interpolation, corner pixels on corner pixels."""
+def magnify(x_bchw: Tensor, factor: float) -> Tensor:
+    """Magnify the centre to the size of the image by linear interpolation with aligned corners."""
     h, w = x_bchw.shape[-2:]
     return fill(centre(x_bchw, factor), factor, (h, w))
 
 
 def centre(x_bchw: Tensor, factor: float) -> Tensor:
-    """The 1/factor-th part in the middle."""
+    """Return the middle part of the image, 1/factor of each side."""
     h, w = x_bchw.shape[-2:]
     high, wide = math.ceil(h / factor), math.ceil(w / factor)
     top, left = (h - high) // 2, (w - wide) // 2
@@ -106,7 +106,7 @@ def centre(x_bchw: Tensor, factor: float) -> Tensor:
 
 
 def fill(part_bchw: Tensor, factor: float, size: tuple[int, int]) -> Tensor:
-    """A part magnified by `factor`, and what of it is in the middle of `size`."""
+    """Magnify a part by `factor` and crop the result to `size` at its centre."""
     high, wide = (round(side * factor) for side in part_bchw.shape[-2:])
     large = F.interpolate(part_bchw, size=(high, wide), mode="bilinear", align_corners=True)
     top, left = (high - size[0]) // 2, (wide - size[1]) // 2
@@ -114,7 +114,7 @@ def fill(part_bchw: Tensor, factor: float, size: tuple[int, int]) -> Tensor:
 
 
 def glass_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """A Gaussian blur, pixels moved by up to `reach`, and the blur again.
+    """Apply a Gaussian blur, move pixels by up to `reach`, and blur again.
 
     The published loop goes from the lower right to the upper left and means to swap each pixel with one at most `reach`
     away. Its assignment copies instead (the first copy overwrites what the second reads), so the published images have
@@ -123,7 +123,7 @@ def glass_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     sigma, reach, times = setting.parameters
     sigma, reach = sigma * setting.scale, max(1, round(reach * setting.scale))
     b, c, h, w = x_bchw.shape
-    pixels = truncated(gaussian_smooth(x_bchw, sigma)).flatten(2)
+    pixels = floor_to_level(gaussian_smooth(x_bchw, sigma)).flatten(2)
     for _ in range(times):
         moves = draws.integers(-reach, reach, 2, h - 2 * reach, w - 2 * reach)
         pixels = pixels.gather(2, sources(moves, reach, h, w)[:, None].expand(b, c, h * w))
@@ -131,7 +131,7 @@ def glass_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 
 def sources(moves_b2yx: Tensor, reach: int, h: int, w: int) -> Tensor:
-    """Which pixel of the flat image ends up at each place, [B, h w].
+    """Return which pixel of the flattened image ends up at each place, [B, h w].
 
     `moves` are (down, right) of the pixels from row and column `reach` + 1 on, in reading order. The loop goes through
     them backwards: a pixel that takes from a later one, in reading order, takes what that one has taken.

@@ -1,10 +1,10 @@
 """Corrupted copies of a data set, each a data source of its own.
 
     OUT/fog-3/test-00000-of-00002.parquet   or   OUT/fog-3/test/CLASS/0000012.png and OUT/fog-3/classes.json
-    OUT/fog-3/corruption.json               what it is a copy of
+    OUT/fog-3/corruption.json               a description of what was copied
 
-A copy is made in OUT/.fog-3.partial, piece by piece, and appears by one rename. A piece is there whole or not at all,
-so that a killed command goes on with the piece it was at; a copy that is there is not made again.
+A copy is built in OUT/.fog-3.partial, piece by piece, and published by one rename. Each piece is written completely or
+not at all, so that a killed command resumes at the piece it was writing; a finished copy is not written again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,30 @@ def corrupt_data(
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> list[Path]:
-    """Write a copy of `data` for each corruption and severity below `out`; the folders they are in."""
+    """Write a corrupted copy of a data set for each corruption and severity.
+
+    Every copy is a data source that `train` and `examine` accept, with the same classes. An interrupted call resumes
+    where it stopped, and finished copies are skipped.
+
+    Args:
+        data: A data source, its config, or an open data set.
+        out: The folder to write to; a copy goes to `out/NAME-SEVERITY`.
+        corruptions: Names of corruptions, `15` (the benchmark's) or `all` 19.
+        severities: Severities from 1 to 5, or `all`.
+        form: `parquet`, or `png` for a folder of images per class.
+        split: The split to copy: `train`, `val`, `test` or `all`.
+        limit: Copy at most this many images of each split, stratified by class.
+        size: Image size in pixels; by default that of the data.
+        seed: Seed of the random corruptions.
+        progress: Called with (what is being done, how many are done, how many there are).
+
+    Returns:
+        The folders of the copies.
+
+    Raises:
+        RecipeError: An argument is invalid, or something else is in the place of a copy.
+        DataError: The data cannot be read, its images are too small, or the split has no images.
+    """
     out = Path(out).expanduser()
     cells = [Corruption(name, s, seed) for name in _names(corruptions) for s in _severities(severities)]
     if form not in FORMS:
@@ -79,7 +102,7 @@ def corrupt_data(
     _check_place(data, out)
     dataset = data if isinstance(data, Dataset) else open_data(data, size=size, progress=progress)
     setting(cells[0].name, cells[0].severity, dataset.size)  # images that are too small are an error now
-    dataset = _chosen(dataset, split, limit)
+    dataset = _select_splits(dataset, split, limit)
     copies = [Copy(dataset, cell, out, form) for cell in cells]
     for copy in copies:
         copy.check()
@@ -99,10 +122,10 @@ def _add(progress: Callable[[int], None], before: int, images: int) -> None:
 
 
 def _names(given: str | int | Sequence[str]) -> list[str]:
-    """`all`, `15`, or names."""
+    """Return the names given as `all`, `15`, or a list."""
     if str(given) in ("all", "15", "19"):
         return list(FIFTEEN if str(given) == "15" else NINETEEN)
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else _listed(given)
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else _as_list(given)
     if not names:
         raise RecipeError(f"Corruptions are names, as in fog,snow, or all or 15 (got {given!r}).")
     return list(dict.fromkeys(names))
@@ -111,7 +134,7 @@ def _names(given: str | int | Sequence[str]) -> list[str]:
 def _severities(given: str | int | Sequence[int]) -> list[int]:
     if given == "all":
         return list(SEVERITIES)
-    parts = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else _listed(given)
+    parts = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else _as_list(given)
     try:
         found = sorted({int(part) for part in parts})
         if not found or any(float(part) != int(part) for part in parts):
@@ -121,20 +144,20 @@ def _severities(given: str | int | Sequence[int]) -> list[int]:
     return found
 
 
-def _listed(given: Any) -> list[Any]:
+def _as_list(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Sequence) else []
 
 
 def _check_place(data: str | DataConfig | Dataset, out: Path) -> None:
-    """Copies inside a folder of images would be classes of it."""
+    """Reject a place inside the data's own folder, where the copies would become classes of it."""
     source = data if isinstance(data, str) else data.source if isinstance(data, DataConfig) else data.name
     origin = Path(source).expanduser()
     if origin.is_dir() and out.resolve().is_relative_to(origin.resolve()):
         raise RecipeError(f"'{out}' is in the data's own folder '{origin}'; choose another place for the copies.")
 
 
-def _chosen(dataset: Dataset, split: str, limit: int | None) -> Dataset:
-    """The splits to copy, with at most `limit` images each."""
+def _select_splits(dataset: Dataset, split: str, limit: int | None) -> Dataset:
+    """Return the data set with only the splits to copy, at most `limit` images each."""
     wanted = {name: dataset.splits[name] for name in SPLITS if split in (name, "all") and len(dataset.splits[name])}
     if not wanted:
         filled = {name: len(part) for name, part in dataset.splits.items() if len(part)}
@@ -150,7 +173,7 @@ def _chosen(dataset: Dataset, split: str, limit: int | None) -> Dataset:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some images of a split, written together."""
+    """Consecutive images of a split, written together."""
 
     split: str
     number: int
@@ -164,7 +187,7 @@ class Piece:
 
 
 class Copy:
-    """The copy of a data set under one corruption."""
+    """A copy of a data set under one corruption."""
 
     def __init__(self, dataset: Dataset, corruption: Corruption, out: Path, form: Form) -> None:
         self.dataset, self.corruption, self.form = dataset, corruption, form
@@ -190,14 +213,14 @@ class Copy:
         }
 
     def check(self) -> None:
-        """A RecipeError if something else is in the copy's place."""
+        """Raise a RecipeError if something else is in the copy's place."""
         if self.folder.exists() and not self._is_described(self.folder):
             raise RecipeError(f"'{self.folder}' is there and is something else; choose another place, or remove it.")
         if self.folder.exists() and (gone := self._gone()):
             raise RecipeError(f"'{self.folder}' has lost {gone}; remove the folder, and it is made again.")
 
     def _gone(self) -> str | None:
-        """What a finished copy should have and has not."""
+        """Return a file or folder that a finished copy should have and that is missing."""
         if self.form == "parquet":
             names = (f"{piece.name}.parquet" for piece in self._pieces())
             return next((name for name in names if not (self.folder / name).exists()), None)
@@ -205,7 +228,7 @@ class Copy:
         return f"{kept - counted} of its {kept} images" if counted < kept else None
 
     def _is_described(self, folder: Path) -> bool:
-        """Whether a folder's description is that of this copy, by whatever path its data was given."""
+        """Return True if a folder's description is that of this copy, whatever path its data was given by."""
         found = _read(folder / DESCRIPTION)
         return isinstance(found, dict) and {**found, "data": self.dataset.name} == self.description
 
@@ -254,7 +277,7 @@ class Copy:
         return pieces
 
     def _marker(self, piece: Piece) -> Path:
-        """The file whose being there says that the piece is."""
+        """Return the file whose presence shows that the piece is complete."""
         if self.form == "parquet":
             return self.staging / f"{piece.name}.parquet"
         return self.staging / ".written" / piece.name
@@ -262,7 +285,7 @@ class Copy:
     def _write_piece(self, piece: Piece, progress: Callable[[int], None]) -> None:
         part = self.dataset.splits[piece.split]
         indices = np.arange(piece.rows.start, piece.rows.stop, dtype=np.int64)
-        files = self._encoded(part, indices, progress)
+        files = self._encode(part, indices, progress)
         labels, names = part.labels[indices], [f"{row:07}.png" for row in part.rows[indices]]
         if self.form == "parquet":
             write_bytes(self._marker(piece), parquet_bytes(files, names, labels, self.dataset.classes))
@@ -277,8 +300,8 @@ class Copy:
             self._marker(piece).parent.mkdir(exist_ok=True)
         write_text(self._marker(piece), "")
 
-    def _encoded(self, part: Split, indices: NDArray[np.int64], progress: Callable[[int], None]) -> list[bytes]:
-        """The corrupted images as PNG files."""
+    def _encode(self, part: Split, indices: NDArray[np.int64], progress: Callable[[int], None]) -> list[bytes]:
+        """Return the corrupted images as PNG files."""
         height, width = self.dataset.size
         at_a_time = max(1, _BATCH_VALUES // (height * width * self.dataset.channels))
         files: list[bytes] = []
@@ -299,7 +322,7 @@ def _png(picture: Picture) -> bytes:
 
 
 def class_folders(classes: Sequence[str]) -> list[str]:
-    """A folder name for each class: its own, with what cannot be in a file name escaped as in web addresses.
+    """Return a folder name for each class: its own name, escaped as in URLs where a file name does not allow it.
 
     Numbers for all, if a name is empty or too long, or if two differ in case alone.
 

@@ -22,7 +22,7 @@ from vitclinic._core.errors import DataError, RecipeError, did_you_mean
 from vitclinic.data.batch import Batch
 from vitclinic.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from vitclinic.data.corruptions.digital import brightness, contrast, elastic_transform, pixelate, saturate
-from vitclinic.data.corruptions.filtering import rounded, truncated
+from vitclinic.data.corruptions.filtering import floor_to_level, round_to_level
 from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
 from vitclinic.data.corruptions.sampling import Draws
@@ -58,18 +58,29 @@ _AT_ONCE, _ON_GPU = 2**19, 2**26
 
 
 class Corruption:
-    """One corruption at one severity. Calling it on images gives the corrupted ones.
+    """One corruption at one severity, as a function of images.
 
-    What is random about an image derives from (seed, name, severity, its index): the same image gets the same
-    corruption whatever else is in the batch. As in the published sets, images have 256 levels: those that come in are
-    rounded to them, and the result is cut down to the next level. Shapes: [B, C, H, W] in [0, 1], C being 1 or 3,
-    H and W at least 32; dtype and device are kept.
+    The randomness of an image derives from (seed, name, severity, its index): the same image gets the same corruption
+    whatever else is in the batch. As in the published sets, images have 256 levels: inputs are rounded to them, and the
+    result is truncated to the next lower level. Shapes: [B, C, H, W] in [0, 1], with C 1 or 3, H and W at least 32;
+    dtype and device are kept.
+
+    Args:
+        name: One of the nineteen corruptions, such as `fog`.
+        severity: 1 to 5.
+        seed: Seed of the random corruptions.
+
+    Raises:
+        RecipeError: The name or the severity does not exist.
 
     Example:
         >>> images = torch.rand(2, 3, 32, 32)
         >>> fog = Corruption("fog", severity=3)
         >>> torch.equal(fog(images, [7, 8])[1:], fog(images[1:], [8]))
         True
+
+    Reference:
+        Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common Corruptions and Perturbations", 2019.
     """
 
     def __init__(self, name: str, severity: int, seed: int = 0) -> None:
@@ -82,6 +93,15 @@ class Corruption:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, indices: Sequence[int] | NDArray[np.int64] | Tensor) -> Tensor:
+        """Return the corrupted images.
+
+        Args:
+            images: [B, C, H, W] in [0, 1].
+            indices: The index of each image in its data set, which determines its random numbers.
+
+        Raises:
+            DataError: The images have a wrong shape, dtype, range or size, or there is not one index per image.
+        """
         if images.ndim != 4 or images.shape[1] not in (1, 3) or not images.is_floating_point():
             got = f"{images.dtype}, {tuple(images.shape)}"
             raise DataError(f"A corruption takes floating-point images [B, 1 or 3, H, W] (got {got}).")
@@ -102,28 +122,28 @@ class Corruption:
         count = max(threads, count // threads * threads)  # where each has a thread, none has more than the others
         for start in range(0, len(images), count):
             part = slice(start, start + count)
-            result[part] = self._corrupted(images[part], rows[part], chosen)
+            result[part] = self._corrupt_part(images[part], rows[part], chosen)
         return result
 
-    def _corrupted(self, images: Tensor, rows: NDArray[np.int64], chosen: Setting) -> Tensor:
+    def _corrupt_part(self, images: Tensor, rows: NDArray[np.int64], chosen: Setting) -> Tensor:
         draws = Draws(f"{self.name} {self.severity}", self.seed, rows, images.device)
-        corrupted = _FUNCTIONS[self.name](rounded(images.detach().float()), chosen, draws)
-        return corrupted if self.name in _ON_LEVELS else truncated(corrupted)
+        corrupted = _FUNCTIONS[self.name](round_to_level(images.detach().float()), chosen, draws)
+        return corrupted if self.name in _ON_LEVELS else floor_to_level(corrupted)
 
     def batch(self, batch: Batch) -> Batch:
-        """The batch with its images corrupted, each by its index."""
+        """Return the batch with its images corrupted, each according to its index."""
         return replace(batch, images=self(batch.images, batch.indices))
 
 
 def corrupt(
     images: Tensor, name: str, severity: int, indices: Sequence[int] | Tensor | None = None, seed: int = 0
 ) -> Tensor:
-    """The images corrupted; image i of the batch counts as image i of the set unless `indices` say otherwise."""
+    """Return the images corrupted; image i of the batch is image i of the set unless `indices` are given."""
     return Corruption(name, severity, seed)(images, range(len(images)) if indices is None else indices)
 
 
 def jpeg_compression(x_bchw: Tensor, setting: Setting) -> Tensor:
-    """Through a JPEG of that quality, colours at half the resolution."""
+    """Compress to a JPEG of that quality, with chroma at half the resolution, and decode it."""
     through = by_pillow if encode_jpeg is None else by_torchvision
     pictures = as_pictures(x_bchw.cpu())
     for picture in pictures:
@@ -132,13 +152,13 @@ def jpeg_compression(x_bchw: Tensor, setting: Setting) -> Tensor:
 
 
 def as_pictures(x_bchw: Tensor) -> Picture:
-    """Brought to the nearest of 256 levels, [B, H, W, C]."""
+    """Round to the nearest of 256 levels, [B, H, W, C]."""
     levels = (x_bchw * 255).round_().clamp_(0, 255).short().byte()  # twice as fast as bytes at once
     return torch.stack(levels.unbind(1), -1).numpy()  # twice as fast as a change of the memory format
 
 
 def as_values(pictures_bhwc: Picture) -> Tensor:
-    """In [0, 1], [B, C, H, W]."""
+    """Convert pictures to [0, 1], [B, C, H, W]."""
     return torch.stack(torch.from_numpy(pictures_bhwc).unbind(-1), 1).float().div_(255)
 
 

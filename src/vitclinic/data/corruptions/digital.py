@@ -20,7 +20,7 @@ from vitclinic.data.corruptions.sampling import Draws
 
 
 def brightness(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """`more` added to the value; black becomes grey."""
+    """Add `more` to the value (HSV); black becomes grey."""
     more = setting.parameters
     value = x_bchw.amax(1, keepdim=True)
     brighter = (value + more).clamp_(max=1)
@@ -28,20 +28,20 @@ def brightness(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 
 def contrast(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Distances from the channel's mean multiplied by `share`."""
+    """Multiply the distance from the channel's mean by `share`."""
     share = setting.parameters
     means = x_bchw.mean(3, keepdim=True).double().mean(2, keepdim=True).float()  # long sums need the digits
     return (x_bchw - means).mul_(share).add_(means)
 
 
 def saturate(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """The saturation times `factor` plus `more`; what has no hue counts as red. Grey images come back as grey."""
+    """Multiply the saturation by `factor` and add `more`; pixels without a hue count as red. Grey images stay grey."""
     if x_bchw.shape[1] == 1:
-        return luma(_saturated(x_bchw.expand(-1, 3, -1, -1), *setting.parameters))
-    return _saturated(x_bchw, *setting.parameters)
+        return luma(_scale_saturation(x_bchw.expand(-1, 3, -1, -1), *setting.parameters))
+    return _scale_saturation(x_bchw, *setting.parameters)
 
 
-def _saturated(x_bchw: Tensor, factor: float, more: float) -> Tensor:
+def _scale_saturation(x_bchw: Tensor, factor: float, more: float) -> Tensor:
     value = x_bchw.amax(1, keepdim=True)
     distance = value - x_bchw.amin(1, keepdim=True)
     saturation = (distance / value.clamp(min=1e-6)).mul_(factor).add_(more).clamp_(max=1)
@@ -52,22 +52,22 @@ def _saturated(x_bchw: Tensor, factor: float, more: float) -> Tensor:
 
 
 def pixelate(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Made smaller to a `share` of each side and back, in 8 bits at every step; to enlarge by a box repeats pixels."""
+    """Shrink to a `share` of each side and enlarge again with a box filter, in 8 bits at every step."""
     share = setting.parameters
     h, w = x_bchw.shape[-2:]
     high, wide = int(h * share), int(w * share)
-    small = _box_rows(_turned(x_bchw * 255), wide)  # rows are added and copied faster than columns
-    small = _turned(_box_rows(_turned(small), high).div_(255))
+    small = _box_rows(_transpose(x_bchw * 255), wide)  # rows are added and copied faster than columns
+    small = _transpose(_box_rows(_transpose(small), high).div_(255))
     rows, columns = (_nearest(a, b).to(x_bchw.device) for a, b in ((high, h), (wide, w)))
-    return _turned(small.index_select(2, columns)).index_select(2, rows)
+    return _transpose(small.index_select(2, columns)).index_select(2, rows)
 
 
-def _turned(x_bchw: Tensor) -> Tensor:
+def _transpose(x_bchw: Tensor) -> Tensor:
     return x_bchw.transpose(2, 3).contiguous()
 
 
 def _box_rows(x_bchw: Tensor, smaller: int) -> Tensor:
-    """So many rows, each the rounded mean of those in its window."""
+    """Return `smaller` rows, each the rounded mean of those in its window."""
     taps, shares = box_windows(x_bchw.shape[2], smaller)
     total = torch.zeros_like(x_bchw[:, :, :smaller])
     for rows, share in zip(taps.to(x_bchw.device), shares.to(x_bchw.device), strict=True):
@@ -77,7 +77,7 @@ def _box_rows(x_bchw: Tensor, smaller: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def box_windows(size: int, smaller: int) -> tuple[Tensor, Tensor]:
-    """Of each new pixel the pixels whose centres lie in it, the left end excluded, [most, smaller]; and their shares.
+    """Return the pixels whose centres lie in each new pixel, left end excluded, [most, smaller], and their weights.
 
     Shares are [most, smaller, 1]; where a window has fewer than the most, they are 0.
     """
@@ -96,12 +96,12 @@ def box_windows(size: int, smaller: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _nearest(size: int, larger: int) -> Tensor:
-    """Of each of `larger` pixels the one of `size` that its middle lies in."""
+    """Return, for each of `larger` pixels, the one of `size` that contains its centre."""
     return torch.from_numpy(((np.arange(larger) + 0.5) * (size / larger)).astype(np.int64))
 
 
 def elastic_transform(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """A random affine map (three points moved by up to `shift`), then every pixel moved by smooth noise.
+    """Apply a random affine map (three points moved by up to `shift`), then move every pixel by smooth noise.
 
     The noise is uniform in +-1, smoothed by sigma pixels and multiplied by `strength`. What smoothing leaves of it
     falls with sigma, so that `strength` is scaled twice for displacements that scale once.
@@ -110,16 +110,16 @@ def elastic_transform(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     scale = setting.scale
     h, w = x_bchw.shape[-2:]
     moved = draws.uniform(3, 2).double().mul_(2).sub_(1).mul_(shift * scale)
-    x = _sampled(x_bchw, affine_places(moved, h, w), repeat_border=False)
+    x = _sample(x_bchw, affine_places(moved, h, w), repeat_border=False)
     if strength == 0:
         return x
     noise = draws.uniform(2, h, w).mul_(2).sub_(1)
     by_b2hw = gaussian_smooth(noise, sigma * scale, truncate=3.0, border="reflect").mul_(strength * scale**2)
-    return _sampled(x, by_b2hw.permute(0, 2, 3, 1) + _grid(h, w, x.device), repeat_border=True)
+    return _sample(x, by_b2hw.permute(0, 2, 3, 1) + _grid(h, w, x.device), repeat_border=True)
 
 
 def affine_places(moved_b32: Tensor, h: int, w: int) -> Tensor:
-    """Where each pixel comes from, [B, h, w, 2] as (x, y), if three points around the centre move by so much."""
+    """Return where each pixel comes from, [B, h, w, 2] as (x, y), if three points around the centre move by `moved`."""
     middle = torch.tensor([w // 2, h // 2], dtype=torch.float64)
     side = min(h, w) // 3
     points = middle + side * torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
@@ -135,8 +135,8 @@ def _grid(h: int, w: int, device: torch.device) -> Tensor:
     return torch.stack([columns, rows], -1).float()
 
 
-def _sampled(x_bchw: Tensor, places_bhw2: Tensor, repeat_border: bool) -> Tensor:
-    """Linear interpolation at places (x, y); outside the image is reflected, its border pixel repeated or not."""
+def _sample(x_bchw: Tensor, places_bhw2: Tensor, repeat_border: bool) -> Tensor:
+    """Interpolate linearly at (x, y); beyond the border it is reflected, with or without repeating the edge pixel."""
     h, w = x_bchw.shape[-2:]
     span = torch.tensor([w, h], device=x_bchw.device, dtype=torch.float32)
     unit = (places_bhw2 * 2 + 1) / span - 1 if repeat_border else places_bhw2 * 2 / (span - 1) - 1

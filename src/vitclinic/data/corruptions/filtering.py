@@ -1,4 +1,4 @@
-"""What corruptions share: the 256 levels of a pixel as floats in [0, 1], grey from colours, and linear filters.
+"""Shared by corruptions: the 256 levels of a pixel as floats in [0, 1], conversion to grey, linear filters.
 
 Filters are a Gaussian along both axes, as banded matrices, and correlation with a square kernel.
 """
@@ -18,18 +18,18 @@ _SLACK = 1e-4
 """Levels that a value may lie below a whole one and still count as it: rounding errors of float32 are far smaller."""
 
 
-def truncated(x: Tensor) -> Tensor:
-    """Clipped to [0, 1] and brought down to the next level: what a conversion to 8 bits does in the published code."""
+def floor_to_level(x: Tensor) -> Tensor:
+    """Clip to [0, 1] and truncate to the next lower level, as the conversion to 8 bits does in the published code."""
     return torch.add(torch.full((), _SLACK, device=x.device), x, alpha=255).clamp_(0, 255).floor_().div_(255)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Clipped to [0, 1] and brought to the nearest level."""
+def round_to_level(x: Tensor) -> Tensor:
+    """Clip to [0, 1] and round to the nearest level."""
     return (x * 255).clamp_(0, 255).round_().div_(255)
 
 
 def luma(x_bchw: Tensor) -> Tensor:
-    """Grey from RGB by the weights of Rec. 601, [B, 1, H, W]; grey images as they are."""
+    """Convert RGB to grey by the Rec. 601 weights, [B, 1, H, W]; grey images are returned as they are."""
     if x_bchw.shape[1] == 1:
         return x_bchw
     return (x_bchw[:, :1] * 0.299).add_(x_bchw[:, 1:2], alpha=0.587).add_(x_bchw[:, 2:], alpha=0.114)
@@ -43,7 +43,7 @@ _TILE = 64
 
 
 def gaussian_smooth(x_bchw: Tensor, sigma: float, truncate: float = 4.0, border: Border = "nearest") -> Tensor:
-    """A Gaussian of `sigma` pixels, cut at `truncate` sigmas, along both axes."""
+    """Smooth by a Gaussian of `sigma` pixels, truncated at `truncate` sigmas, along both axes."""
     h, w = x_bchw.shape[-2:]
     rows = gaussian_matrix(h, sigma, truncate, border)
     columns = gaussian_matrix(w, sigma, truncate, border)
@@ -52,7 +52,7 @@ def gaussian_smooth(x_bchw: Tensor, sigma: float, truncate: float = 4.0, border:
 
 @lru_cache(maxsize=64)
 def gaussian_matrix(size: int, sigma: float, truncate: float, border: Border) -> Tensor:
-    """[size, size], the filter of one axis."""
+    """Return the filter of one axis as a matrix, [size, size]."""
     radius = int(truncate * sigma + 0.5)
     offsets = np.arange(-radius, radius + 1)
     kernel = np.exp(-0.5 * (offsets / sigma) ** 2) if radius else np.ones(1)
@@ -68,7 +68,7 @@ def gaussian_matrix(size: int, sigma: float, truncate: float, border: Border) ->
 
 
 def along_rows(x_bchw: Tensor, matrix: Tensor) -> Tensor:
-    """The matrix applied to every column of pixels: [..., in, W] to [..., out, W]."""
+    """Apply the matrix to every column of pixels: [..., in, W] to [..., out, W]."""
     matrix = matrix.to(x_bchw.device)
     if len(matrix) <= _TILE:
         return matrix @ x_bchw
@@ -79,7 +79,7 @@ def along_rows(x_bchw: Tensor, matrix: Tensor) -> Tensor:
 
 
 def along_columns(x_bchw: Tensor, matrix: Tensor) -> Tensor:
-    """The matrix applied to every row of pixels: [..., H, in] to [..., H, out]."""
+    """Apply the matrix to every row of pixels: [..., H, in] to [..., H, out]."""
     matrix = matrix.to(x_bchw.device)
     flat = x_bchw.reshape(-1, x_bchw.shape[-1])
     if len(matrix) <= _TILE:
@@ -92,7 +92,7 @@ def along_columns(x_bchw: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _bands(matrix: Tensor) -> list[tuple[slice, slice]]:
-    """Blocks of rows, each with the columns that it is not zero in."""
+    """Return blocks of rows, each with the columns in which it is not zero."""
     bands: list[tuple[slice, slice]] = []
     for start in range(0, len(matrix), _TILE):
         rows = slice(start, min(start + _TILE, len(matrix)))
@@ -102,7 +102,7 @@ def _bands(matrix: Tensor) -> list[tuple[slice, slice]]:
 
 
 def correlate(x_bchw: Tensor, kernel: NDArray[np.float64]) -> Tensor:
-    """Correlation with a square kernel of odd side; the border reflects without repeating its pixel (c b | a b c)."""
+    """Correlate with a square kernel of odd side; the border reflects without repeating the edge (c b | a b c)."""
     reach = len(kernel) // 2
     padded = F.pad(x_bchw, (reach,) * 4, mode="reflect")
     c, h, w = padded.shape[1:]
@@ -116,7 +116,7 @@ def correlate(x_bchw: Tensor, kernel: NDArray[np.float64]) -> Tensor:
 
 
 def _fast_length(size: int) -> int:
-    """The next length that is a product of 2, 3 and 5, and even."""
+    """Return the next even length that is a product of 2, 3 and 5."""
     from scipy.fft import next_fast_len
 
     return 2 * int(next_fast_len(-(-size // 2), real=True))

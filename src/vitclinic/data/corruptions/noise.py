@@ -10,20 +10,20 @@ from vitclinic.data.corruptions.sampling import Draws
 
 
 def gaussian_noise(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """x + deviation n."""
+    """Add Gaussian noise: x + deviation n."""
     deviation = setting.parameters
     return draws.normal(*x_bchw.shape[1:]).mul_(deviation).add_(x_bchw)
 
 
 def shot_noise(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Poisson(x photons) / photons."""
+    """Apply shot noise: Poisson(x photons) / photons."""
     photons = setting.parameters
     rates = tuple(level / 255 * photons for level in range(256))
     return draws.poisson(rates, (x_bchw * 255).round_().int()).div_(photons)
 
 
 def impulse_noise(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """A share of the values becomes 0 or 1, half of it each; every channel by itself."""
+    """Set a share of the values to 0 or 1, half of it each, in every channel independently."""
     share = setting.parameters
     draw = draws.uniform(*x_bchw.shape[1:])
     # As numbers, not as masks, which torch fills in ten times slower; what leaves [0, 1] is clipped.
@@ -33,6 +33,6 @@ def impulse_noise(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 
 def speckle_noise(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """x + deviation n x."""
+    """Apply multiplicative Gaussian noise: x + deviation n x."""
     deviation = setting.parameters
     return draws.normal(*x_bchw.shape[1:]).mul_(deviation).add_(1.0).mul_(x_bchw)

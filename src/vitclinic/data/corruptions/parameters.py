@@ -1,4 +1,4 @@
-"""The published parameters of CIFAR-10-C and ImageNet-C [Hendrycks & Dietterich 2019], and which of them an image gets.
+"""The published parameters of CIFAR-10-C and ImageNet-C [Hendrycks & Dietterich 2019], chosen by image size.
 
 Images whose shorter side is below `BOUNDARY` pixels get CIFAR-10-C's, others ImageNet-C's. Lengths in pixels are
 multiplied by `scale`, the shorter side over 32 or 224, so that a corruption covers the same share of an image of
@@ -117,7 +117,7 @@ _IMAGENET: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What one corruption at one severity does to images of one size."""
+    """Parameters of one corruption at one severity for images of one size."""
 
     parameters: Any
     scale: float
@@ -126,7 +126,7 @@ class Setting:
 
 
 def setting(name: str, severity: int, size: Size) -> Setting:
-    """The setting for images of (height, width) `size`; a DataError where they are too small."""
+    """Return the parameters for images of (height, width) `size`; raise a DataError if they are too small."""
     side = min(size)
     if side < SMALLEST:
         raise DataError(

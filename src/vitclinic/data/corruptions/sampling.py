@@ -23,7 +23,7 @@ from vitclinic.data.randomness import sample_keys, words
 
 
 class Draws:
-    """What is random about a batch of images. Each call draws anew, for all images."""
+    """Random numbers of a batch of images. Each call draws new ones for all images."""
 
     def __init__(
         self, purpose: str, seed: int, indices: Sequence[int] | NDArray[np.int64], device: torch.device | str = "cpu"
@@ -38,27 +38,27 @@ class Draws:
         return len(self.keys)
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard normal, [B, *shape]: the inverse of the normal distribution at uniform numbers, at most 5.4."""
+        """Draw standard normal numbers, [B, *shape], by the inverse distribution at uniform numbers; at most 5.4."""
         unit = self._bits(*shape).float().mul_(2.0**-31).clamp_(2.0**-24 - 1, 1 - 2.0**-24)
         return unit.erfinv_().mul_(math.sqrt(2))
 
     def uniform(self, *shape: int) -> Tensor:
-        """Uniform in [0, 1), [B, *shape]."""
+        """Draw uniform numbers in [0, 1), [B, *shape]."""
         return self._uniform(*shape)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Integers from `low` to `high` - 1, [B, *shape], as int64."""
+        """Draw integers from `low` to `high` - 1, [B, *shape], as int64."""
         return self._uniform(*shape).mul_(high - low).floor_().add_(low).long()
 
     def poisson(self, rates: tuple[float, ...], which: Tensor) -> Tensor:
-        """Poisson numbers; that of a place has the rate `rates`[`which`], `which` being int32 [B, ...]."""
+        """Draw Poisson numbers with the rates `rates[which]`, where `which` is int32 [B, ...]."""
         return poisson_table(rates, self.device).look_up(which, self._bits(*which.shape[1:])).float()
 
     def _uniform(self, *shape: int) -> Tensor:
         return self._bits(*shape).bitwise_and_(-256).float().mul_(2.0**-32).add_(0.5)
 
     def _bits(self, *shape: int) -> Tensor:
-        """Random 32-bit words, as int32 [B, *shape], the upper bits being the better ones.
+        """Return random 32-bit words as int32 [B, *shape]; the upper bits are the better ones.
 
         n times the golden ratio (a Weyl sequence), mixed by Wellons' lowbias32 but for its last step, which is for the
         lower bits. One key is where an image starts; without the other, which comes in between, two images that
@@ -79,21 +79,21 @@ def _weyl(count: int, device: torch.device) -> Tensor:
 
 
 def _fold(x: Tensor, by: int, spare: Tensor) -> Tensor:
-    """x ^= x >> by, the shift filling in zeros; in place."""
+    """Compute x ^= x >> by in place, with a logical shift."""
     torch.bitwise_right_shift(x, by, out=spare)
     return x.bitwise_xor_(spare.bitwise_and_((1 << (32 - by)) - 1))
 
 
 @dataclass(frozen=True)
 class AliasTable:
-    """Distributions over the values 0 to 2^cell_bits - 1, those of distribution d from place d 2^cell_bits on."""
+    """Alias table of distributions over 0 to 2^cell_bits - 1; distribution d starts at entry d 2^cell_bits."""
 
     threshold: Tensor
     alias: Tensor
     cell_bits: int
 
     def look_up(self, which: Tensor, bits: Tensor) -> Tensor:
-        """A value of distribution `which` for every random word, all int32."""
+        """Return a value of distribution `which` for every random word, all int32."""
         rest = 32 - self.cell_bits
         cell = (bits >> rest).bitwise_and_((1 << self.cell_bits) - 1)
         place = (which << self.cell_bits).add_(cell).flatten()
@@ -103,7 +103,7 @@ class AliasTable:
 
 @lru_cache(maxsize=16)
 def poisson_table(rates: tuple[float, ...], device: torch.device) -> AliasTable:
-    """One distribution for each rate; what is cut off at the end is far less than a word can choose."""
+    """Return one distribution for each rate; the tail that is cut off is far less likely than one random word."""
     from scipy.special import gammaln, xlogy
 
     most = max(rates)
@@ -118,7 +118,7 @@ def poisson_table(rates: tuple[float, ...], device: torch.device) -> AliasTable:
 
 
 def _cells(shares: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Thresholds in [0, 1] and aliases, [distributions, K]: the poorest value's cell is filled up by the richest."""
+    """Return thresholds in [0, 1] and aliases, [distributions, K]: the richest value fills up the poorest's cell."""
     count = shares.shape[1]
     rows, rest = np.arange(len(shares)), shares * count
     threshold, alias = np.ones_like(rest), np.tile(np.arange(count, dtype=np.int32), (len(rest), 1))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic.data.corruptions.blur import along_lines, fill
-from vitclinic.data.corruptions.filtering import gaussian_smooth, luma, rounded, truncated
+from vitclinic.data.corruptions.filtering import floor_to_level, gaussian_smooth, luma, round_to_level
 from vitclinic.data.corruptions.parameters import Setting
 from vitclinic.data.corruptions.sampling import Draws
 from vitclinic.data.randomness import generator
@@ -34,7 +34,7 @@ _DIAGONAL, _KNIGHT = 1.4, 2.1969
 
 
 def snow(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Flakes (magnified noise above a threshold), blurred along a fall of -135 to -45 degrees, over a whitened image.
+    """Draw flakes (magnified noise above a threshold), blurred at -135 to -45 degrees, over a whitened image.
 
     The flakes fall twice, the second time turned by 180 degrees.
     """
@@ -43,16 +43,16 @@ def snow(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     h, w = x_bchw.shape[-2:]
     noise = draws.normal(1, math.ceil(h / factor), math.ceil(w / factor))
     flakes = fill(noise.mul_(deviation).add_(mean), factor, (h, w))
-    flakes = truncated(torch.where(flakes < threshold, 0.0, flakes))
+    flakes = floor_to_level(torch.where(flakes < threshold, 0.0, flakes))
     angles = draws.uniform(1)[:, 0].double().mul_(90).sub_(135)
-    flakes = rounded(along_lines(flakes, radius * setting.scale, sigma * setting.scale, angles))
+    flakes = round_to_level(along_lines(flakes, radius * setting.scale, sigma * setting.scale, angles))
     white = torch.maximum(x_bchw, luma(x_bchw) * 1.5 + 0.5)
     whitened: Tensor = (x_bchw * keep).add_(white, alpha=1 - keep)
     return whitened.add_(flakes).add_(flakes.flip(2, 3))
 
 
 def frost(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """keep x + share f, where f is a random piece of one of five textures."""
+    """Return keep x + share f, where f is a random piece of one of five textures."""
     keep, share = setting.parameters
     c, h, w = x_bchw.shape[1:]
     # CIFAR-10-C takes the textures at a fifth of the size that ImageNet-C does.
@@ -69,7 +69,7 @@ def frost(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 @lru_cache(maxsize=32)
 def texture(number: int, magnification: float, smallest: int) -> Tensor:
-    """Texture `number` at that magnification, uint8 [3, side, side]; repeated until it exceeds `smallest`."""
+    """Return texture `number` at a magnification, uint8 [3, side, side], repeated until it exceeds `smallest`."""
     image = torch.from_numpy(_texture(number))[None]
     side = max(8, round(_SIDE * magnification))
     if side != _SIDE:
@@ -80,7 +80,7 @@ def texture(number: int, magnification: float, smallest: int) -> Tensor:
 
 @lru_cache(maxsize=TEXTURES)
 def _texture(number: int) -> NDArray[np.float32]:
-    """[3, side, side] in [0, 1]."""
+    """Return texture `number`, [3, side, side] in [0, 1]."""
     random = generator("frost", number)
     bend = 20.0 + 7.0 * number
     rows, columns = np.meshgrid(np.arange(_SIDE), np.arange(_SIDE), indexing="ij")
@@ -97,7 +97,7 @@ def _texture(number: int) -> NDArray[np.float32]:
 
 
 def _fractal(random: np.random.Generator, power: float, stretch: float = 1.0, lowest: int = 1) -> NDArray[np.float64]:
-    """Periodic Gaussian noise of unit variance with amplitude spectrum f^-power, `stretch` times longer than wide.
+    """Return periodic Gaussian noise of unit variance with amplitude spectrum f^-power, stretched `stretch` times.
 
     No wave is longer than the side divided by `lowest`.
     """
@@ -119,7 +119,7 @@ def _at(field: NDArray[np.float64], rows: NDArray[np.float64], columns: NDArray[
 
 
 def fog(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """(x + thickness p) m / (m + thickness) with p a plasma fractal in [0, 1] and m the image's largest value."""
+    """Return (x + thickness p) m / (m + thickness) with p a plasma fractal in [0, 1] and m the image's maximum."""
     thickness, decay = setting.parameters
     h, w = x_bchw.shape[-2:]
     side = 2 ** math.ceil(math.log2(max(h, w)))
@@ -130,7 +130,7 @@ def fog(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 
 def plasma_fractal(draw_bnn: Tensor, decay: float) -> Tensor:
-    """Heights by the diamond-square algorithm on a torus, brought to [0, 1], from as many uniform numbers, [B, n, n].
+    """Return heights in [0, 1] by the diamond-square algorithm on a torus, from as many uniform numbers, [B, n, n].
 
     At every step the middles of squares, then those of their sides, become the mean of their four neighbours plus noise
     in +-wibble^2, and the wibble, 100 at first, is divided by `decay`. A point's noise is the draw at its place.
@@ -155,7 +155,7 @@ def plasma_fractal(draw_bnn: Tensor, decay: float) -> Tensor:
 
 
 def spatter(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
-    """Where smooth noise exceeds a threshold there is water, bright by its distance from the drops' edges, or mud."""
+    """Draw drops where smooth noise exceeds a threshold: water, lit by the distance to the drops' edges, or mud."""
     mean, deviation, sigma, threshold, strength, liquid = setting.parameters
     noise = draws.normal(1, *x_bchw.shape[2:])
     # Smoothing by a longer sigma leaves less of the noise: with both scaled, the same share is covered.
@@ -172,21 +172,21 @@ def spatter(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
 
 
 def _relief(drops_b1hw: Tensor) -> Tensor:
-    """How light falls on the drops, 0 to 255: distances from their edges, equalised and lit from one side."""
+    """Return the light on the drops, 0 to 255: distances from their edges, equalized and lit from one side."""
     distance = distance_to(canny(drops_b1hw, 50, 150), _FARTHEST)
-    level = equalised(box_mean(distance).add_(1e-4).floor_())
+    level = equalize_histogram(box_mean(distance).add_(1e-4).floor_())
     kernel = torch.tensor(_RELIEF, device=level.device)[None, None]
     lit = F.conv2d(F.pad(level, (1,) * 4, mode="reflect"), kernel).clamp_(0, 255)
     return box_mean(lit).round_()
 
 
 def box_mean(x_b1hw: Tensor) -> Tensor:
-    """The mean of 3 x 3 pixels; the border reflects (b | a b)."""
+    """Return the mean of 3 x 3 pixels; the border reflects (b | a b)."""
     return F.avg_pool2d(F.pad(x_b1hw, (1,) * 4, mode="reflect"), 3, 1)
 
 
-def equalised(levels_b1hw: Tensor) -> Tensor:
-    """Whole levels up to `_FARTHEST`, spread over 0 to 255 so that their histogram is flat; one level alone is kept."""
+def equalize_histogram(levels_b1hw: Tensor) -> Tensor:
+    """Spread integer levels up to `_FARTHEST` over 0 to 255 so that their histogram is flat; a single level is kept."""
     flat = levels_b1hw.flatten(1).long()
     bins, total = _FARTHEST + 1, flat.shape[1]
     counts = flat.new_zeros(len(flat), bins).scatter_add_(1, flat, torch.ones_like(flat))
@@ -203,7 +203,7 @@ def _colour(rgb: tuple[float, float, float], like_bchw: Tensor) -> Tensor:
 
 
 def canny(x_b1hw: Tensor, low: float, high: float) -> Tensor:
-    """Edges of images of whole levels: thin ridges of the gradient above `low` that touch one above `high`.
+    """Return the edges of images of integer levels: thin gradient ridges above `low` that touch one above `high`.
 
     3 x 3 Sobel derivatives with the border repeated; a gradient's size is |dx| + |dy|.
     """
@@ -223,7 +223,7 @@ def canny(x_b1hw: Tensor, low: float, high: float) -> Tensor:
 
 
 def _is_ridge(size: Tensor, dx: Tensor, dy: Tensor) -> Tensor:
-    """Whether the gradient is largest along its own direction, to the nearest of four."""
+    """Return True where the gradient is largest along its own direction, rounded to one of four."""
     h, w = size.shape[-2:]
     padded = F.pad(size, (1,) * 4)
 
@@ -241,7 +241,7 @@ def _is_ridge(size: Tensor, dx: Tensor, dy: Tensor) -> Tensor:
 
 
 def distance_to(edges_b1hw: Tensor, farthest: int) -> Tensor:
-    """The chamfer distance of each pixel to the nearest edge, at most `farthest`.
+    """Return the chamfer distance of each pixel to the nearest edge, at most `farthest`.
 
     The length of a path of straight, diagonal and knight's moves is, for a displacement (dx, dy), the largest of four
     linear forms, and grows with |dx|. So only the nearest edge of each row matters, and rows farther than `farthest` do
@@ -259,7 +259,7 @@ def distance_to(edges_b1hw: Tensor, farthest: int) -> Tensor:
 
 
 def chamfer(across: Tensor, down: float) -> Tensor:
-    """The length of the shortest path over so many columns and rows, both not negative."""
+    """Return the length of the shortest path over `across` columns and `down` rows, both non-negative."""
     knight, slant = _KNIGHT - 2, 2 * _DIAGONAL - _KNIGHT
     shorter = _KNIGHT - _DIAGONAL
     mild = torch.maximum(across + knight * down, knight * across + down)
@@ -267,7 +267,7 @@ def chamfer(across: Tensor, down: float) -> Tensor:
 
 
 def _within_rows(edges_b1hw: Tensor, farthest: int) -> Tensor:
-    """The distance of each pixel to the nearest edge in its row, at most `farthest`."""
+    """Return the distance of each pixel to the nearest edge in its row, at most `farthest`."""
     w = edges_b1hw.shape[-1]
     place = torch.arange(w, device=edges_b1hw.device)
     left = torch.where(edges_b1hw, place, -farthest).cummax(-1).values

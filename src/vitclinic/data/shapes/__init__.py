@@ -29,7 +29,7 @@ __all__ = ["CLASSES", "SPLITS", "TEXTURES", "cue_conflict", "draw", "example", "
 
 
 def labels(seed: int, split: str, index: int, texture_cue: float = 0.0) -> tuple[int, int]:
-    """Class and texture of image `index` of a split, without drawing it.
+    """Return class and texture of image `index` of a split, without drawing it.
 
     Classes take turns, so that any prefix is balanced. With probability `texture_cue` the image wears the
     texture of its own class, otherwise any of the ten.
@@ -40,13 +40,13 @@ def labels(seed: int, split: str, index: int, texture_cue: float = 0.0) -> tuple
 
 
 def example(seed: int, split: str, index: int, texture_cue: float = 0.0) -> tuple[Image, int, int]:
-    """Image `index` of a split, with its class and its texture (see `labels`)."""
+    """Return image `index` of a split with its class and its texture (see `labels`)."""
     shape, texture = labels(seed, split, index, texture_cue)
     return draw(_key(seed, split, index), shape, texture), shape, texture
 
 
 def cue_conflict(seed: int, index: int) -> tuple[Image, int, int]:
-    """An image with the shape of one class in the texture of another, with both labels.
+    """Return an image with the shape of one class and the texture of another, with both labels.
 
     Every 90 images hold each of the 90 pairs once, and every 10 hold each shape and each texture once.
     """

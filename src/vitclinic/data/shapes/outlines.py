@@ -17,12 +17,13 @@ TURN = np.float32(2 * np.pi)
 
 
 def norm(x: Field, y: Field) -> Field:
+    """Return the Euclidean norm of (x, y)."""
     norm: Field = np.sqrt(x * x + y * y)  # several times faster than np.hypot, and nothing here overflows
     return norm
 
 
 def _star_polygon(x: Field, y: Field, points: int, inner: float) -> Field:
-    """Tips at radius 1, the first one up, and notches at radius `inner`; folded into half of one sector."""
+    """Return the distance to a star: tips at radius 1, the first one up, notches at radius `inner`."""
     half = np.float32(np.pi / points)
     angle = np.abs((np.arctan2(x, y) + half) % (2 * half) - half)
     radius = norm(x, y)
@@ -71,7 +72,7 @@ def _crescent(x: Field, y: Field, v: float) -> Field:
 
 
 def _heart(x: Field, y: Field, v: float) -> Field:
-    """A square on its corner, with a disc on each of its upper sides."""
+    """Return the distance to a heart: a square on its corner, with a disc on each of its upper sides."""
     h = np.float32(0.82)
     x, y = np.abs(x), y + 0.1
     square = (x + np.abs(y) - h) * np.float32(0.5**0.5)
@@ -88,7 +89,7 @@ def _arrow(x: Field, y: Field, v: float) -> Field:
 
 
 def _spiral(x: Field, y: Field, v: float) -> Field:
-    """Archimedes' spiral r = g t over two turns t, as a band."""
+    """Return the distance to a band along Archimedes' spiral r = g t over two turns t."""
     radius = norm(x, y)
     angle: Field = np.arctan2(y, x)
     turn = angle / TURN + np.float32(0.5)
@@ -113,7 +114,7 @@ CLASSES: tuple[str, ...] = tuple(OUTLINES)
 
 
 def _two_tone(wave: Field) -> Field:
-    """A wave in [-1, 1] to a soft two-tone pattern in [0, 1]: crisp, yet without aliasing at 32 pixels."""
+    """Turn a wave in [-1, 1] into a soft two-tone pattern in [0, 1]: crisp, yet without aliasing at 32 pixels."""
     tone: Field = np.clip(wave * np.float32(1.2) + np.float32(0.5), 0, 1)
     return tone
 
@@ -125,7 +126,7 @@ def _blobs(u: Field, w: Field, chance: Field) -> Field:
 
 
 def _to_line(u: Field, w: Field) -> Field:
-    """Distance to the nearest line of the integer grid."""
+    """Return the distance to the nearest line of the integer grid."""
     nearest: Field = np.minimum(np.abs(u - np.rint(u)), np.abs(w - np.rint(w)))
     return nearest
 

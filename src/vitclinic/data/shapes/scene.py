@@ -1,4 +1,4 @@
-"""The scene: a shape in a texture, on a ground, among clutter, with noise.
+"""The scene: a textured shape on a background, among clutter, with noise.
 
 Coordinates: the image is [-1, 1]^2 with y upwards. A `Field` is (size, size) unless its name says otherwise: `_chw`
 has a colour axis first, `_nhw` one field per clutter fragment.
@@ -30,18 +30,18 @@ _FRAGMENTS = 6  # of the clutter: three plain, one of ground, two of the fill
 
 
 def _tail(chance: float, low: float, high: float) -> float:
-    """A number from low to high, mostly near low."""
+    """Return a number from low to high, mostly near low."""
     return low + chance**2 * (high - low)
 
 
 def _both(chance: float, limit: float) -> float:
-    """A number from -limit to limit, mostly near 0."""
+    """Return a number from -limit to limit, mostly near 0."""
     return limit * (2 * chance - 1) ** 3
 
 
 @lru_cache(maxsize=8)
 def _grid(size: int) -> tuple[Field, Field]:
-    """x and y of the pixel centres."""
+    """Return x and y of the pixel centres."""
     centres = ((np.arange(size) + 0.5) * 2 / size - 1).astype(np.float32)
     x, y = np.meshgrid(centres, -centres)
     return x, y
@@ -51,23 +51,24 @@ def _between(chance: float, low: float, high: float) -> float:
     return low + chance * (high - low)
 
 
-def _turned(x: Field, y: Field, angle: float) -> tuple[Field, Field]:
+def _rotate(x: Field, y: Field, angle: float) -> tuple[Field, Field]:
     c, s = np.float32(np.cos(angle)), np.float32(np.sin(angle))
     return c * x + s * y, c * y - s * x
 
 
 def _coverage(distance: Field, size: int) -> Field:
-    """Share of each pixel inside, from the signed distance in image units; exact for an upright edge."""
+    """Return the share of each pixel inside, from the signed distance in image units; exact for an upright edge."""
     share: Field = np.clip(np.float32(0.5) - distance * np.float32(size / 2), 0, 1)
     return share
 
 
 def mask(key: tuple[int, ...], shape: int, size: int = 32) -> Field:
-    """Coverage in [0, 1] of the shape that `draw` would draw for this key: the truth for a segmentation."""
+    """Return the coverage in [0, 1] of the shape that `draw` draws for this key: ground truth for segmentation."""
     return _shape_mask(generator(key).random(16), shape, size)
 
 
 def generator(key: tuple[int, ...]) -> np.random.Generator:
+    """Return the random generator of a key."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
@@ -76,7 +77,7 @@ def _shape_mask(chance: NDArray[np.float64], shape: int, size: int) -> Field:
     scale, stretch = _between(c[0], *_SCALE), np.exp(_between(c[1], -_STRETCH, _STRETCH) / 2)
     x, y = _grid(size)
     x, y = x - np.float32(_both(c[2], _SHIFT)), y - np.float32(_both(c[3], _SHIFT))
-    x, y = _turned(x, y, _both(c[4], _TILT))
+    x, y = _rotate(x, y, _both(c[4], _TILT))
     x, y = x / np.float32(scale * stretch), y * np.float32(stretch / scale)
     wobble, phase = np.float32(_WOBBLE * c[5]), np.float32(c[6] * 2 * np.pi)
     x, y = x + wobble * np.sin(3 * y + phase), y + wobble * np.sin(3 * x - phase)
@@ -86,7 +87,7 @@ def _shape_mask(chance: NDArray[np.float64], shape: int, size: int) -> Field:
 
 
 def _fragments(chance: NDArray[np.float64], size: int) -> Field:
-    """Coverage `_nhw` of the clutter: bits of arcs, straight to hooked, each cut by a disc about its middle.
+    """Return the coverage `_nhw` of the clutter: bits of arcs, straight to hooked, each cut by a disc about its middle.
 
     One formula for all, so that they are drawn at once.
     """
@@ -100,7 +101,7 @@ def _fragments(chance: NDArray[np.float64], size: int) -> Field:
 
 
 def _palette(chance: NDArray[np.float64]) -> tuple[Field, Field, Field]:
-    """Colours of any hue, each as (3, 1, 1): two of the ground, two of the fill, one of the plain clutter.
+    """Return colours of any hue, each as (3, 1, 1): two of the background, two of the fill, one of the plain clutter.
 
     The fill is lighter than the ground, or where all is inverted darker. Its second tone lies about half the
     spread from its first in each channel, so that the texture shows.
@@ -113,16 +114,16 @@ def _palette(chance: NDArray[np.float64]) -> tuple[Field, Field, Field]:
 
 
 def _texture(chance: NDArray[np.float64], texture: int, size: int) -> Field:
-    """The pattern in [0, 1], turned by any angle, with 2.2 to 3.6 periods in half the image."""
+    """Return the pattern in [0, 1], rotated by any angle, with 2.2 to 3.6 periods in half the image."""
     angle, periods, *shift = chance[:4].tolist()
-    u, w = _turned(*_grid(size), angle * 2 * np.pi)
+    u, w = _rotate(*_grid(size), angle * 2 * np.pi)
     periods = np.float32(_between(periods, 2.2, 3.6))
     u, w = u * periods + np.float32(shift[0]), w * periods + np.float32(shift[1])
     return PATTERNS[TEXTURES[texture]](u, w, chance[4:].astype(np.float32))
 
 
 def _swell(chance: NDArray[np.float64], size: int) -> Field:
-    """Two slow waves in [0, 1] that shade the ground."""
+    """Return two slow waves in [0, 1] that shade the background."""
     c = chance.astype(np.float32)
     x, y = _grid(size)
     slow = np.sin(x * (4 * c[0] - 2) + y * (4 * c[1] - 2) + c[2] * TURN)
@@ -132,7 +133,7 @@ def _swell(chance: NDArray[np.float64], size: int) -> Field:
 
 
 def draw(key: tuple[int, ...], shape: int, texture: int, size: int = 32) -> Image:
-    """The image (size, size, 3) of a shape in a texture; all else is random and depends on `key` alone.
+    """Return the image (size, size, 3) of a shape in a texture; everything else is random and depends on `key` alone.
 
     The same key with another shape, texture or size is the same scene with that one thing changed (but the
     noise, which is per pixel, changes with the size).

@@ -13,7 +13,7 @@ from pydantic import Field
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
-from vitclinic.data.decoding import fitted
+from vitclinic.data.decoding import decode_and_fit
 from vitclinic.probes.behaviour.behaviour import divide_images, predict
 from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
@@ -70,7 +70,7 @@ def conflicts(subject: Subject, rows: NDArray[np.int64]) -> tuple[torch.Tensor, 
     """Images as the network takes them, the classes of their shapes, and those of their textures."""
     drawn = [shapes.cue_conflict(subject.seed, int(row)) for row in rows]
     size, channels = subject.dataset.size, subject.dataset.channels
-    pixels = np.stack([fitted(Image.fromarray(image), channels, size) for image, _, _ in drawn])
+    pixels = np.stack([decode_and_fit(Image.fromarray(image), channels, size) for image, _, _ in drawn])
     return to_unit_interval(pixels), np.array([s for _, s, _ in drawn]), np.array([t for _, _, t in drawn])
 
 

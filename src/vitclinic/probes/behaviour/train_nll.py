@@ -45,7 +45,7 @@ class TrainNLL(OwningProbe):
     def conditions(self, subject: Subject) -> dict[str, Any]:
         if subject.training is None or not self.augment:
             return {}
-        return {"augment": subject.training.augment.resolved().model_dump(mode="json")}
+        return {"augment": subject.training.augment.resolve().model_dump(mode="json")}
 
     def count(self, subject: Subject) -> int:
         """How many images are shown: without augmentation, a second showing would say nothing new."""

@@ -88,7 +88,7 @@ class Lesion(OwningProbe):
             answers.note(0, batch, subject.logits(batch.images))
         for number, unit in enumerate(units, start=1):
             subject.progress(self.name, before + number * len(batch), passes)
-            with replay.skip_before(unit.depth), subject.anatomy.removed(unit):
+            with replay.skip_before(unit.depth), subject.anatomy.remove(unit):
                 answers.note(number, batch, subject.logits(batch.images))
         answers.done = int(batch.indices[-1]) + 1
         subject.progress(self.name, answers.done * (len(units) + 1), passes)

@@ -26,7 +26,7 @@ class Replay:
         with Replay(anatomy) as replay:
             with replay.record():
                 network(images)
-            with replay.skip_before(unit.depth), anatomy.removed(unit):
+            with replay.skip_before(unit.depth), anatomy.remove(unit):
                 network(images)  # computes only from the unit's block on
 
     The outputs are those of the whole network, bit for bit. What is skipped are blocks, stems and pools; modules that
