@@ -1,1 +1,1 @@
-"""What all parts of vitclinic stand on: errors, configs, files, statistics, records. Private to the package."""
+"""Foundations that all of vitclinic shares: errors, configs, files, statistics, records. Private to the package."""

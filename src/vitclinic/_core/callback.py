@@ -1,4 +1,4 @@
-"""Callbacks: how progress displays, loggers and a user's own code follow long work."""
+"""Callbacks, by which progress displays, loggers and user code follow long-running work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the hooks you need. A callback may look at what it is given and must not change it.
+    """Base of callbacks: override the hooks you need. A callback may read its arguments and must not change them.
 
     Example:
         >>> class Print(Callback):
@@ -27,58 +27,58 @@ class Callback:
     """
 
     def on_progress(self, what: str, done: float, total: float) -> None:
-        """Something long is `done` so far of `total`: images read, images passed through a network, runs trained."""
+        """Follow a long operation, `done` of `total` so far: images read or passed through a network, runs trained."""
 
     # Training
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Training is about to begin, or to go on after a resume."""
+        """Act before training begins, or continues after a resume."""
 
     def on_step(self, trainer: Trainer) -> None:
-        """A step is done."""
+        """Act after each training step."""
 
     def on_epoch(self, trainer: Trainer, epoch: int) -> None:
-        """`epoch` epochs are done; 0 is before the first step."""
+        """Act after `epoch` epochs; 0 is before the first step."""
 
     def on_row(self, row: Mapping[str, Any]) -> None:
-        """A row was added to the metrics: of kind train, val or test."""
+        """Receive a row that was added to the metrics, of kind train, val or test."""
 
     def on_train_end(self, status: str) -> None:
-        """Training has ended: finished, interrupted or diverged."""
+        """Act after training, with its status: finished, interrupted or diverged."""
 
     # Exams
 
     def on_schedule(self, schedule: Schedule) -> None:
-        """An exam is about to begin, and this is what it will do."""
+        """Receive the schedule of an exam before it begins."""
 
     def on_exam_step(self, step: Step) -> None:
-        """A probe, or the pass that streaming probes share, is about to begin."""
+        """Act before a probe, or the pass that streaming probes share."""
 
     def on_measurement(self, step: Step, measurement: Measurement) -> None:
-        """A measurement was made and stored."""
+        """Receive a measurement that was made and stored."""
 
     def on_skip(self, step: Step, reason: str) -> None:
-        """A step of the schedule is not taken."""
+        """Receive the reason why a step of the schedule is skipped."""
 
     # Studies and prescriptions
 
     def on_run(self, outcome: Outcome) -> None:
-        """One of many runs has ended, or was found ended."""
+        """Receive the outcome of one of many runs, which has ended now or had ended before."""
 
     def on_trial_plan(
         self, plan: Sequence[Stage], arms: Sequence[Arm], left_out: Mapping[str, str], used: float, budget: float
     ) -> None:
-        """A prescription is about to begin, or to go on, and this is what it will try."""
+        """Receive the plan of a prescription before it begins or continues."""
 
     def on_stage(self, decided: DecidedStage) -> None:
-        """A rung of trials, or the final comparison, begins."""
+        """Act before a rung of trials, or the final comparison."""
 
     def on_tried(self, tried: TriedStage, kept: Sequence[str]) -> None:
-        """A rung of trials has ended; the arms in `kept` go on."""
+        """Receive the results of a rung of trials; the arms in `kept` continue."""
 
 
 class CallbackList(Callback):
-    """Several callbacks as one: each hook is called on all of them, in their order.
+    """Several callbacks as one: each hook is called on all of them, in order.
 
     Example:
         >>> class Count(Callback):

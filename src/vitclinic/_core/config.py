@@ -41,7 +41,7 @@ class Config(BaseModel):
 
     @classmethod
     def expand(cls, value: Any) -> Any:
-        """`value` as a mapping, with a bare value put under the main key."""
+        """Return `value` as a mapping, with a bare value put under the main key."""
         if cls.main_key is None or isinstance(value, Mapping | BaseModel):
             return value
         return {cls.main_key: value}
@@ -51,7 +51,7 @@ C = TypeVar("C", bound=Config)
 
 
 def validate(config: type[C], value: Any, *, where: str = "") -> C:
-    """Build `config` from plain data; a mistake becomes one `RecipeError` sentence naming the key."""
+    """Build `config` from plain data; raise a `RecipeError` that names the key if something is wrong."""
     try:
         return config.model_validate(value)
     except ValidationError as error:
@@ -60,7 +60,7 @@ def validate(config: type[C], value: Any, *, where: str = "") -> C:
 
 
 def section(config: type[Config], key: str) -> type[Config] | None:
-    """The config class that stands behind `key` of `config`, or None if `key` holds a plain value."""
+    """Return the config class behind `key` of `config`, or None if `key` holds a plain value."""
     field = config.model_fields.get(key)
     if field is None:
         return None
@@ -105,7 +105,7 @@ def _owner(config: type[Config], path: list[str]) -> type[Config] | None:
 
 
 def _is_union_member(part: Any) -> bool:
-    """Pydantic puts the name of the union member it tried into the path: `Augment`, `float`, `none`."""
+    """Return True for the name of a union member, which pydantic puts into the path: `Augment`, `float`, `none`."""
     return isinstance(part, str) and (part[:1].isupper() or part in _PLAIN or "[" in part)
 
 

@@ -1,4 +1,4 @@
-"""The base of what a person sees of long work: progress bars on a terminal, and lines."""
+"""The base of terminal displays: progress bars and lines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Bars and lines on `console`; a context manager around the work that it shows.
+    """Progress bars and lines on `console`; a context manager around the work.
 
     Bars are drawn on a terminal only, and vanish at the end.
 
     Args:
-        console: Where to print.
-        columns: What stands right of a bar: columns of rich, or their formats.
+        console: The console to print to.
+        columns: Columns to the right of a bar: columns of rich, or their formats.
     """
 
     def __init__(self, console: Console, *columns: ProgressColumn | str) -> None:
@@ -41,11 +41,11 @@ class Display:
         self.bar.stop()
 
     def advance(self, what: str, done: float, total: float) -> None:
-        """Set the bar of `what`, which is hidden as soon as all is done."""
+        """Update the bar of `what`, which is hidden once everything is done."""
         if what not in self.tasks:
             self.tasks[what] = self.bar.add_task(what, total=total)
         self.bar.update(self.tasks[what], completed=done, total=total, visible=done < total)
 
     def say(self, text: str) -> None:
-        """Print a line, which may have rich's markup; the terminal wraps it."""
+        """Print a line, which may contain rich markup; the terminal wraps it."""
         self.console.print(text, soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""Several processes that train or measure one network together: who they are, and how they talk to each other."""
+"""Processes that train or measure one network together: their ranks and how they communicate."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _TOLD = "told to all processes"
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process among `size` of torch.distributed's default group; alone unless told otherwise.
+    """This process among the `size` processes of torch.distributed's default group; a single process by default.
 
-    All of them must make the same calls in the same order. Each call begins with a meeting, in which a process whose
-    part has failed says so: all of them then raise its error, and none waits in vain. That a process group exists does
-    not mean that all its members are here: one process of a training may measure something by itself (`ALONE`).
+    All processes must make the same calls in the same order. Each call begins with a meeting, in which a process whose
+    part has failed reports its error: all of them then raise it, so that none is left waiting. A process group
+    may exist without all members taking part: one process of a training may measure something by itself (`ALONE`).
 
     Example:
         >>> Distributed().gather(lambda: 3)
@@ -46,7 +46,7 @@ class Distributed:
 
     @classmethod
     def current(cls) -> Distributed:
-        """Return all processes of torch.distributed's group; this one alone where there is no group."""
+        """Return this process among those of torch.distributed's group; a single process if there is no group."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()
@@ -57,7 +57,7 @@ class Distributed:
         return self.rank == 0
 
     def agree(self, part: Callable[[], T]) -> T:
-        """Return `part()`, or raise in all processes the error that it has raised in any of them."""
+        """Return `part()`, or raise in all processes the error that it raised in any of them."""
         if self.size == 1:
             return part()
         try:
@@ -83,7 +83,7 @@ class Distributed:
         return total
 
     def gather(self, part: Callable[[], T]) -> list[T]:
-        """Return all processes' `part()`, which is plain data, in the order of ranks."""
+        """Return all processes' `part()`, which must be plain data, in the order of ranks."""
         mine = self.agree(part)
         if self.size == 1:
             return [mine]
@@ -101,11 +101,11 @@ class Distributed:
             yield found[: count - start]
 
     def leader_only(self, part: Callable[[], T]) -> T:
-        """Return in all processes the leader's `part()`, which is plain data; the others do not call it."""
+        """Return the leader's `part()` in all processes, which must be plain data; the others do not call it."""
         return self.gather(lambda: part() if self.is_leader else None)[0]  # type: ignore[return-value]
 
     def leader_first(self, part: Callable[[], T]) -> T:
-        """Return `part()`, which the leader calls first: the others find its work done, such as a filled cache."""
+        """Return `part()`, which the leader calls first, so that the others find its results, such as a cache."""
         mine: list[T] = []
         self.leader_only(lambda: mine.append(part()))
         return self.agree(lambda: mine[0] if mine else part())
@@ -117,12 +117,12 @@ class Distributed:
                 dist.broadcast(buffer, src=0)
 
     def wait(self) -> None:
-        """Wait until all processes have come here."""
+        """Wait until all processes have reached this call."""
         if self.size > 1:
             dist.barrier()
 
     def _meet(self, word: int, error: Exception | None = None) -> int:
-        """Return the gravest word that any process says; a failure's error is raised in all of them."""
+        """Return the most severe status that any process reports; the error of a failure is raised in all of them."""
         box = torch.tensor(word, device="cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
         if int(box) == _FAILED:
@@ -139,7 +139,7 @@ ALONE = Distributed()
 
 
 def _is_known(error: BaseException | None) -> bool:
-    """Tell whether an error is one that all processes have heard of, or follows from one."""
+    """Return True if all processes already know of an error, or of the one that caused it."""
     while error is not None:
         if _TOLD in vars(error):
             return True
@@ -148,7 +148,7 @@ def _is_known(error: BaseException | None) -> bool:
 
 
 def portable(error: Exception) -> Exception:
-    """Return the error if it can be sent to another process, else a `ModelError` of its text."""
+    """Return the error if it can be sent to another process, else a `ModelError` with its text."""
     try:
         copy.copy(error)  # made anew out of its parts, as in the other process
         pickle.dumps(error)

@@ -1,8 +1,8 @@
-"""The one tree of errors.
+"""The error classes.
 
-Every error a user can cause is a `VitclinicError` whose text is one sentence: what was wrong, where, and
-what to do. The command line prints that sentence and exits with the class's `exit_code`; anything else that
-escapes is a bug in vitclinic and keeps its traceback.
+Every error that a user can cause is a `VitclinicError` whose text is one sentence: what is wrong, where, and
+what to do. The command line prints that sentence and exits with the class's `exit_code`; any other exception
+is a bug in vitclinic and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ from collections.abc import Iterable
 
 
 class VitclinicError(Exception):
-    """Base of all errors that vitclinic raises on purpose."""
+    """Base of all errors that vitclinic raises deliberately."""
 
     exit_code = 1
 
 
 class RecipeError(VitclinicError):
-    """A recipe, an option or an argument does not say something we can do."""
+    """Invalid recipe, option or argument."""
 
     exit_code = 2
 
 
 class ModelError(RecipeError):
-    """A network cannot be built, or does not fit the data."""
+    """Network that cannot be built, or that does not fit the data."""
 
 
 class AnatomyError(ModelError):
-    """A network's structure is not known, or is not what its family promises."""
+    """Network whose structure is unknown, or not what its family describes."""
 
 
 class UnknownStructureError(AnatomyError):
-    """No family is known that says what a network's units are."""
+    """Network for which no family is registered."""
 
 
 class NoAttentionMapError(AnatomyError):
-    """A unit's attention is not one softmax over tokens, so that there is no map of it."""
+    """Unit without an attention map, because its attention is not one softmax over tokens."""
 
 
 class TreatmentError(ModelError):
-    """A treatment does not fit a network, or another treatment, or was applied before."""
+    """Treatment that does not fit a network or another treatment, or that was already applied."""
 
 
 class MissingExtraError(RecipeError):
-    """An optional dependency is needed and not installed."""
+    """Missing optional dependency."""
 
     def __init__(self, purpose: str, extra: str) -> None:
         super().__init__(f"{purpose} needs an extra: pip install 'vitclinic[{extra}]'.")
 
 
 class DataError(VitclinicError):
-    """The data cannot be found or read, or contradicts itself."""
+    """Data that cannot be found or read, or that is inconsistent."""
 
     exit_code = 3
 
 
 class EmptySplitError(DataError):
-    """A split of the data has no images."""
+    """Split of the data without images."""
 
     def __init__(self, sentence: str, split: str) -> None:
         super().__init__(sentence)
@@ -65,16 +65,16 @@ class EmptySplitError(DataError):
 
 
 class RunError(VitclinicError):
-    """A run directory cannot be used: locked, not writable, full, damaged or not a run."""
+    """Run directory that cannot be used: locked, not writable, full, damaged or not a run."""
 
     exit_code = 4
 
 
 class LockedError(RunError):
-    """Another process is working in a run directory: whoever can wait may."""
+    """Run directory that another process is using; a caller may wait and try again."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or the empty string when nothing known is close to `word`."""
+    """Return ` Did you mean 'x'?`, or the empty string if no known word is close to `word`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,7 +1,7 @@
 """Facts about a probe that do not depend on the network: its title, its place, its key numbers, its figures.
 
-A probe states them as class attributes, and each of its measurements carries them in its JSON. A report reads them
-there, so that it imports no probe and shows one of an installed package as it shows ours.
+A probe declares them as class attributes, and each of its measurements carries them in its JSON. A report reads them
+from there, so that it imports no probe and treats the probes of installed packages like ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OTHER = "Other"
 
 
 class FigureSpec(Config):
-    """A figure drawn from a probe's numbers as it is declared here, without code.
+    """Declaration of a figure that is drawn from a probe's numbers, without code.
 
     Four kinds of plot suffice for most probes:
 

@@ -1,4 +1,4 @@
-"""Pictures, as arrays of bytes: an image with maps over it in colours; and as the content of a file."""
+"""Pictures as byte arrays: an image with coloured maps over it, and its PNG file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SIDE = 224
 
 
 def blend(image: Picture, attention: NDArray[np.floating]) -> Picture:
-    """`image` [H, W] or [H, W, C] in grey under the colours of `attention` [H, W], as [H, W, 3].
+    """Return `image` [H, W] or [H, W, C] in grey under the colours of `attention` [H, W], as [H, W, 3].
 
-    The map's colours go from its minimum to its maximum; one that is the same everywhere has the darkest.
+    Colours span the map's range from minimum to maximum; a constant map gets the darkest.
     """
     grey = _grey(image)
     if grey.shape != attention.shape:
@@ -36,7 +36,7 @@ def blend(image: Picture, attention: NDArray[np.floating]) -> Picture:
 
 
 def beside(image: Picture, *maps: NDArray[np.floating]) -> Picture:
-    """The image and, to its right, its blend with each of the maps, enlarged by a whole number if they are small."""
+    """Return the image with its blend with each map to its right, enlarged by an integer factor if small."""
     coloured = image if image.ndim == 3 and image.shape[2] == 3 else np.repeat(_grey(image)[..., None], 3, axis=2)
     row = np.concatenate([coloured.astype(np.uint8), *(blend(image, attention) for attention in maps)], axis=1)
     factor = -(-_SIDE // min(image.shape[:2]))
@@ -44,7 +44,7 @@ def beside(image: Picture, *maps: NDArray[np.floating]) -> Picture:
 
 
 def png(picture: NDArray[Any]) -> bytes:
-    """The picture as the content of a PNG file."""
+    """Return the picture as the content of a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(picture)).save(buffer, format="PNG")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Writes that happen whole or not at all, and file errors as sentences."""
+"""Atomic writes, and file errors as sentences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file by one rename, so that a reader sees the old or the new one, never half of it."""
+    """Replace a file by one rename, so that a reader sees the old or the new one, never a partial file."""
     staging = path.with_name(f".{path.name}.tmp")
     with write_errors(path):
         try:
@@ -53,17 +53,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_bytes`."""
+    """Write text as `write_bytes` does."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """As `write_bytes`."""
+    """Write a value as JSON, as `write_bytes` does."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to `path`, a file or a folder; Windows opens no folders."""
+    """Flush what was written to `path`, a file or a folder, to disk; Windows cannot open folders."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -74,7 +74,7 @@ def sync(path: Path) -> None:
 
 
 def publish(staging: Path, target: Path, retired: Path) -> None:
-    """Make the folder `staging` visible as `target` by one rename; what was there becomes `retired`.
+    """Make the folder `staging` visible as `target` by one rename; the old `target` becomes `retired`.
 
     At every moment `target` or `retired` is there and whole.
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class LazyPackage(ModuleType):
-    """A package whose public names are imported when they are first asked for."""
+    """Package whose public names are imported when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
         homes: dict[str, tuple[str, str]] = self.__dict__["_homes"]

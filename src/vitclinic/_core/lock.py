@@ -1,4 +1,4 @@
-"""Locks between processes: a lock file that only one of them holds, and that is free again when its holder dies."""
+"""Locks between processes: a lock file that one process holds at a time, released when that process dies."""
 
 from __future__ import annotations
 

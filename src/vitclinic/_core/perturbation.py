@@ -1,4 +1,4 @@
-"""Changes of images that stay small: balls of the l_inf and the l_2 norm around them, within [0, 1].
+"""Small perturbations of images: l_inf and l_2 balls around them, within [0, 1].
 
 Shapes: B images, C channels.
 """
@@ -16,7 +16,7 @@ Norm = Literal["linf", "l2"]
 
 @dataclass(frozen=True)
 class Ball:
-    """The images in [0, 1] that differ from given ones in [0, 1] by at most `epsilon`, in the norm of each difference.
+    """Ball of the images in [0, 1] that differ from given ones by at most `epsilon` in a norm.
 
     Example:
         >>> x = torch.tensor([[[[0.5, 0.1]]]])
@@ -30,9 +30,9 @@ class Ball:
     epsilon: float
 
     def nearest(self, images: Tensor, moved: Tensor) -> Tensor:
-        """`moved` images [B, C, height, width], brought back into the ball around `images`, then into [0, 1].
+        """Project `moved` images [B, C, height, width] into the ball around `images`, then into [0, 1].
 
-        The second can only shorten a difference, so that both hold afterwards.
+        The second projection can only shorten a difference, so that both constraints hold.
         """
         delta = moved - images
         if self.norm == "linf":
@@ -42,7 +42,7 @@ class Ball:
         return (images + delta).clamp(0, 1)
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """The change of norm 1 that raises a function most, from its gradient; where that is no number, none."""
+        """Return the perturbation of norm 1 along the steepest ascent of a gradient; NaNs count as 0."""
         if self.norm == "linf":
             return gradient.sign().nan_to_num(0.0)
         numbers = gradient.where(gradient.isfinite(), 0.0)
@@ -52,6 +52,6 @@ class Ball:
 
 
 def lengths(delta: Tensor) -> Tensor:
-    """The l_2 norm of each difference, [B, 1, 1, 1]."""
+    """Return the l_2 norm of each difference, [B, 1, 1, 1]."""
     found: Tensor = torch.linalg.vector_norm(delta, dim=(1, 2, 3), keepdim=True)
     return found

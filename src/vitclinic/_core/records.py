@@ -1,8 +1,8 @@
-"""The record of a measurement, and how it lies on disk: `NAME.json`, with its arrays in `NAME.npz`.
+"""Records of measurements and their files: `NAME.json`, with its arrays in `NAME.npz`.
 
-The JSON is strict and has a schema number; numbers that JSON does not know are written as the texts "nan",
-"inf" and "-inf". The arrays' file is written first and the JSON names its SHA-256, so that a pair that does not
-belong together (a write cut off between the two) is noticed. Nothing is pickled.
+The JSON is strict and has a schema number; numbers that JSON does not know are written as the strings "nan",
+"inf" and "-inf". The file of arrays is written first and the JSON contains its SHA-256, so that a pair that does not
+belong together (an interrupted write) is detected. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _from_text(value: Any) -> Any:
 
 
 def _one_nan(value: float) -> float:
-    """Every NaN as the same object: two records of one result are then equal, as containers compare by identity."""
+    """Return the same object for every NaN: containers compare by identity, so records of one result are then equal."""
     return math.nan if math.isnan(value) else value
 
 
@@ -59,10 +59,10 @@ Number = Annotated[
 
 
 def plain_data(value: Any, where: str) -> Any:
-    """`value` as strict JSON can say it, so that what is read back equals what was written.
+    """Return `value` in terms of strict JSON, such that reading it back gives the same value.
 
-    Tuples become lists, numpy's numbers Python's, paths texts, and numbers that are not finite texts as everywhere
-    else. Whatever else JSON does not know is a ValueError that says `where` it is.
+    Tuples become lists, numpy numbers Python numbers, paths strings, and non-finite numbers strings. Other types raise
+    a ValueError that names the place, `where`.
 
     Example:
         >>> plain_data({"a": (1, math.inf)}, "config")
@@ -84,7 +84,7 @@ def plain_data(value: Any, where: str) -> Any:
 
 
 class Scalar(Config):
-    """A number, with its interval (95% unless its probe says otherwise) and sample size where it is an estimate."""
+    """A number with, if it is an estimate, its interval (95% unless its probe says otherwise) and sample size."""
 
     value: Number
     low: Number | None = None
@@ -93,7 +93,7 @@ class Scalar(Config):
 
 
 class UnitRow(Config):
-    """What was measured of one unit of the network's anatomy."""
+    """Values measured for one unit of the network's anatomy."""
 
     name: str
     kind: str
@@ -101,18 +101,18 @@ class UnitRow(Config):
     depth: int
     values: dict[str, Scalar]
     note: str | None = None
-    """What else there is to say of it, in a few words: how it was removed."""
+    """A remark in a few words, such as how the unit was removed."""
 
 
 class Provenance(Config):
-    """How a measurement came about: what one needs to trust it or to repeat it."""
+    """Provenance of a measurement: what is needed to trust or to repeat it."""
 
     seed: int
     mode: str
     """`eval` or `train`: how the network's dropout and normalisation behaved."""
     device: str
     batch_size: int
-    """The one really used, after any halving for want of memory."""
+    """The one actually used, after any halving when memory ran out."""
     duration: Number
     """Seconds; for a streaming probe, of the pass that it shared."""
     date: str
@@ -122,7 +122,7 @@ class Provenance(Config):
 
 
 class Measurement(Config):
-    """What a probe found out about one subject on some data."""
+    """Result of a probe for one subject on some data."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -143,7 +143,7 @@ class Measurement(Config):
     arrays: dict[str, NDArray[Any]] = Field(default_factory=dict, exclude=True)
     provenance: Provenance
     facts: ProbeFacts | None = None
-    """About the probe, for whoever shows the measurement; None in one that was stored by vitclinic 0.1."""
+    """Facts about the probe, for reports; None if the measurement was stored by vitclinic 0.1."""
 
     @field_validator("config", "conditions", mode="before")
     @classmethod
@@ -177,19 +177,19 @@ class Measurement(Config):
 
     @property
     def terms(self) -> tuple[Any, ...]:
-        """All that a result depends on but the network: those of equal terms can be compared.
+        """Everything that a result depends on except the network: results with equal terms can be compared.
 
-        How long the probe might have taken (`budget`) is not among them: what was cut off is not converged.
+        The time limit of the probe (`budget`) is not included: a result that was cut off is marked as not converged.
         """
         options = {name: value for name, value in self.config.items() if name != "budget"}
         return self.probe, self.revision, options, self.data, self.conditions
 
     def plain(self) -> dict[str, Any]:
-        """As strict JSON data, without the arrays."""
+        """Return the record as strict JSON data, without the arrays."""
         return {"schema": SCHEMA, **self.model_dump(mode="json")}
 
     def write(self, path: Path) -> None:
-        """Store as `path` (which ends in .json) and, if there are arrays, the .npz beside it."""
+        """Write the record to `path` (which ends in .json) and its arrays, if any, to the .npz beside it."""
         with write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         record = self.plain()
@@ -201,7 +201,7 @@ class Measurement(Config):
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
-        """The measurement stored at `path`."""
+        """Read the measurement stored at `path`."""
         record = _read_json(path)
         if record.pop("schema", None) != SCHEMA:
             raise RunError(
@@ -226,7 +226,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _pack(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """As numpy.savez_compressed writes it, but with arrays of any name, and the same bytes at any time."""
+    """Return the arrays as numpy.savez_compressed writes them, but with any names and with reproducible bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, array in arrays.items():
@@ -266,7 +266,7 @@ Basis = Literal["reference network", "published range", "heuristic"]
 
 
 class Suggestion(Config):
-    """A treatment to try, and why."""
+    """A treatment to try, and the reason."""
 
     treatment: str
     """As `vitclinic list treatments` names it, or the change of a recipe, such as `data.augment=deit`."""
@@ -277,7 +277,7 @@ class Suggestion(Config):
 
 
 class Finding(Config):
-    """What a rule found in the measurements of one network."""
+    """Conclusion of a rule from the measurements of one network."""
 
     rule: str
     """Such as `over_smoothing`."""

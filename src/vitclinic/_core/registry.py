@@ -1,10 +1,10 @@
-"""Things that users name: probes, treatments, tasks and network families, ours and those of installed packages.
+"""Registries of what users refer to by name: probes, treatments, tasks and network families, built in or installed.
 
 A package adds its own by an entry point of the group `vitclinic.probes`, `vitclinic.treatments`, `vitclinic.tasks` or
-`vitclinic.families`; from then on it is listed, parsed, planned and reported like ours.
+`vitclinic.families`; from then on it is listed, parsed, planned and reported like the built-in ones.
 
-Ours are in the package that bears the group's name, each under `@register`. Their names and facts are read from the
-source, and a module is imported when its class is asked for: a typo is refused without torch.
+The built-in ones are in the package named like the group, each under `@register`. Their names and facts are read from
+the source, and a module is imported only when its class is needed: a typo is reported without importing torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ C = TypeVar("C", bound=type[Config])
 
 @dataclass(frozen=True)
 class Facts:
-    """What `vitclinic list` says of a class."""
+    """Entry of a class in `vitclinic list`."""
 
     name: str
     about: str
@@ -39,7 +39,7 @@ class Facts:
 
 
 class Registry(Generic[T]):
-    """The classes of one noun by their `name`, each a strict config whose fields are its options.
+    """Classes of one kind by their `name`, each a strict config whose fields are its options.
 
     Example:
         >>> from typing import ClassVar
@@ -53,18 +53,18 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, noun: str, group: str, bases: tuple[type, ...]) -> None:
-        """Make an empty registry.
+        """Create an empty registry.
 
         Args:
-            noun: What one of them is called in messages and in `vitclinic list NOUNs`.
-            group: The group of entry points by which installed packages add to it, and the package where ours are.
-            bases: What a class must be derived from, one of them.
+            noun: The word for one of them in messages and in `vitclinic list NOUNs`.
+            group: The entry point group by which installed packages add to it, and the package of the built-in ones.
+            bases: Base classes; a registered class must derive from one of them.
         """
         self.noun, self.group, self.bases = noun, group, bases
         self._known: dict[str, type[T]] = {}
 
     def register(self, cls: C) -> C:
-        """Make a class known by its `name`; use it as a decorator."""
+        """Register a class under its `name`; can be used as a decorator."""
         if not isinstance(cls, type) or not issubclass(cls, self.bases):
             expected = " or ".join(base.__name__ for base in self.bases)
             raise TypeError(f"{getattr(cls, '__name__', repr(cls))} is no {self.noun}: derive it from {expected}")
@@ -75,7 +75,7 @@ class Registry(Generic[T]):
         return cls
 
     def names(self) -> list[str]:
-        """Return all names in alphabetical order; no module of ours is imported for it."""
+        """Return all names in alphabetical order, without importing built-in modules."""
         load_entry_points(self.group, self.register)
         return sorted({*self._known, *read_classes(self.group)})
 
@@ -84,17 +84,17 @@ class Registry(Generic[T]):
         return {name: self.get(name) for name in self.names()}
 
     def check(self, name: str) -> None:
-        """Raise a RecipeError where there is no class of that name."""
+        """Raise a RecipeError if there is no class with that name."""
         names = self.names()
         if name not in names:
             hint = did_you_mean(str(name), names) or f" See `vitclinic list {self.noun}s`."
             raise RecipeError(f"There is no {self.noun} '{name}'.{hint}")
 
     def get(self, name: str) -> type[T]:
-        """Return the class of that name.
+        """Return the class with that name.
 
         Raises:
-            RecipeError: Where there is none.
+            RecipeError: There is none.
         """
         self.check(name)
         if name not in self._known:
@@ -102,7 +102,7 @@ class Registry(Generic[T]):
         return self._known[name]
 
     def facts(self, *attributes: str) -> list[Facts]:
-        """Return what is known of each class, with these class attributes; imports only where the source does not tell.
+        """Return the facts of each class, with these class attributes; imports it only if the source is not enough.
 
         Example:
             >>> from vitclinic.treatments.treatment import TREATMENTS
@@ -127,7 +127,7 @@ class Registry(Generic[T]):
         """Turn `["norms", {"cost": {"repeats": 20}}]` into configs, in order.
 
         Raises:
-            RecipeError: Where a name is unknown or stands twice, or an option does not exist or has a wrong value.
+            RecipeError: A name is unknown or listed twice, or an option does not exist or has an invalid value.
         """
         parsed = [self._parse(entry) for entry in entries]
         names = [type(one).name for one in parsed]  # type: ignore[attr-defined]
@@ -163,9 +163,9 @@ def _options(config: type[Config]) -> Options:
 
 @cache
 def load_entry_points(group: str, register: Callable[[Any], object]) -> None:
-    """Hand what the entry points of `group` name to `register`, once in a process.
+    """Pass the objects of the entry points of `group` to `register`, once per process.
 
-    One that cannot be loaded, or that `register` refuses with an exception, is left out with a warning.
+    One that cannot be loaded, or that `register` rejects with an exception, is skipped with a warning.
     """
     for point in entry_points(group=group):
         try:

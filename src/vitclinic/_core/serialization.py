@@ -1,4 +1,4 @@
-"""YAML and JSON in which a key stands once: their own readers keep the last of two and say nothing."""
+"""YAML and JSON readers that reject duplicate keys; the standard ones silently keep the last."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """What YAML text says; a yaml.YAMLError where it is none, or has a key twice."""
+    """Parse YAML; raise a yaml.YAMLError if it is invalid or has a duplicate key."""
     return yaml.load(text, _Loader)
 
 
 def read_json(text: str) -> Any:
-    """What JSON text says; a ValueError where it is none, or has a key twice."""
+    """Parse JSON; raise a ValueError if it is invalid or has a duplicate key."""
     return json.loads(text, object_pairs_hook=_table)
 
 

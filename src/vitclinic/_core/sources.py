@@ -1,8 +1,8 @@
-"""Facts about our own probes, treatments and tasks, read from their source text: no module of them is imported.
+"""Facts about the built-in probes, treatments and tasks, read from their source without importing it.
 
-`vitclinic list` and a typo in a name need names, first lines and options, and must not wait for torch. Most of these
-are literals in the class, so they are read as such; a class whose facts are computed is `Unreadable` and has to be
-imported. There is no index that could be out of date.
+`vitclinic list` and the message about a mistyped name need names, first lines and options, and must not wait for
+torch. Most of these are literals in the class and are read as such; a class with computed facts raises `Unreadable`
+and has to be imported. There is no index that could get out of date.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Options = dict[str, dict[str, Any]]
 
 
 class Unreadable(Exception):  # noqa: N818 (not an error: the class is then imported)
-    """A fact is no literal, so that only the imported class can tell it."""
+    """Signal that a fact is not a literal, so that the class has to be imported."""
 
 
 @dataclass(frozen=True)
 class SourceClass:
-    """A class as its source text states it."""
+    """Class as declared in its source."""
 
     module: SourceModule
     node: ast.ClassDef
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
+        """First line of the docstring."""
         return (ast.get_docstring(self.node) or "").split("\n")[0]
 
     def fact(self, name: str) -> Any:
@@ -47,7 +47,7 @@ class SourceClass:
         raise Unreadable(name)
 
     def options(self) -> Options:
-        """Return its fields with defaults and descriptions, inherited ones first."""
+        """Return the fields with defaults and descriptions, inherited ones first."""
         found: Options = {}
         for cls in reversed(list(self.lineage())):
             for statement in cls.node.body:
@@ -67,13 +67,13 @@ class SourceClass:
 
 @dataclass(frozen=True)
 class SourceModule:
-    """A module as its source text states it."""
+    """Module as declared in its source."""
 
     name: str
     tree: ast.Module
 
     def classes(self, decorator: str) -> Iterator[SourceClass]:
-        """Yield the classes that stand under `@decorator`."""
+        """Yield the classes decorated with `@decorator`."""
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef) and any(
                 isinstance(one, ast.Name) and one.id == decorator for one in node.decorator_list
@@ -204,7 +204,7 @@ def read_classes(package: str, decorator: str = "register") -> dict[str, SourceC
 
 
 def read_model_names() -> list[str]:
-    """Return every name that timm's registry has once our networks are in it, in timm's order, from both sources."""
+    """Return every name in timm's registry including our networks, in timm's order, read from the sources of both."""
     spec = find_spec("timm")
     folders = [Path(str(sys.modules["vitclinic"].__file__)).parent / "models"]
     if spec is not None:

@@ -1,4 +1,4 @@
-"""Intervals: how sure a number is."""
+"""Confidence intervals and tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 
 def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval for a share, such as an accuracy.
+    """Return Wilson's score interval for a share, such as an accuracy.
 
     Example:
         >>> low, high = share_interval(8, 10)
@@ -32,8 +32,10 @@ def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Int
 
 
 def paired_share_interval(lost: int, gained: int, trials: int, confidence: float = 0.95) -> Interval:
-    """For the difference of two shares on the same trials, of which `lost` were successes only in the first
-    and `gained` only in the second: the adjusted Wald interval for (lost - gained) / trials [Bonett and Price 2012].
+    """Return the adjusted Wald interval for a difference of two shares on the same trials [Bonett and Price 2012].
+
+    The difference is (lost - gained) / trials: `lost` trials were successes only in the first case and `gained` only in
+    the second.
 
     One trial is added to either kind of change, so that an interval does not vanish where nothing changed.
 
@@ -49,7 +51,7 @@ def paired_share_interval(lost: int, gained: int, trials: int, confidence: float
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
-    """The interval for the median between two order statistics: exact for any distribution.
+    """Return the interval between two order statistics for the median, exact for any distribution.
 
     It lies between the k-th smallest and the k-th largest value, k as large as the binomial distribution of the
     number of values below the median allows; None for fewer than six values, which cannot give 95%.
@@ -68,9 +70,14 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 
 
 def jackknife_half_width(without_each: ArrayLike, confidence: float = 0.95) -> NDArray[np.float64]:
-    """Half of the t interval of an estimate, from what it is without each group of the samples, along the first axis.
+    """Return half of the jackknife t interval of an estimate.
 
-    Of a mean and groups of one sample it is the mean's usual t interval. At least two groups, nearly equal in size.
+    For a mean and groups of one sample, this is the usual t interval of the mean.
+
+    Args:
+        without_each: The estimate without each group of samples, along the first axis; at least two groups of nearly
+            equal size.
+        confidence: The confidence level.
 
     Example:
         >>> samples = np.array([1.0, 2.0, 6.0])
@@ -89,7 +96,7 @@ def jackknife_half_width(without_each: ArrayLike, confidence: float = 0.95) -> N
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | None:
-    """Student's interval for the mean of independent values; None for fewer than two, which say nothing.
+    """Return Student's interval for the mean of independent values, or None for fewer than two.
 
     Example:
         >>> low, high = t_interval([1.0, 2.0, 6.0])
@@ -106,7 +113,7 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean of `second - first` over pairs, such as runs with the same seed."""
+    """Mean of `second - first` over pairs, such as runs with the same seed, with its interval and p value."""
 
     mean: float
     low: float
@@ -119,9 +126,9 @@ class PairedDifference:
 def paired_difference(
     first: Sequence[float], second: Sequence[float], confidence: float = 0.95, arms: int = 1
 ) -> PairedDifference:
-    """The t interval and t test of paired differences, at any number of pairs from two on.
+    """Return the t interval and t test of paired differences, for two pairs or more.
 
-    Where `arms` several arms are compared with one first, each interval is at 1 - (1 - confidence) / arms, so that all
+    If `arms` arms are compared with the same first one, each interval is at 1 - (1 - confidence) / arms, so that all
     hold together at `confidence` [Bonferroni]; for their p values see `holm`.
 
     Example:
@@ -144,7 +151,7 @@ def paired_difference(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p values: those below alpha are, all together, false with a probability below alpha [Holm 1979].
+    """Return p values adjusted for multiple comparisons, which controls the family-wise error rate [Holm 1979].
 
     Example:
         >>> holm([0.01, 0.04, 0.03])
@@ -159,7 +166,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 class RunningMean:
-    """Mean and variance of samples that arrive in batches, in float64 and without keeping them.
+    """Mean and variance of samples that arrive in batches, in float64 and without storing them.
 
     Samples may be numbers or arrays of one shape; batches are merged by their means and sums of squared deviations
     (Chan, Golub and LeVeque 1979), which does not cancel.
@@ -178,7 +185,7 @@ class RunningMean:
         self._squares: NDArray[np.float64] = np.zeros(())
 
     def add(self, batch: ArrayLike) -> None:
-        """Take in samples along the first axis."""
+        """Add samples along the first axis."""
         samples = np.asarray(batch, dtype=np.float64)
         count = len(samples)
         if count == 0:
@@ -189,7 +196,7 @@ class RunningMean:
         self.merge(batch_of)
 
     def merge(self, other: RunningMean) -> None:
-        """Take in the samples of another one, as if they had arrived here."""
+        """Add the samples of another one, as if they had arrived here."""
         if other.n == 0:
             return
         delta = other.mean - self.mean
@@ -199,7 +206,7 @@ class RunningMean:
         self.n = total
 
     def half_width(self, confidence: float = 0.95) -> NDArray[np.float64]:
-        """Half of the t interval of the mean; NaN for fewer than two samples."""
+        """Return half of the t interval of the mean; NaN for fewer than two samples."""
         if self.n < 2:
             return np.full_like(self.mean, math.nan)
         from scipy.special import stdtrit  # a tenth of a second that only this needs

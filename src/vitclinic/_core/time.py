@@ -1,4 +1,4 @@
-"""Spans of time, as people write them."""
+"""Durations, as people write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = ((86400, "days"), (3600, "h"), (60, "min"))
 
 
 def seconds(text: str | int | float) -> float:
-    """`90`, `"90s"`, `"3m"`, `"1h30m"` as seconds.
+    """Convert `90`, `"90s"`, `"3m"` or `"1h30m"` to seconds.
 
     Example:
         >>> seconds("3m"), seconds("1h30m"), seconds(90)
@@ -28,7 +28,7 @@ def seconds(text: str | int | float) -> float:
 
 
 def format_duration(span: float) -> str:
-    """Write seconds as one says them.
+    """Format seconds for people to read.
 
     Example:
         >>> [format_duration(span) for span in (0.2, 42.4, 200, 1800, 9000, 400_000)]

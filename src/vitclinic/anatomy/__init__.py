@@ -1,4 +1,4 @@
-"""A network seen as units: where each can be read, how to remove it, and its attention.
+"""Anatomy: a network as a list of units, with sites to read each, ways to remove it, and its attention maps.
 
 anatomy = Anatomy.of(network)
 with taps({unit.name: unit.output for unit in anatomy.units}) as seen:

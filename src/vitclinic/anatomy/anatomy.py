@@ -1,4 +1,4 @@
-"""`Anatomy`: a network as units, and the forward pass that checks what its family says about them."""
+"""`Anatomy`: a network as units, and the forward pass that checks them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from vitclinic.anatomy.units import Block, Kind, Unit
 class Anatomy:
     """The units of a network, in the order of its forward pass.
 
-    >>> import timm
-    >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224"))
-    >>> [unit.name for unit in anatomy.units][:4]
-    ['stem', 'position', 'blocks.0.msa', 'blocks.0.mlp']
+    `network` is the network inside all wrappers (torch.compile, DDP, normalization); names and modules are those of the
+    inner network. An anatomy describes the modules that it saw: after surgery, create a new one.
 
-    `network` is the network inside all wrappers (torch.compile, DDP, normalisation); names and modules are
-    its own. An anatomy describes the modules it saw: after surgery, make a new one.
+    Example:
+        >>> import timm
+        >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224"))
+        >>> [unit.name for unit in anatomy.units][:4]
+        ['stem', 'position', 'blocks.0.msa', 'blocks.0.mlp']
     """
 
     def __init__(self, family: str, network: nn.Module, units: tuple[Unit, ...], grids: dict[Layout, Size]) -> None:
@@ -41,15 +42,24 @@ class Anatomy:
 
     @classmethod
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
-        """Examine `network` by a forward pass of the first image of the batch `example` (by default, noise).
+        """Examine a network with one forward pass.
 
-        That image goes in as any other would, through all wrappers, which may normalise or resize it (but for DDP,
-        whose processes would wait for each other); noise goes into the network inside them. Grids are those of its
-        size: for images of another size, make another anatomy.
+        The pass checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (or to the
+        rounding error of the network's dtype, if that is coarser).
 
-        Checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (to the
-        rounding of the network's own numbers if they are coarser), and raises an AnatomyError that names the
-        first unit that fails.
+        Args:
+            network: A network of a known family, possibly wrapped.
+            example: A batch whose first image is passed through the network, wrappers included (they may normalize or
+                resize it), except for DDP, whose processes would wait for each other. By default, noise is passed to
+                the network inside the wrappers. Grids are those of this image: for another size,
+                create another anatomy.
+
+        Returns:
+            The anatomy of the network inside all wrappers.
+
+        Raises:
+            UnknownStructureError: No family is registered for the network.
+            AnatomyError: The network is not built as its family says; the message names the first unit that fails.
         """
         core, family = recognise(network)
         try:
@@ -75,24 +85,36 @@ class Anatomy:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks of the network, each with its units: for surgery on the attention or the MLP of each."""
+        """Blocks of the network, each with its units, for surgery on the attention or the MLP of each."""
         inside = (unit for unit in self.units if unit.block is not None)
         groups = ((str(name), tuple(units)) for name, units in groupby(inside, key=lambda unit: unit.block))
         return tuple(Block(name, units[0].stage, units) for name, units in groups)
 
     def of_kind(self, *kinds: Kind) -> tuple[Unit, ...]:
-        """The units of these kinds, in order."""
+        """Return the units of these kinds, in order.
+
+        Args:
+            kinds: Any of `stem`, `position`, `msa`, `mlp`, `token_mlp`, `conv`, `pool` and `head`.
+        """
         return tuple(unit for unit in self.units if unit.kind in kinds)
 
     def unit(self, name: str) -> Unit:
-        """The unit of that name."""
+        """Return the unit with a name.
+
+        Raises:
+            AnatomyError: There is no such unit.
+        """
         named = {unit.name: unit for unit in self.units}
         if name not in named:
             raise AnatomyError(f"{self.family} has no unit '{name}'.{did_you_mean(name, named)}")
         return named[name]
 
     def path(self, module: nn.Module) -> str:
-        """The dotted name of one of the network's modules, for `network.set_submodule`."""
+        """Return the dotted name of one of the network's modules, for `network.set_submodule`.
+
+        Raises:
+            AnatomyError: The module is not part of the network (any more).
+        """
         names: dict[int, str] = {id(candidate): name for name, candidate in self.network.named_modules()}
         if id(module) not in names:
             kind = type(module).__name__
@@ -100,21 +122,47 @@ class Anatomy:
         return names[id(module)]
 
     def size(self, layout: Layout) -> Size:
-        """(rows, columns) of the flattened grid of `layout`, as it was when the network was examined."""
+        """Return (rows, columns) of the flattened grid of `layout`, as seen when the network was examined."""
         return self._grids[layout]
 
     def grid(self, site: Site, activation: Tensor) -> Tensor:
-        """What a tap read at `site`, as [B, C, H, W] with prefix tokens stripped."""
+        """Return an activation as a feature map, with prefix tokens stripped.
+
+        Args:
+            site: The site that the activation was read at.
+            activation: The activation, as a tap returns it.
+
+        Returns:
+            The features, [B, C, H, W].
+
+        Raises:
+            AnatomyError: The features have no grid, or one of another size than the example's.
+        """
         return onto_grid(site.layout, activation, self._grids.get(site.layout))
 
     def prefix(self, site: Site, activation: Tensor) -> Tensor:
-        """The class, distillation and register tokens of what a tap read at `site`, [B, prefix, C]."""
+        """Return the class, distillation and register tokens of an activation, [B, prefix, C].
+
+        Args:
+            site: The site that the activation was read at.
+            activation: The activation, as a tap returns it.
+
+        Raises:
+            AnatomyError: The activation is not a sequence of tokens.
+        """
         if activation.ndim != 3:
             raise AnatomyError(f"an activation of shape {tuple(activation.shape)} holds no prefix tokens.")
         return activation[:, : site.layout.prefix]
 
     def remove(self, unit: Unit) -> AbstractContextManager[None]:
-        """The network without `unit` until the context ends; `unit.removal.how` says what that means."""
+        """Take a unit out of the network until the context ends; `unit.removal.how` says how.
+
+        Args:
+            unit: The unit to remove.
+
+        Raises:
+            AnatomyError: The unit cannot be removed, because it changes the shape of the features.
+        """
         if unit.removal is None:
             raise AnatomyError(f"{unit.name} cannot be removed: what follows needs the shape that it makes.")
         return unit.removal.apply()
@@ -144,7 +192,7 @@ def _check_units(network: nn.Module, units: tuple[Unit, ...], example: Tensor) -
 
 
 def _check_residual(unit: Unit, skip: Tensor, branch: Tensor, total: Tensor) -> None:
-    """total = skip + branch; libraries reshape between steps, so only the number of values must agree."""
+    """Check that total = skip + branch; libraries reshape between steps, so only the number of values must agree."""
     tolerance = max(1e-5, 8 * torch.finfo(total.dtype).eps)
     if not total.isfinite().all():
         raise AnatomyError(f"the values after {unit.name} are not finite, so that nothing can be checked or measured.")

@@ -1,20 +1,19 @@
-"""Recording attention maps of any library's attention, one layer at a time, keeping none of them.
+"""Recording of attention maps, of any library's attention, one layer at a time and without storing them.
 
-One mechanism, a torch function mode that is switched on while the attention module of a unit that was asked
-for runs, and three cases:
+The mechanism is a torch function mode that is active only while the attention module of a requested unit runs. There
+are three cases:
 
-1. `scaled_dot_product_attention` never shows its map: it is computed from the same arguments,
-   softmax(q k^T scale + mask), while the network goes on with the fused result;
-2. `multi_head_attention_forward` (torchvision's ViT) hides the first case: it is called once more, and asked
-   for its weights;
-3. any other attention ends in a softmax over its last axis: its result is the map.
+1. `scaled_dot_product_attention` does not return its map: it is recomputed from the same arguments,
+   softmax(q k^T scale + mask), while the network continues with the fused result;
+2. `multi_head_attention_forward` (torchvision's ViT) hides the first case: it is called a second time, with
+   `need_weights=True`;
+3. any other attention ends in a softmax over its last axis, whose result is the map.
 
-Heads of uniform attention, which need no softmax, come last in a map: an attention module that has such heads says how
-many in its attribute `uniform_heads`.
+Heads of uniform attention, which need no softmax, come last in a map: an attention module with such heads gives their
+number in its attribute `uniform_heads`.
 
-Maps are those without dropout in the first two cases and before dropout in the third. An attention that computes its
-map in pieces has an attribute `in_pieces`; it is False while the attention is recorded, and the attention then makes
-one call.
+Maps exclude dropout in the first two cases and precede it in the third. An attention that computes its map in pieces
+has an attribute `in_pieces`; it is set to False during recording, so that the attention makes a single call.
 Shapes: B batch (times windows), H heads, Q queries, K keys.
 """
 
@@ -47,11 +46,11 @@ _showing = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class AttentionMap:
-    """The attention of one unit for one batch: `weights` [B * windows, H, Q, K], each row summing to 1.
+    """Attention of one unit for one batch: `weights` [B * windows, H, Q, K], each row summing to 1.
 
     The first `prefix` keys (and queries, unless the only query is the class token) are off the grid. `hidden` is True
-    where an explicit mask of minus infinity keeps a query from a key, [Q, K], the same in all images and heads (read
-    off the first); None where nothing shows one. The masks of shifted windows are not part of it.
+    where an explicit mask of minus infinity keeps a query from a key, [Q, K]; it is the same for all images and heads
+    (read from the first) and None if there is no such mask. The masks of shifted windows are not part of it.
     """
 
     unit: Unit
@@ -63,20 +62,20 @@ class AttentionMap:
 
     @property
     def prefix_queries(self) -> int:
-        """How many queries are off the grid: they come first."""
+        """Number of queries that are off the grid; they come first."""
         return min(self.prefix, self.weights.shape[2])
 
     @property
     def has_class(self) -> bool:
-        """Whether the first query is the class token."""
+        """True if the first query is the class token."""
         return self.prefix > 0 and self.unit.attention is not None and self.unit.attention.keys.has_class
 
     def by_image(self) -> Tensor:
-        """The weights as [B, windows, H, Q, K]."""
+        """Return the weights as [B, windows, H, Q, K]."""
         return self.weights.reshape(-1, len(self.positions()), *self.weights.shape[1:])
 
     def visible(self) -> Tensor:
-        """Whether a query may see a key, [windows, Q, K]: not across a mask, and neither of them padding."""
+        """Return which keys each query may attend to, bool [windows, Q, K]: not across a mask, and no padding."""
         windows = self.windows or Windows(self.grid)
         regions, real = windows.regions(self.grid), windows.positions(self.grid)[..., 0] >= 0
         together = (regions[:, :, None] == regions[:, None]) & real[:, :, None] & real[:, None]
@@ -85,7 +84,7 @@ class AttentionMap:
         return seen if self.hidden is None else seen & ~self.hidden
 
     def positions(self) -> Tensor:
-        """(row, column) on the grid of each spatial key, [windows, keys - prefix, 2]; (-1, -1) is padding."""
+        """Return (row, column) on the grid of each spatial key, [windows, keys - prefix, 2]; (-1, -1) is padding."""
         return (self.windows or Windows(self.grid)).positions(self.grid)
 
 
@@ -94,11 +93,27 @@ Consumer = Callable[[AttentionMap], None]
 
 @contextmanager
 def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None]:
-    """Call `consumer` with the attention map of each of `units` at every forward pass inside the context.
+    """Call `consumer` with the attention map of each unit at every forward pass inside the context.
 
-    The network's outputs stay what they are (torchvision's ViT under no_grad leaves PyTorch's fast path,
-    which changes the last bits). Maps are to be read: one may be the network's own, so change a copy. A unit without
-    a map is a NoAttentionMapError, one whose attention never ran an AnatomyError.
+    The network's outputs do not change (except that torchvision's ViT under no_grad leaves PyTorch's fast path, which
+    changes the last bits).
+
+    Args:
+        units: Units with attention, such as `anatomy.of_kind("msa")`.
+        consumer: Called with an `AttentionMap`. The map may be the network's own tensor: do not write to it.
+
+    Raises:
+        NoAttentionMapError: A unit's attention is not one softmax over tokens.
+        AnatomyError: The attention of a unit never ran, or the consumer wrote to a map.
+
+    Example:
+        >>> import timm
+        >>> from vitclinic.anatomy import Anatomy
+        >>> network = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)
+        >>> with record_attention(Anatomy.of(network).of_kind("msa"), lambda seen: print(seen.unit.name, seen.grid)):
+        ...     _ = network(torch.rand(1, 3, 32, 32))
+        blocks.0.msa (2, 2)
+        blocks.1.msa (2, 2)
     """
     recorders = [_Recorder(unit, consumer) for unit in units]
     with ExitStack() as stack, eager():
@@ -117,7 +132,7 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
 
 
 class _Recorder(TorchFunctionMode):
-    """The function mode of one unit, on only while its attention module runs: other units cost nothing."""
+    """Function mode of one unit, active only while its attention module runs: other units cost nothing."""
 
     def __init__(self, unit: Unit, consumer: Consumer) -> None:
         super().__init__()
@@ -135,7 +150,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def attach(self) -> Iterator[None]:
-        """Hooks that learn the grid of each forward pass and turn the mode on and off around the module."""
+        """Add hooks that read the grid of each forward pass and switch the mode on and off around the module."""
         module: Any = self._spec.module
         handles = [
             *watch(self._grid_at, self._note_grid),
@@ -233,7 +248,7 @@ def _weights_of_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The map that `scaled_dot_product_attention` applies to `value`, without dropout."""
+    """Return the map that `scaled_dot_product_attention` applies to `value`, without dropout."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
@@ -256,7 +271,7 @@ def _hidden_by_sdpa(
     is_causal: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """Where the call's mask keeps a query from a key, [Q, K]."""
+    """Return where the mask of the call keeps a query from a key, [Q, K]."""
     shape = (query.shape[-2], key.shape[-2])
     if is_causal:
         return torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
@@ -268,18 +283,18 @@ def _hidden_by_sdpa(
 
 
 def _hidden(scores: Tensor) -> Tensor:
-    """Where scores are minus infinity, in the first image and head."""
+    """Return where the scores are minus infinity, in the first image and head."""
     return _first(scores.detach()) == -torch.inf
 
 
 def _first(x: Tensor) -> Tensor:
-    """The first of all axes but the last two."""
+    """Return the first entry of all axes but the last two."""
     return x[(0,) * (x.ndim - 2)]
 
 
 @torch.no_grad()
 def _weights_of_mha(*args: Any, **kwargs: Any) -> Tensor:
-    """The maps per head of `multi_head_attention_forward`, run again without dropout, so no randomness."""
+    """Return the maps per head of `multi_head_attention_forward`, run again without dropout, so without randomness."""
     call = _MHA_SIGNATURE.bind(*args, **kwargs)
     call.arguments |= {"need_weights": True, "average_attn_weights": False, "training": False}
     _, weights = F.multi_head_attention_forward(*call.args, **call.kwargs)

@@ -1,4 +1,4 @@
-"""How a network runs: in evaluation mode, uncompiled, twice differentiable, or once more in a backward pass."""
+"""Contexts in which a network runs: in eval mode, uncompiled, twice differentiable; and a check for recomputation."""
 
 from __future__ import annotations
 
@@ -19,13 +19,25 @@ def eager() -> AbstractContextManager[None]:
 
 
 def is_recomputing() -> bool:
-    """Whether a backward pass is under way, in which checkpointed activations are computed once more."""
+    """Return True during a backward pass, in which checkpointed activations are computed a second time."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 @contextmanager
 def eval_mode(network: nn.Module) -> Iterator[None]:
-    """Eval mode, and then every module's own mode again."""
+    """Put a network into eval mode, and restore the mode of every module when the context ends.
+
+    Args:
+        network: The network.
+
+    Example:
+        >>> network = nn.Sequential(nn.Dropout())
+        >>> with eval_mode(network):
+        ...     print(network.training)
+        False
+        >>> network.training
+        True
+    """
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     try:
@@ -37,11 +49,11 @@ def eval_mode(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def double_differentiable() -> Iterator[None]:
-    """Attention that has a second derivative, in eager mode.
+    """Run attention with a kernel that has second derivatives, in eager mode.
 
-    Fused attention has neither a double backward nor forward-mode derivatives, on any device, so the plain
-    mathematical kernel must be the only one allowed; whatever timm decided when the network was built, this
-    holds for each call inside the context. Compiled networks run uncompiled.
+    Fused attention has neither a double backward nor forward-mode derivatives, on any device, so only the plain math
+    kernel is allowed. This holds for each call inside the context, whatever timm chose when the network was built.
+    Compiled networks run uncompiled.
     """
     with sdpa_kernel(SDPBackend.MATH), eager():
         yield

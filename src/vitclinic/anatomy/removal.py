@@ -1,4 +1,4 @@
-"""The ways of taking a unit out of a network, each undone when its context ends, also on exceptions."""
+"""Ways of removing a unit from a network, each undone when its context ends, even after an exception."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from vitclinic.anatomy.sites import Site, watch
 
 @dataclass(frozen=True, eq=False)
 class Silence:
-    """A residual branch set to zero behind its last norm and scale, so that the state passes unchanged."""
+    """Removal that sets a residual branch to zero after its last norm and scale, so that the state passes unchanged.
+
+    Example:
+        >>> from vitclinic.anatomy import out_of
+        >>> layer = nn.Linear(2, 2)
+        >>> with Silence(out_of(layer)).apply():
+        ...     layer(torch.ones(1, 2)).sum().item()
+        0.0
+    """
 
     branch: Site
 
@@ -27,13 +35,14 @@ class Silence:
 
     @contextmanager
     def apply(self) -> Iterator[None]:
+        """Set the branch to zero until the context ends."""
         with _keep_hooks(watch(self.branch, torch.zeros_like)):
             yield
 
 
 @dataclass(frozen=True, eq=False)
 class Bypass:
-    """A conv replaced by the identity or, if it has a stride s, by taking every s-th pixel [park2022]."""
+    """Removal that replaces a conv by the identity or, with a stride s, by taking every s-th pixel [park2022]."""
 
     conv: nn.Conv2d
 
@@ -43,6 +52,7 @@ class Bypass:
 
     @contextmanager
     def apply(self) -> Iterator[None]:
+        """Replace the conv until the context ends."""
         rows, columns = self.conv.stride
 
         def subsample(_: nn.Module, args: tuple[Any, ...], __: Tensor) -> Tensor:
@@ -56,7 +66,7 @@ class Bypass:
 
 @dataclass(frozen=True, eq=False)
 class Erase:
-    """A parameter that is added to the state, such as a position embedding, set to zero."""
+    """Removal that sets a parameter added to the state, such as a position embedding, to zero."""
 
     parameter: nn.Parameter
 
@@ -68,6 +78,7 @@ class Erase:
     def apply(self) -> Iterator[None]:
         # Swapping the storage, not writing into it: the values come back bit for bit, and no graph built
         # earlier is told that its tensor has changed.
+        """Set the parameter to zero until the context ends."""
         values = self.parameter.data
         self.parameter.data = torch.zeros_like(values)
         try:
@@ -79,7 +90,7 @@ class Erase:
 
 @contextmanager
 def _keep_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    """Run the network eagerly, so that its hooks are called, and take these away at the end."""
+    """Run the network eagerly, so that its hooks are called, and remove these when the context ends."""
     try:
         with eager():
             yield

@@ -1,7 +1,7 @@
-"""Where a tensor can be read in a network, and how its features lie on their grid.
+"""Sites at which a tensor can be read in a network, and the layout of its features on their grid.
 
-A `Site` is one end of one module: what goes into it or what comes out of it. Everything that looks into a
-network (taps, the residual check, the removal of a unit) does so through `watch`.
+A `Site` is one end of one module: its input or its output. Everything that looks into a network (taps, the residual
+check, the removal of a unit) does so through `watch`.
 
 Shapes: B batch, C channels, H and W the grid, N = prefix tokens + H * W.
 """
@@ -22,12 +22,17 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How a part of the network keeps its features: [B, N, C], [B, H, W, C] or [B, C, H, W].
+    """Layout of the features in a part of the network: [B, N, C], [B, H, W, C] or [B, C, H, W].
 
-    A tensor with three axes holds tokens, the first `prefix` of them (class, distillation and register
-    tokens) off the grid, of which the very first is the class token if it `has_class`; one with four axes is
-    [B, H, W, C] if `channels_last`. The size of a flattened grid is not guessed from N: it is read at `grid_at`
-    during a forward pass. Logits, or a class token alone, are not `spatial`.
+    A tensor with three axes holds tokens; one with four axes is a feature map. The size of a flattened grid is not
+    guessed from N: it is read at `grid_at` during a forward pass.
+
+    Args:
+        prefix: The number of tokens off the grid, which come first (class, distillation and register tokens).
+        channels_last: True if a feature map is [B, H, W, C].
+        grid_at: The site at which the grid's size can be read.
+        spatial: False for logits, or for a class token alone.
+        has_class: True if the first prefix token is the class token.
     """
 
     prefix: int = 0
@@ -45,12 +50,17 @@ OFF_GRID = Layout(spatial=False)
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One end of `module`: its input or its output.
+    """One end of a module: its input or its output.
 
-    `item` picks one of several inputs or outputs; `first` keeps only the first tokens. A module that its
-    block calls several times (a shared dropout or ReLU) needs `within`, the block, and `call`, which of the
-    calls is meant. `overwritten` says that the network itself writes into this tensor later on, so that a
-    reader must copy it.
+    Args:
+        module: The module.
+        end: `in` or `out`.
+        layout: The layout of the features.
+        item: The index of the value among several inputs or outputs.
+        first: Keep only this many tokens.
+        within: The block, if it calls the module several times (a shared dropout or ReLU).
+        call: Which of these calls is meant, from 0.
+        overwritten: True if the network later writes to this tensor in place, so that a reader must copy it.
     """
 
     module: nn.Module
@@ -63,12 +73,12 @@ class Site:
     overwritten: bool = False
 
     def pick(self, values: Any) -> Any:
-        """This site's value among a module's inputs or outputs."""
+        """Return this site's value among a module's inputs or outputs."""
         value = values if isinstance(values, Tensor) else values[self.item]
         return value if self.first is None else value[:, : self.first]
 
     def size_of(self, value: Any) -> Size:
-        """(H, W) of a value seen here: a tensor with four axes, or the size itself."""
+        """Return (H, W) of a value seen here: a tensor with four axes, or the size itself."""
         if isinstance(value, Tensor):
             height, width = value.shape[1:3] if self.layout.channels_last else value.shape[2:4]
         else:
@@ -77,19 +87,31 @@ class Site:
 
 
 def into(module: nn.Module, layout: Layout = NCHW, **fields: Any) -> Site:
-    """The site at which `module` receives its input."""
+    """Return the site at the input of `module`.
+
+    Args:
+        module: The module.
+        layout: The layout of its input.
+        fields: Further fields of the `Site`.
+    """
     return Site(module, "in", layout, **fields)
 
 
 def out_of(module: nn.Module, layout: Layout = NCHW, **fields: Any) -> Site:
-    """The site at which `module` gives its output."""
+    """Return the site at the output of `module`.
+
+    Args:
+        module: The module.
+        layout: The layout of its output.
+        fields: Further fields of the `Site`.
+    """
     return Site(module, "out", layout, **fields)
 
 
 def watch(site: Site, act: Callable[[Any], Tensor | None]) -> list[RemovableHandle]:
-    """Call `act` with each value that passes `site`; a tensor that it returns takes the value's place.
+    """Call `act` with each value that passes `site`; if it returns a tensor, that replaces the value.
 
-    Returns the handles of the hooks; removing them ends the watch.
+    Returns the handles of the hooks; removing them stops it.
     """
     calls = 0
 
@@ -119,7 +141,7 @@ def watch(site: Site, act: Callable[[Any], Tensor | None]) -> list[RemovableHand
 
 
 def onto_grid(layout: Layout, activation: Tensor, size: Size | None) -> Tensor:
-    """`activation` as [B, C, H, W] without prefix tokens; `size` is (H, W), for flattened grids."""
+    """Return `activation` as [B, C, H, W] without prefix tokens; `size` is (H, W), for flattened grids."""
     if not layout.spatial:
         raise AnatomyError("these features have no grid: they are a class token, or the output of the network.")
     if activation.ndim == 4:

@@ -1,6 +1,6 @@
-"""Reading activations without editing a network.
+"""Taps: reading activations without editing a network.
 
-`stream` hands each activation to a consumer and keeps nothing; `taps` keeps the last one of each.
+`stream` passes each activation to a consumer and keeps nothing; `taps` keeps the last one at each site.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ Key = TypeVar("Key", bound=Hashable)
 def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *, grad: bool = False) -> Iterator[None]:
     """Call `consumer(key, activation)` for every activation that passes one of `sites` inside the context.
 
-    Without `grad` activations come detached. A consumer that keeps a tensor of a site marked `overwritten`
-    must copy it. The network computes what it always computes; compiled modules run eagerly, since their
-    graphs do not see hooks. What activation checkpointing recomputes in a backward pass is not seen again. A site
-    that nothing passed is an error when the context ends.
+    The network's results do not change. Compiled modules run eagerly, since their graphs do not see hooks. Activations
+    that checkpointing recomputes in a backward pass are not reported again.
+
+    Args:
+        sites: The sites to read, by key.
+        consumer: Called with the key and the activation. To keep a tensor of a site marked `overwritten`, copy it.
+        grad: Keep activations attached to the autograd graph; by default they are detached.
+
+    Raises:
+        AnatomyError: A site was not reached before the context ended.
     """
     silent = dict(sites)
 
@@ -51,18 +57,18 @@ def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often `tensor` was written into; None under inference mode, in which torch does not count."""
+    """Return how often `tensor` was written to; None in inference mode, where torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 class Activations(Mapping[Key, Tensor]):
-    """What the taps saw last; reading what the network has since overwritten in place is an error."""
+    """The last activation at each tap; reading one that the network has since overwritten in place is an error."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, tuple[Tensor, int | None]] = {}
 
     def keep(self, key: Key, activation: Tensor) -> None:
-        """Remember `activation` and which state of it was seen."""
+        """Store `activation` together with its version."""
         self._seen[key] = (activation, version_of(activation))
 
     def __getitem__(self, key: Key) -> Tensor:
@@ -80,11 +86,27 @@ class Activations(Mapping[Key, Tensor]):
 
 @contextmanager
 def taps(sites: Mapping[Key, Site], *, grad: bool = False) -> Iterator[Activations[Key]]:
-    """Keep the last activation at each of `sites`, as `stream` would hand it out.
+    """Keep the last activation at each of `sites`.
 
-    with taps({"last": anatomy.units[-2].output}, grad=True) as seen:
-        logits = network(images)
-    seen["last"].shape
+    Args:
+        sites: The sites to read, by key.
+        grad: Keep activations attached to the autograd graph; by default they are detached.
+
+    Yields:
+        The activations by key, filled as the network runs.
+
+    Raises:
+        AnatomyError: A site was not reached before the context ended.
+
+    Example:
+        >>> import timm, torch
+        >>> from vitclinic.anatomy import Anatomy
+        >>> network = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)
+        >>> anatomy = Anatomy.of(network)
+        >>> with taps({"last": anatomy.units[-2].output}) as seen:
+        ...     logits = network(torch.rand(1, 3, 32, 32))
+        >>> seen["last"].shape
+        torch.Size([1, 5, 192])
     """
     seen: Activations[Key] = Activations()
 

@@ -1,4 +1,4 @@
-"""The nouns of an anatomy: units, their residual, what removing them means, their attention.
+"""The parts of an anatomy: units, their residual, their removal and their attention.
 
 A family (`vitclinic.anatomy.families`) walks a network and yields its units in the order of the forward pass.
 """
@@ -22,7 +22,7 @@ Kind = Literal["stem", "position", "msa", "mlp", "token_mlp", "conv", "pool", "h
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """total = skip + branch, checked to 1e-5 when a network is examined."""
+    """Sites of a residual step: total = skip + branch, checked to 1e-5 when a network is examined."""
 
     skip: Site
     branch: Site
@@ -30,21 +30,24 @@ class Residual:
 
 
 class Removal(Protocol):
-    """What stands in for a unit that is taken out."""
+    """Protocol of a way to remove a unit."""
 
     @property
     def how(self) -> str:
-        """What removing means here, in a few words for a table or a report."""
+        """Description of the removal in a few words, for a table or a report."""
 
     def apply(self) -> AbstractContextManager[None]:
-        """The network without the unit, until the context ends."""
+        """Remove the unit from the network until the context ends."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """The module whose one call computes one softmax over keys, and how the keys lie on their grid.
+    """A module that computes one softmax over keys per call, and the layout of the keys.
 
-    `windows` gives the windows into which a grid of a size is cut; None means that attention is global.
+    Args:
+        module: The attention module.
+        keys: The layout of the keys on their grid.
+        windows: Function from the size of a grid to its windows; None for global attention.
     """
 
     module: nn.Module
@@ -54,15 +57,24 @@ class AttentionSpec:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """One step of the forward pass: what it is, where its ends can be read, and how to take it out.
+    """One step of the forward pass: its kind, the sites at which it can be read, and how to remove it.
 
-    `input` is the state before the unit and `output` the state after the residual addition (after the block's
-    last activation, if it has one). `module` is the unit's own module (the attention, the MLP, the block of
-    convs, the stem ...) and `norm` its norm, for surgery; `block` names the block that it is part of. A head's
-    norm is the final one where it acts on the last state, tokens or feature map (PiT: on the class tokens of it);
-    None where the network has none, or one behind its pooling. `activation` is where the values behind the last
-    activation function of the branch can be read, the hidden neurons of an MLP, which lead to its last linear layer
-    or conv; None where there is no such function, as in attention.
+    Args:
+        name: The unit's name, such as `blocks.0.msa`.
+        kind: `stem`, `position`, `msa`, `mlp`, `token_mlp`, `conv`, `pool` or `head`.
+        stage: The stage it belongs to, from 0.
+        module: The unit's own module (attention, MLP, block of convs, stem, ...), for surgery.
+        input: The state before the unit.
+        output: The state after the residual addition (and after the block's last activation, if there is one).
+        norm: The unit's norm, for surgery. A head's norm is the final one if it acts on the last state, tokens or
+            feature map (PiT: on its class tokens); None if the network has none, or has it after pooling.
+        block: The name of the block that the unit is part of.
+        residual: The sites of its residual addition, if it has one.
+        removal: The way to remove it; None if it cannot be removed.
+        attention: The attention, if there is a map to record.
+        activation: The site after the last activation function of the branch: the hidden neurons of an MLP, which lead
+            to its last linear layer or conv. None if there is no such function, as in attention.
+        depth: The unit's place in the network, from 0; set by the anatomy.
     """
 
     name: str
@@ -82,7 +94,7 @@ class Unit:
 
     @property
     def branch(self) -> Site | None:
-        """Where what the unit adds to the state can be read; None without a residual."""
+        """Site of what the unit adds to the state; None without a residual."""
         return None if self.residual is None else self.residual.branch
 
     def __repr__(self) -> str:
@@ -91,12 +103,12 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """The units that share a block, such as the attention and the MLP of a transformer block."""
+    """Units that share a block, such as the attention and the MLP of a transformer block."""
 
     name: str
     stage: int
     units: tuple[Unit, ...]
 
     def unit(self, kind: Kind) -> Unit | None:
-        """The block's unit of that kind, if it has one."""
+        """Return the block's unit of a kind, or None."""
         return next((unit for unit in self.units if unit.kind == kind), None)

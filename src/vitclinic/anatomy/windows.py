@@ -1,4 +1,4 @@
-"""Windows of a windowed attention: which place on the grid each token of a map stands for."""
+"""Windows of windowed attention: the place on the grid of each token of a map."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from vitclinic.anatomy.sites import Size
 
 @dataclass(frozen=True)
 class Windows:
-    """Non-overlapping windows of `size`, on a grid rolled back by `shift` and padded to a multiple of `size`.
+    """Non-overlapping windows on a grid that is rolled back by `shift` and padded to a multiple of `size`.
 
-    Libraries differ in what comes first: `pad_first` pads and then rolls (torchvision, Hugging Face),
-    otherwise the grid is rolled and then padded (timm). A map's batch axis is then B * number of windows,
-    windows running fastest. A shifted window at the end of an axis holds tokens from both ends of the grid, which a
-    mask keeps apart.
+    A map's batch axis is B * number of windows, windows running fastest. A shifted window at the end of an axis holds
+    tokens from both ends of the grid, which a mask keeps apart.
+
+    Args:
+        size: (height, width) of a window.
+        shift: How far the grid is rolled back, (rows, columns).
+        pad_first: Pad and then roll (torchvision, Hugging Face); otherwise roll and then pad (timm).
+
+    Example:
+        >>> Windows(size=(1, 2)).positions((1, 4)).tolist()
+        [[[0, 0], [0, 1]], [[0, 2], [0, 3]]]
     """
 
     size: Size
@@ -26,7 +33,7 @@ class Windows:
     pad_first: bool = False
 
     def positions(self, grid: Size) -> Tensor:
-        """(row, column) of every token of every window, [windows, tokens, 2]; (-1, -1) is padding."""
+        """Return (row, column) of every token of every window, [windows, tokens, 2]; (-1, -1) is padding."""
         rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
         places_hw2 = torch.stack((rows, columns), dim=-1)
         margin = self._padding(grid)
@@ -40,11 +47,10 @@ class Windows:
         return self._cut(roll(pad(places_hw2)) if self.pad_first else pad(roll(places_hw2)))
 
     def regions(self, grid: Size) -> Tensor:
-        """The side of the seam on which every token of every window is, [windows, tokens]: the same number in a window
-        where tokens may see each other.
+        """Return the side of the seam of every token of every window, [windows, tokens].
 
-        The seam lies `shift` before the end of the padded axis, whatever is padding there (in timm, which rolls first,
-        it is then not where the ends of the grid meet).
+        Tokens of a window may attend to each other if their numbers are equal. The seam lies `shift` before the end of
+        the padded axis, even if that is padding (in timm, which rolls first, this is then not where the grid wraps).
         """
         rows, columns = (
             (torch.arange(length + pad) >= length + pad - shift).int()
@@ -56,7 +62,7 @@ class Windows:
         return [-length % window for length, window in zip(grid, self.size, strict=True)]
 
     def _cut(self, x_hwc: Tensor) -> Tensor:
-        """What lies on the padded grid, by windows: [windows, tokens, C]."""
+        """Cut the padded grid into windows, [windows, tokens, C]."""
         height, width = self.size
         windows = x_hwc.reshape(len(x_hwc) // height, height, -1, width, x_hwc.shape[-1])
         return windows.transpose(1, 2).reshape(-1, height * width, x_hwc.shape[-1])

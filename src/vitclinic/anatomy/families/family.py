@@ -1,7 +1,7 @@
-"""Families of networks: which there are, which one a network belongs to, and the parts that families are made of.
+"""Families of networks: their registry, the recognition of a network, and the parts that families are built from.
 
-`Family` and `recognise` come first; the functions below make the units of blocks, stems, pools and heads, as families
-of several libraries need them.
+`Family` and `recognise` come first; the functions below create the units of blocks, stems, pools and heads that
+families of several libraries need.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ WRAPPERS = ("_orig_mod", "module", "backbone")
 
 @dataclass(frozen=True)
 class Family:
-    """Networks that are walked the same way.
+    """A group of network classes whose units are found in the same way.
 
-    `classes` are dotted names of the networks' classes: a network is recognised by them, or by a base class,
-    without importing the library it comes from. `units` walks a network and yields its units in the order of
-    the forward pass; `input_size` gives the (channels, height, width) of a small input that the network
-    accepts.
+    Args:
+        name: The family's name, such as `timm ViT`.
+        classes: Dotted names of the classes. A network is recognised by its class or a base class, without importing
+            the library it comes from.
+        units: Function from a network to its units, in the order of the forward pass.
+        input_size: Function from a network to the (channels, height, width) of a small input that it accepts.
+
+    Example:
+        >>> family = Family("linear", ("torch.nn.modules.linear.Linear",), lambda net: (), lambda net: (3, 32, 32))
+        >>> family.includes(nn.Linear(2, 2))
+        True
     """
 
     name: str
@@ -40,7 +47,7 @@ class Family:
     input_size: Callable[[Any], tuple[int, int, int]]
 
     def includes(self, network: nn.Module) -> bool:
-        """Whether `network` is of one of the family's classes."""
+        """Return True if `network` is an instance of one of the family's classes."""
         return any(f"{base.__module__}.{base.__qualname__}" in self.classes for base in type(network).__mro__)
 
 
@@ -48,7 +55,17 @@ _families: list[Family] = []
 
 
 def register_family(family: Family) -> Family:
-    """Make a family known in this process; it goes before those already known."""
+    """Register a family in this process; it takes precedence over the ones registered before.
+
+    Args:
+        family: The family.
+
+    Returns:
+        The same family.
+
+    Raises:
+        TypeError: The argument is not a `Family`.
+    """
     if not isinstance(family, Family):
         raise TypeError(f"{family!r} is not a Family")
     _families.insert(0, family)
@@ -56,13 +73,13 @@ def register_family(family: Family) -> Family:
 
 
 def list_families() -> tuple[Family, ...]:
-    """All families, those registered last first."""
+    """Return all families, including those of installed packages, the last registered first."""
     load_entry_points(ENTRY_POINTS, register_family)
     return tuple(_families)
 
 
 def recognise(network: nn.Module) -> tuple[nn.Module, Family]:
-    """The network inside all wrappers, and its family.
+    """Return the network inside all wrappers, and its family.
 
     A module of no known family is looked into through the attributes `WRAPPERS`, in that order, if nothing beside
     that attribute has parameters: a backbone with a head behind it is a network of its own.
@@ -77,7 +94,7 @@ def recognise(network: nn.Module) -> tuple[nn.Module, Family]:
 
 
 def _unwrap(module: nn.Module) -> nn.Module | None:
-    """The child that `module` is only a wrapper of."""
+    """Return the child that `module` only wraps, or None."""
     children = dict(module.named_children())
     parameters = set(module.parameters())
     inside = (children[name] for name in WRAPPERS if name in children)
@@ -85,7 +102,7 @@ def _unwrap(module: nn.Module) -> nn.Module | None:
 
 
 def _unknown(network: nn.Module) -> str:
-    """What can be said about a network of no known family, in a sentence."""
+    """Return an error message that describes a network of no known family."""
     children = ", ".join(f"{name} ({type(child).__name__})" for name, child in network.named_children())
     lists = [
         f"{name} ({len(module)} x {type(next(iter(module))).__name__})"
@@ -103,7 +120,7 @@ def _unknown(network: nn.Module) -> str:
 
 
 def unknown_block(name: str, block: nn.Module) -> UnknownStructureError:
-    """The error for a block that a family does not know how to take apart."""
+    """Return the error for a block whose units a family does not know."""
     return UnknownStructureError(
         f"{name} is a {type(block).__name__}, for which no units with a state between them are known; "
         "register a family that says what its units are (docs/anatomy.md)."
@@ -111,7 +128,7 @@ def unknown_block(name: str, block: nn.Module) -> UnknownStructureError:
 
 
 class Step(NamedTuple):
-    """One residual step of a block; `branch` is read behind the last norm, scale and drop."""
+    """One residual step of a block; `branch` is read after the last norm, scale and drop."""
 
     kind: Kind
     module: nn.Module
@@ -122,7 +139,7 @@ class Step(NamedTuple):
 
 
 def residual_block(name: str, stage: int, states: list[Site], steps: list[Step]) -> Iterator[Unit]:
-    """The units of a block whose residual steps lead from one of `states` to the next, named `name`.kind."""
+    """Yield the units of a block whose residual steps lead from each of `states` to the next, named `name`.kind."""
     for step, (before, after) in zip(steps, pairwise(states), strict=True):
         yield Unit(
             name=f"{name}.{step.kind}",
@@ -149,7 +166,7 @@ def transformer_block(
     attention: AttentionSpec | None = None,
     post_norm: bool = False,
 ) -> Iterator[Unit]:
-    """A block with timm's names: norm1, attn, drop_path1, norm2, mlp, drop_path2.
+    """Return the units of a block with timm's names: norm1, attn, drop_path1, norm2, mlp, drop_path2.
 
     Pre-norm: x + attn(norm1(x)), so the state between the steps enters norm2. Post-norm: x + norm1(attn(x)),
     so it enters the MLP, and the input of norm2 is another quantity.
@@ -167,58 +184,58 @@ def transformer_block(
 
 
 def hidden(mlp: nn.Module) -> Site | None:
-    """What comes out of the activation function of an MLP with timm's names; of a gated MLP, its gate."""
+    """Return the site after the activation function of an MLP with timm's names; for a gated MLP, after its gate."""
     act = getattr(mlp, "act", None)
     return out_of(act, OFF_GRID) if isinstance(act, nn.Module) else None
 
 
 def activation_among(layers: nn.Module) -> Site | None:
-    """What comes out of the last activation function among the children, recognised by where PyTorch defines them."""
+    """Return the site after the last activation function among the children, recognised by its module in PyTorch."""
     found = [module for module in layers.children() if type(module).__module__ == nn.GELU.__module__]
     return out_of(found[-1], OFF_GRID) if found else None
 
 
 def softmax_attention(module: nn.Module, keys: Layout) -> AttentionSpec | None:
-    """The attention map of timm's attention; none where a treatment took its softmax away."""
+    """Return the attention of a timm module, or None if a treatment has removed its softmax."""
     return AttentionSpec(module, keys) if getattr(module, "softmax", True) else None
 
 
 def image_channels(network: nn.Module) -> int:
-    """The number of channels of the images that a network takes: those of its first convolution."""
+    """Return the number of input channels of a network: those of its first convolution."""
     return next(module.in_channels for module in network.modules() if isinstance(module, nn.Conv2d))
 
 
 def stem(module: nn.Module, network: nn.Module, output: Site) -> Unit:
-    """The unit that turns the image into features."""
+    """Return the unit that turns the image into features."""
     return Unit("stem", "stem", 0, module, into(network), output)
 
 
 def position(parameter: nn.Parameter, module: nn.Module, before: Site, after: Site, stage: int = 0) -> Unit:
-    """The addition of a position embedding between two sites; removing it means an embedding of zero."""
+    """Return the unit that adds a position embedding between two sites; removing it sets the embedding to zero."""
     return Unit("position", "position", stage, module, before, after, removal=Erase(parameter))
 
 
 def pool(name: str, stage: int, module: nn.Module, before: Site, after: Site) -> Unit:
-    """The subsampling that leads into `stage`."""
+    """Return the unit that subsamples before `stage`."""
     return Unit(f"{name}.pool", "pool", stage, module, before, after)
 
 
 def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | None = None) -> Unit:
-    """From the last state to the network's output; `norm` acts on that state, before any pooling.
+    """Return the unit from the last state to the network's output; `norm` acts on that state, before any pooling.
 
-    Libraries put an identity where there is no such norm.
+    Libraries use an identity if there is no such norm.
     """
     acting = None if isinstance(norm, nn.Identity) else norm
     return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), acting)
 
 
 def is_smoothing(module: nn.Module) -> bool:
-    """Whether an entry of a stage is not a block but the blur that `spatial_smoothing` puts at its end."""
+    """Return True for the blur that `spatial_smoothing` adds at the end of a stage, which is not a block."""
     return type(module).__name__ == "Blur"
 
 
 def read_after_blur(unit: Unit, blur: nn.Module) -> Unit:
-    """A stage's last unit, read behind the blur: that is what the next unit sees; its residual stays in front."""
+    """Return a stage's last unit with its output read after the blur, as the next unit sees it."""
     return replace(unit, output=out_of(blur))
 
 
@@ -231,7 +248,7 @@ def conv_unit(
     *,
     activation: Site | None,
 ) -> Unit:
-    """A convolutional block on [B, C, H, W] with one addition; by default removing it silences its branch."""
+    """Return the unit of a convolutional block on [B, C, H, W]; by default, removing it sets its branch to zero."""
     return Unit(
         name=f"{name}.conv",
         kind="conv",

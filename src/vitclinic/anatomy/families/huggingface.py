@@ -15,7 +15,7 @@ from vitclinic.anatomy.windows import Windows
 
 
 def vit(network: Any) -> list[Unit]:
-    """Stem, position, and an MSA and an MLP per block; DeiT has a distillation token too."""
+    """Return stem, position, and an MSA and an MLP per block; DeiT also has a distillation token."""
     body, prefix = _body(network)
     embeddings = body.embeddings
     grid = out_of(embeddings.patch_embeddings.projection)
@@ -32,7 +32,7 @@ def vit(network: Any) -> list[Unit]:
 
 
 def swin(network: Any) -> list[Unit]:
-    """Stem, position (if it is absolute), pools, and an MSA and an MLP per block; all as [B, N, C]."""
+    """Return stem, position (if absolute), pools, and an MSA and an MLP per block; all as [B, N, C]."""
     body, prefix = _body(network)
     embeddings = body.embeddings
     patches = Layout(grid_at=out_of(embeddings.patch_embeddings.projection))
@@ -55,7 +55,7 @@ def swin(network: Any) -> list[Unit]:
 
 
 def _body(network: Any) -> tuple[Any, str]:
-    """The model inside a task's network, and the prefix of its names."""
+    """Return the model inside a task's network, and the prefix of its names."""
     body = network.base_model
     return body, "" if body is network else f"{network.base_model_prefix}."
 
@@ -74,12 +74,12 @@ def _block(name: str, stage: int, block: Any, layout: Layout, attention: Attenti
 
 
 def _mlp(block: Any) -> Any:
-    """The MLP; transformers 4 has no module for the whole of it: this is its first half."""
+    """Return the MLP or, in transformers 4, which has no module for all of it, its first half."""
     return getattr(block, "mlp", None) or block.intermediate
 
 
 def _activation(mlp: Any) -> Site | None:
-    """Behind the activation function: a module `activation_fn` in transformers 5; in 4, the end of the first half."""
+    """Return the site after the activation: `activation_fn` in transformers 5; in 4, the end of the first half."""
     act = getattr(mlp, "activation_fn", None)
     if isinstance(act, nn.Module):
         return out_of(act, OFF_GRID)
@@ -87,7 +87,7 @@ def _activation(mlp: Any) -> Site | None:
 
 
 def _branches(block: Any, layout: Layout) -> tuple[Site, Site]:
-    """Where the two branches end; Swin's attention leaves its windows only at the drop_path."""
+    """Return where the two branches end; Swin's attention leaves its windows only at the drop_path."""
     windowed = hasattr(block, "drop_path")
     if hasattr(block, "mlp"):  # transformers 5: both steps share one dropout, in this order
         msa, mlp = (out_of(block.dropout, layout, within=block, call=call) for call in range(2))
@@ -103,7 +103,7 @@ def _windows(block: Any, grid: Size) -> Windows:
 
 
 def input_size(network: Any) -> tuple[int, int, int]:
-    """The size in the network's configuration."""
+    """Return the image size in the network's configuration."""
     size = network.config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return (network.config.num_channels, height, width)

@@ -28,7 +28,7 @@ _CONVS = ("PreActBasicBlock", "PreActBottleneck")
 
 
 def units(network: Any) -> list[Unit]:
-    """Stem (with its max-pooling), then a unit per block; stages subsample in their first block."""
+    """Return the stem (with its max-pooling) and a unit per block; stages subsample in their first block."""
     walk = [stem(network.conv1, network, out_of(network.maxpool))]
     for stage in range(4):
         for index, block in enumerate(network.stage(stage)):
@@ -54,7 +54,7 @@ def _conv(name: str, stage: int, block: Any) -> Unit:
 
 
 def msa_unit(name: str, stage: int, block: Any, branch: Site, total: Site) -> Unit:
-    """The unit of an MSA block in a ResNet, all of whose layers are its own; attention is in windows."""
+    """Return the unit of an MSA block in a ResNet, with all layers of the block; its attention is windowed."""
     keys = Layout(channels_last=True, grid_at=into(block.attn, NHWC))
     return Unit(
         name=f"{name}.msa",
@@ -76,7 +76,7 @@ def _windows(attention: Any, grid: Size) -> Windows:
 
 
 def input_size(network: Any) -> tuple[int, int, int]:
-    """Any size will do; a stem that does not subsample is for small images."""
+    """Return a size, as any will do: small if the stem does not subsample."""
     side = 32 if network.conv1.stride == (1, 1) else 64
     return (image_channels(network), side, side)
 

@@ -35,7 +35,7 @@ _CONVS = {"BasicBlock": 2, "Bottleneck": 3}
 
 
 def resnet_units(network: Any, *, shared_activation: bool) -> list[Unit]:
-    """Stem (with its max-pooling), then a conv unit per block; stages subsample in their first block."""
+    """Return the stem (with its max-pooling) and a conv unit per block; stages subsample in their first block."""
     walk = [stem(network.conv1, network, out_of(network.maxpool))]
     for stage in range(4):
         for index, block in enumerate(getattr(network, f"layer{stage + 1}")):
@@ -72,7 +72,7 @@ def _resnet_total(block: Any, shared_activation: bool) -> Site:
 
 
 def _resnet_activation(block: Any, shared_activation: bool) -> Site:
-    """Behind the last activation inside the branch; the block's last one follows the addition."""
+    """Return the site after the last activation inside the branch; the block's last one follows the addition."""
     before = _CONVS[type(block).__name__] - 1
     if shared_activation:
         return out_of(block.relu, within=block, call=before - 1)
@@ -86,7 +86,7 @@ def _resnet_removal(block: Any) -> Bypass | None:
 
 
 def resnet_input_size(network: Any) -> tuple[int, int, int]:
-    """Any size will do."""
+    """Return a small size, as any will do."""
     return (image_channels(network), 64, 64)
 
 
@@ -102,7 +102,7 @@ TORCHVISION_RESNET = Family(
 
 
 def convnext_units(network: Any) -> list[Unit]:
-    """Stem, and in each stage a pool (where the grid or the width changes), then a conv unit per block."""
+    """Return the stem and, per stage, a pool (if the grid or the width changes) and a conv unit per block."""
     walk = [stem(network.stem, network, out_of(network.stem))]
     for stage, layer in enumerate(network.stages):
         name = f"stages.{stage}"
@@ -118,7 +118,7 @@ def convnext_units(network: Any) -> list[Unit]:
 
 
 def convnext_input_size(network: Any) -> tuple[int, int, int]:
-    """Any multiple of the total stride will do."""
+    """Return a small multiple of the total stride, as any will do."""
     return (image_channels(network), 64, 64)
 
 

@@ -38,7 +38,7 @@ _ONE_STEP: dict[str, Kind] = {"MsaBlock": "msa", "MlpBlock": "mlp"}
 
 
 def vit_units(network: Any) -> list[Unit]:
-    """Stem, position (if it is learned), and an MSA and an MLP per block."""
+    """Return stem, position (if learned), and an MSA and an MLP per block."""
     # Channels last with `dynamic_img_size`, tokens otherwise; the grid is what the patch projection gives.
     patches = Layout(channels_last=True, grid_at=out_of(network.patch_embed.proj))
     has_class = network.cls_token is not None  # some have registers and no class token
@@ -70,7 +70,7 @@ def _vit_single_step(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
 
 
 def vit_input_size(network: Any) -> tuple[int, int, int]:
-    """The size the position embedding was made for."""
+    """Return the size that the position embedding was made for."""
     return (image_channels(network), *network.patch_embed.img_size)
 
 
@@ -78,7 +78,7 @@ VIT = Family("timm ViT", ("timm.models.vision_transformer.VisionTransformer",), 
 
 
 def pit_units(network: Any) -> list[Unit]:
-    """Stem, position, and in each stage a pool (but for the first), then an MSA and an MLP per block."""
+    """Return stem, position and, per stage, a pool (except in the first), then an MSA and an MLP per block."""
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed))]
     grid = out_of(network.pos_drop)
     walk.append(position(network.pos_embed, network.pos_drop, walk[-1].output, grid))
@@ -98,7 +98,7 @@ PIT = Family("timm PiT", ("timm.models.pit.PoolingVisionTransformer",), pit_unit
 
 
 def swin_units(network: Any, *, post_norm: bool) -> list[Unit]:
-    """Stem, and in each stage a pool (but for the first), then an MSA and an MLP per block."""
+    """Return the stem and, per stage, a pool (except in the first), then an MSA and an MLP per block."""
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed, NHWC))]
     for stage, layer in enumerate(network.layers):
         name = f"layers.{stage}"
@@ -120,7 +120,7 @@ def _swin_windows(block: Any, grid: Size) -> Windows:
 
 
 def swin_input_size(network: Any) -> tuple[int, int, int]:
-    """The size the windows were fitted to."""
+    """Return the size that the windows were fitted to."""
     return (image_channels(network), *network.patch_embed.img_size)
 
 
@@ -143,7 +143,7 @@ _POSITION_BEFORE = 2
 
 
 def volo_units(network: Any) -> list[Unit]:
-    """Stem; stages, pools and position in the order of the network's list; class blocks; head."""
+    """Return the stem; stages, pools and position in the order of the network's list; class blocks; head."""
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed))]
     layout, stage = NHWC, 0
     for index, entry in enumerate(network.network):
@@ -185,7 +185,7 @@ def _volo_class_block(name: str, stage: int, block: Any, tokens: Layout) -> list
 
 
 def volo_input_size(network: Any) -> tuple[int, int, int]:
-    """The size the position embedding was made for."""
+    """Return the size that the position embedding was made for."""
     convs = [module for module in network.patch_embed.modules() if isinstance(module, nn.Conv2d)]  # one behind another
     patch = math.prod(conv.stride[0] for conv in convs)
     height, width = (network.pos_embed.shape[axis] * patch * network.pooling_scale for axis in (1, 2))
@@ -196,7 +196,7 @@ VOLO = Family("timm VOLO", ("timm.models.volo.VOLO",), volo_units, volo_input_si
 
 
 def mixer_units(network: Any) -> list[Unit]:
-    """Stem, then a token-MLP and an MLP per block (gMLP: one token-MLP, which does both)."""
+    """Return the stem, then a token-MLP and an MLP per block (gMLP: one token-MLP, which does both)."""
     tokens = Layout(grid_at=out_of(network.stem.proj))
     walk = [stem(network.stem, network, out_of(network.stem, tokens))]
     for index, block in enumerate(network.blocks):
@@ -224,7 +224,7 @@ def _mixer_block(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
 
 
 def mixer_input_size(network: Any) -> tuple[int, int, int]:
-    """The size the token-mixing weights were made for."""
+    """Return the size that the token-mixing weights were made for."""
     return (image_channels(network), *network.stem.img_size)
 
 

@@ -26,7 +26,7 @@ from vitclinic.anatomy.windows import Windows
 
 
 def vit(network: Any) -> list[Unit]:
-    """Stem, position, and an MSA and an MLP per block."""
+    """Return stem, position, and an MSA and an MLP per block."""
     encoder = network.encoder
     tokens = Layout(prefix=1, grid_at=out_of(network.conv_proj))
     walk = [stem(network.conv_proj, network, out_of(network.conv_proj))]
@@ -52,7 +52,7 @@ def vit(network: Any) -> list[Unit]:
 
 
 def swin(network: Any) -> list[Unit]:
-    """Stem, then stages and pools in turn, with an MSA and an MLP per block."""
+    """Return the stem, then stages and pools in turn, with an MSA and an MLP per block."""
     walk = [stem(network.features[0], network, out_of(network.features[0], NHWC))]
     for index, entry in enumerate(network.features[1:], start=1):
         stage, name = index // 2, f"features.{index}"
@@ -83,7 +83,7 @@ def _swin_block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[U
 
 
 def _windows(attention: Any, grid: Size) -> Windows:
-    """torchvision decides at each call that an axis with a single window is not shifted."""
+    """Return the windows; torchvision decides at each call that an axis with a single window is not shifted."""
     height, width = (
         0 if window >= length else shift
         for window, length, shift in zip(attention.window_size, grid, attention.shift_size, strict=True)
@@ -92,7 +92,7 @@ def _windows(attention: Any, grid: Size) -> Windows:
 
 
 def convnext(network: Any) -> list[Unit]:
-    """Stem, then stages and pools in turn, with a conv unit per block."""
+    """Return the stem, then stages and pools in turn, with a conv unit per block."""
     walk = [stem(network.features[0], network, out_of(network.features[0]))]
     for index, entry in enumerate(network.features[1:], start=1):
         stage, name = index // 2, f"features.{index}"
