@@ -66,9 +66,54 @@ def test_help_names_every_key_of_a_recipe():
     assert all(key in help_text for key in Recipe.model_fields)
 
 
-def test_help_and_version_do_not_load_torch():
-    code = "import sys, vitclinic.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+WITHOUT_TORCH = [
+    *(["list", what] for what in ("probes", "treatments", "studies", "datasets", "recipes", "tasks", "models")),
+    ["--help"],
+    *([verb, "--help"] for verb in ("demo", "train", "examine", "prescribe", "study", "report", "corrupt", "list")),
+    ["trian"],
+    ["train", "epoch=3"],
+    ["train", "optimizer.momentums=1"],
+    ["train", "treatments=[samm]"],
+    ["train", "task=clasification"],
+    ["train", "data=/no/such/place"],
+    ["train", "nothing"],
+    ["train", "--resume", "/no/run"],
+    ["examine", "/no/run"],
+    ["examine", "resnet18", "--data", "digits"],
+    ["examine", "timm:resnet18", "--probes", "fouriers"],
+    ["examine", "timm:resnet18", "--set", "fouriers.x=1"],
+    ["examine", "timm:resnet18", "--data", "/no/such/place"],
+    ["study", "C66"],
+    ["prescribe", "--data", "shapes", "--treatments", "samm"],
+    ["prescribe", "--data", "/no/such/place"],
+    ["report", "/no/run"],
+    ["corrupt", "/no/such/place", "--out", "copies"],
+]
+
+
+def test_lists_help_and_refusals_do_not_load_torch(tmp_path):
+    code = """
+import json, sys
+from vitclinic.cli import main
+loaded = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["vitclinic", *words]
+    try:
+        main()
+    except SystemExit:
+        pass
+    loaded += [(words, name) for name in ("torch", "timm", "scipy", "plotly") if name in sys.modules]
+    if loaded:
+        sys.exit(f"{loaded} was loaded")
+"""
+    command = [sys.executable, "-c", code, json.dumps(WITHOUT_TORCH)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_printed():
     import vitclinic
 
     assert vitclinic.__version__ in vitclinic_output("--version")

@@ -1,5 +1,6 @@
 """The import direction of ARCHITECTURE.md, and a public surface that is really there."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -7,8 +8,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import grimp
+import pytest
 
 import vitclinic
+from vitclinic._core.lazy import LazyPackage
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,14 +46,57 @@ def test_the_files_that_architecture_names_are_there():
         assert (ROOT / "src" / "vitclinic" / name).exists() or (ROOT / name).exists(), name
 
 
-def test_every_public_name_is_there():
-    for name in vitclinic.__all__:
-        assert getattr(vitclinic, name) is not None
+PUBLIC = {
+    *("examine", "train", "resume", "prescribe", "study", "report", "treat"),
+    *("create_model", "load_model", "open_data", "open_study", "build_recipe", "report_studies"),
+    *("list_datasets", "list_models", "list_probes", "list_recipes", "list_studies", "list_tasks", "list_treatments"),
+    *("Callback", "Dataset", "Exam", "Exams", "Finding", "Measurement", "Prescription", "Recipe", "Run"),
+    *("Checkpoint", "Comparison", "Study", "StudyResult", "Verdict", "VitclinicError", "__version__"),
+    *("anatomy", "data", "functional", "models", "probes", "tasks", "treatments"),
+}
+
+
+def test_the_public_surface_grows_on_purpose():
+    assert set(vitclinic.__all__) == set(dir(vitclinic)) == PUBLIC
+
+
+LAZY = ["", *("anatomy", "data", "exam", "probes", "tasks", "training", "treatments")]
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_every_public_name_is_there(package):
+    module = importlib.import_module(f"vitclinic.{package}".rstrip("."))
+    assert isinstance(module, LazyPackage)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
+def test_importing_vitclinic_and_its_packages_imports_nothing_large():
+    packages = ", ".join(f"vitclinic.{package}".rstrip(".") for package in LAZY)
+    code = f"import sys, {packages}; sys.exit(any(name in sys.modules for name in ('torch', 'timm', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_subpackages_need_no_import_of_their_own():
+    code = "import vitclinic; print(vitclinic.probes.Norms().name, vitclinic.treatments.Treatment.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "norms Treatment\n"
+
+
+def test_a_function_is_not_hidden_by_the_module_it_is_in():
+    code = """
+import vitclinic.exam.examine, vitclinic.training.train
+from vitclinic.exam import examine
+from vitclinic.training import train
+assert callable(examine) and callable(train) and vitclinic.exam.examine is examine is vitclinic.examine
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_docstring_examples_run():
     import doctest
-    import importlib
     import pkgutil
 
     tried = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -35,7 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more about what is going on.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more about what is being done.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -64,6 +65,7 @@ def import_quickly() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else libraries with C++ objects report them as leaked
 
 
 @contextmanager
@@ -82,6 +84,15 @@ def recipe_and_changes(words: list[str]) -> tuple[str | None, list[str]]:
     if len(recipes) > 1:
         raise RecipeError(f"One recipe at a time: got {' and '.join(repr(word) for word in recipes)}.")
     return (recipes[0] if recipes else None), [word for word in words if "=" in word]
+
+
+def check_data(source: str | None) -> None:
+    """Raise a DataError for data that is not there, before torch is loaded."""
+    from vitclinic.data.config import DataConfig
+    from vitclinic.data.dataset import check_source
+
+    if source is not None:
+        check_source(DataConfig(source=source))
 
 
 def free_path(path: Path) -> Path:

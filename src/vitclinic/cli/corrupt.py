@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vitclinic.cli.common import Quiet, Verbose, app, console_for, resumable
+from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, resumable
 
 
 class Form(StrEnum):
@@ -20,27 +20,31 @@ class Form(StrEnum):
 
 @app.command()
 def corrupt(
-    data: Annotated[str, typer.Argument(metavar="DATA", help="As `vitclinic list datasets` says.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the copies go, one folder each.")],
-    corruption: Annotated[str, typer.Option(metavar="A,B", help="Names, 15 (the benchmark's) or all 19.")] = "all",
-    severity: Annotated[str, typer.Option(metavar="1,2", help="1 to 5, or all.")] = "all",
-    form: Annotated[Form, typer.Option("--format", help="parquet, or a folder of PNG files.")] = Form.parquet,
+    data: Annotated[str, typer.Argument(metavar="DATA", help="The data to corrupt: see `vitclinic list datasets`.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the copies, one sub-folder each.")],
+    corruption: Annotated[
+        str, typer.Option(metavar="A,B", help="Names; 15: those of the benchmark; all: those and 4 more.")
+    ] = "all",
+    severity: Annotated[str, typer.Option(metavar="1,2", help="1 (weak) to 5 (strong), or all.")] = "all",
+    form: Annotated[Form, typer.Option("--format", help="parquet files, or folders of PNG files.")] = Form.parquet,
     split: Annotated[str, typer.Option(help="train, val, test or all.")] = "test",
-    limit: Annotated[int | None, typer.Option(help="At most so many images of a split, stratified.")] = None,
-    size: Annotated[int | None, typer.Option(help="Pixels a side; the data's own unless given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of whatever is random in corrupting.")] = 0,
+    limit: Annotated[int | None, typer.Option(help="At most this many images of a split, class-balanced.")] = None,
+    size: Annotated[int | None, typer.Option(help="Pixels a side; default: as in the data.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random corruptions, such as noise.")] = 0,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write corrupted copies of a data set, as CIFAR-10-C and ImageNet-C are of theirs: noise, blur, weather, JPEG, ...
+    """Write corrupted copies of your data, as in CIFAR-10-C and ImageNet-C.
 
     \b
-    vitclinic corrupt photos/ --out photos-c                         all 19 corruptions at 5 severities
-    vitclinic corrupt cifar10/ --out c --corruption fog --severity 3  one of them
-    vitclinic examine runs/a --data photos-c/fog-3                   measure on one
+    vitclinic corrupt photos/ --out photos-c          19 corruptions, 5 severities
+    vitclinic corrupt photos/ --out c --corruption fog,snow --severity 3
+    vitclinic examine runs/a --data photos-c/fog-3    measure on one of them
 
-    The same command goes on where it was interrupted. What the corruptions are: docs/corrupt.md.
+    Noise, blur, weather, JPEG and others; docs/corrupt.md shows them all. After
+    an interruption, run the same command to continue.
     """
+    check_data(data)
     with resumable("what has been written is kept"):
         from vitclinic.data.corruptions.copies import corrupt_data
         from vitclinic.exam.display import Display

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import PROBE_FAILED, Quiet, Verbose, app, console_for, follows, resumable
+from vitclinic.cli.common import PROBE_FAILED, Quiet, Verbose, app, check_data, console_for, follows, resumable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,45 +19,62 @@ if TYPE_CHECKING:
 
 @app.command()
 def examine(
-    targets: Annotated[list[str], typer.Argument(metavar="TARGET...", help="What to examine; see below.")],
-    data: Annotated[str | None, typer.Option(metavar="D", help="Data to measure on; a run has its own.")] = None,
-    probes: Annotated[str | None, typer.Option(metavar="A,B", help="Which probes; else those in time.")] = None,
-    budget: Annotated[str | None, typer.Option(metavar="TIME", help="Of all targets together; else 5m.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only what one pass over the images shows.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="All probes that apply, whatever they take.")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="An option of a probe.")
+    targets: Annotated[list[str], typer.Argument(metavar="TARGET", help="Networks to examine, as in the examples.")],
+    data: Annotated[str | None, typer.Option(metavar="D", help="Images to measure on; default: the run's own.")] = None,
+    probes: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Probes to run; default: all that fit into the budget.")
     ] = None,
-    split: Annotated[str, typer.Option(help="train, val or test.")] = "test",
-    limit: Annotated[int | None, typer.Option(help="At most so many images, stratified.")] = None,
-    size: Annotated[int | None, typer.Option(help="Pixels a side, where the network takes any.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images at a time; halved when memory runs out.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of whatever is random in measuring.")] = 0,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time for all targets together, such as 20m; default: 5m.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what one pass over the images can measure.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every probe that applies, however long it takes.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="Set an option of a probe; can be repeated."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Images to measure on: train, val or test.")] = "test",
+    limit: Annotated[int | None, typer.Option(help="At most this many images, class-balanced.")] = None,
+    size: Annotated[int | None, typer.Option(help="Pixels a side, for networks that take any size.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images per batch; halved if memory runs out.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed of whatever a probe draws at random.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Do not ask for pretrained ones.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where results go; a run's own exams/, or ./exams.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is stored.")] = False,
-    report: Annotated[Path | None, typer.Option(help="The page; report.html of one run, or of ./exams.")] = None,
-    no_report: Annotated[bool, typer.Option("--no-report", help="Write no page.")] = False,
-    no_images: Annotated[bool, typer.Option("--no-images", help="Leave your pictures out of the page.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Untrained weights, instead of published ones.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for results; default: the run's exams/, or ./exams.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is already stored.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; default: report.html in the run, or in ./exams."),
+    ] = None,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Do not write a page.")] = False,
+    no_images: Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the probes that apply on one or several networks, within a budget, and write one page about them.
+    """Measure one or more networks with probes, within a time budget, and write one page about them.
 
     \b
-    vitclinic examine runs/photos-...                       a run, on its own test images
-    vitclinic examine runs/a runs/b --budget 20m            two of them side by side, the first as the reference
-    vitclinic examine runs/a --quick                        only what one pass over the images shows
-    vitclinic examine runs/a --probes norms,landscape       these probes
-    vitclinic examine timm:resnet18 --data photos/          a timm network with its published weights
-    vitclinic examine 'timm:NAME?img_size=32@FILE' --data D  keywords, and a checkpoint
-    vitclinic examine torchvision:NAME hf:NAME mynets:build --data D
-    torchrun --nproc-per-node 4 -m vitclinic examine ...    curvature probes divide their work
+    vitclinic examine runs/photos-...                a run, on its own test images
+    vitclinic examine runs/a runs/b --budget 20m     two runs, compared
+    vitclinic examine runs/a@epoch-3                 another checkpoint of a run
+    vitclinic examine runs/a --probes norms,fourier  these probes only
+    vitclinic examine timm:resnet18 --data photos/   published weights of timm
+    vitclinic examine 'timm:NAME?img_size=32@FILE' --data photos/
+    vitclinic examine torchvision:NAME hf:NAME mynets:build --data photos/
+    torchrun --nproc-per-node 4 -m vitclinic examine runs/a
 
-    Probes: `vitclinic list probes`. What is stored is not measured again: docs/examine.md.
+    `NAME?keyword=value@FILE` sets keywords of the network and loads your weights;
+    `mynets:build` calls the function `build` of your module mynets.py.
+
+    `vitclinic list probes` shows the probes. Results are stored and reused: after
+    an interruption, run the same command to continue. More: docs/examine.md.
     """
+    _refuse_typos(targets, data, _names(probes), _settings(settings or []))
     with resumable():  # the imports, too, are long enough to be interrupted
         from rich.markup import escape
 
@@ -95,6 +112,23 @@ def examine(
         raise error
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
         raise typer.Exit(PROBE_FAILED)
+
+
+def _refuse_typos(
+    targets: list[str], data: str | None, probes: list[str] | None, settings: dict[str, dict[str, Any]]
+) -> None:
+    """Raise for a name or a path that is not there, before torch is loaded.
+
+    One wrong target of several is told at the end: the others are examined.
+    """
+    from vitclinic.exam.addresses import check_target
+    from vitclinic.probes.probe import PROBES
+
+    for name in [*(probes or ()), *settings]:
+        PROBES.check(name)
+    check_data(data)
+    if len(targets) == 1:
+        check_target(targets[0])
 
 
 def _report_path(exams: Exams, out: Path | None) -> Path:

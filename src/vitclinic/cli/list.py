@@ -157,11 +157,17 @@ class Listed(StrEnum):
 
 @app.command("list")
 def list_(
-    what: Annotated[Listed, typer.Argument(help="recipes, models, treatments, tasks, datasets, probes or studies")],
-    pattern: Annotated[str | None, typer.Argument(help="Only names like this, as in 'vit*'.")] = None,
+    what: Annotated[Listed, typer.Argument(metavar="WHAT", help=", ".join(Listed))],
+    pattern: Annotated[str | None, typer.Argument(help="Only names that match, such as 'vit*'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List what there is, by full name."""
+    """List what you can name: recipes, models, treatments, tasks, datasets, probes or studies.
+
+    \b
+    vitclinic list models 'vit_tiny*'     names for model=, timm's and ours
+    vitclinic list treatments             what each changes and costs, and its options
+    vitclinic list probes --json          for programs
+    """
     from fnmatch import fnmatch
 
     rows = LISTINGS[what.value]()

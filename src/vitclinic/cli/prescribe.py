@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, console_for, recipe_and_changes, resumable
+from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, recipe_and_changes, resumable
 
 
 @app.command()
 def prescribe(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="The recipe to improve, as for `train`."),
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]", help="The recipe to improve, as for `train`."),
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="D", help="Your data.")] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time for everything, such as 30m or 2h.")] = "1h",
@@ -37,7 +37,7 @@ def prescribe(
     vitclinic prescribe --data photos/ --budget 1h
     vitclinic prescribe --data photos/ --budget 30m --treatments conv_stem,sam
     vitclinic prescribe my.yaml optimizer.lr=3e-4 --budget 4h
-    vitclinic prescribe --data photos/ --from runs/a   first what its exam suggests
+    vitclinic prescribe --data photos/ --from runs/a   what it suggests first
 
     Short trials select a treatment on the validation images. The winner is then
     compared with the plain recipe on the test images, with new seeds and the same
@@ -47,10 +47,10 @@ def prescribe(
     recipe, changes = recipe_and_changes(words or [])
     if data is None and recipe is None and not any(word.startswith("data") for word in changes):
         raise RecipeError("Which data? Give --data D, or a recipe that names it.")
+    tried = _refuse_typos(recipe, changes, data, treatments, examined)
     with resumable("every trial that has ended is stored"):
         from vitclinic.experiments.prescribe.conduct import prescribe as try_treatments
         from vitclinic.experiments.prescribe.display import Display, show_prescription
-        from vitclinic.training.overrides import parse_yaml
 
         console = console_for(verbose, quiet)
         first: list[str] = []
@@ -64,10 +64,31 @@ def prescribe(
                 changes,
                 data=data,
                 budget=budget,
-                treatments=None if treatments is None else parse_yaml(f"[{treatments}]", "--treatments"),
+                treatments=tried,
                 first=first,
                 seed=seed,
                 out=out,
                 callbacks=[display],
             )
         show_prescription(found, console)
+
+
+def _refuse_typos(
+    recipe: str | None, changes: list[str], data: str | None, treatments: str | None, examined: Path | None
+) -> list[Any] | None:
+    """Return the treatments that are named; raise for a name or a path that is not there, before torch is loaded."""
+    from vitclinic.training import Run, build_recipe
+    from vitclinic.training.overrides import parse_yaml
+    from vitclinic.treatments.treatment import TREATMENTS
+
+    source = build_recipe(recipe, changes).data.source
+    check_data(source if data is None else data)
+    if examined is not None:
+        Run.open(examined)
+    if treatments is None:
+        return None
+    named: list[Any] = parse_yaml(f"[{treatments}]", "--treatments")
+    for entry in named:
+        for name in entry if isinstance(entry, dict) else [entry]:
+            TREATMENTS.check(name)
+    return named

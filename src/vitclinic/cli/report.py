@@ -14,7 +14,7 @@ from vitclinic.cli.common import Quiet, Verbose, app, console_for
 @app.command()
 def report(
     targets: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN...", help="Runs, or folders exams/NAME-DIGEST.")
+        list[str] | None, typer.Argument(metavar="RUN", help="Runs, or folders exams/NAME-DIGEST.")
     ] = None,
     all_studies: Annotated[
         bool, typer.Option("--all", help="All studies in a folder (default: studies), with an index.")
@@ -34,7 +34,7 @@ def report(
     vitclinic report runs/plain runs/sam            the second against the first
     vitclinic report runs/photos@epoch-3            another checkpoint
     vitclinic report exams/timm-resnet18-1a2b3c4d   a network without a run
-    vitclinic report --all                          all studies: studies/index.html
+    vitclinic report --all                          studies/index.html, all studies
     vitclinic report --all elsewhere                elsewhere/index.html
 
     The page is one file that opens offline. More: docs/report.md.
@@ -43,6 +43,10 @@ def report(
     if all_studies:
         page = _all_studies(targets or ["studies"], out, title)
     elif targets:
+        from vitclinic.exam.addresses import check_stored
+
+        for target in targets:
+            check_stored(target)
         from vitclinic.exam.reporting import report as write
 
         page = write(targets, out, title=title, images=not no_images)

@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import RUNS_FAILED, Quiet, Verbose, app, console_for, recipe_and_changes, resumable
+from vitclinic.cli.common import (
+    RUNS_FAILED,
+    Quiet,
+    Verbose,
+    app,
+    check_data,
+    console_for,
+    recipe_and_changes,
+    resumable,
+)
 
 
 class ScaleChoice(StrEnum):
@@ -24,9 +33,7 @@ class ScaleChoice(StrEnum):
 def study(
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="NAME|FILE [KEY=VALUE]...", help="A claim or a study file, then changes to every recipe."
-        ),
+        typer.Argument(metavar="NAME|FILE [KEY=VALUE]", help="A claim or a study file, then changes to every recipe."),
     ],
     data: Annotated[str | None, typer.Option(metavar="D", help="Your copy of its data, or other images.")] = None,
     scale: Annotated[ScaleChoice, typer.Option(help="cpu: scaled down; paper: as published.")] = ScaleChoice.cpu,
@@ -44,9 +51,9 @@ def study(
     """Re-test a claim of the papers, or one of your own, over several seeds.
 
     \b
-    vitclinic study C6 --data cifar10/                a claim, scaled down for a CPU
+    vitclinic study C6 --data cifar10/                a claim, at CPU scale
     vitclinic study C6 --data cifar10/ --processes 2  two runs at a time
-    vitclinic study C6 --scale paper --dry-run        the cost at the paper's scale
+    vitclinic study C6 --scale paper --dry-run        the paper's own cost
     vitclinic study C6 --scale paper --data imagenet/ --ray auto
     vitclinic study my-study.yaml epochs=5            your own, with a change
 
@@ -55,15 +62,16 @@ def study(
     interruption, run the same command to continue; studies share the runs that
     they have in common. How to write a study: docs/study.md.
     """
+    name, changes = recipe_and_changes(words)
+    if name is None:
+        raise RecipeError("Which study? Name a claim of `vitclinic list studies`, or a file.")
+    _refuse_typos(name, data)
     with resumable("every run is saved"):
         from vitclinic.experiments.study.conduct import study as conduct
         from vitclinic.experiments.study.costs import plan_study
         from vitclinic.experiments.study.display import Display, show_plan, show_result
 
         console = console_for(verbose, quiet or as_json)
-        name, changes = recipe_and_changes(words)
-        if name is None:
-            raise RecipeError("Which study? Name a claim of `vitclinic list studies`, or a file.")
         if dry_run:
             plan = plan_study(name, changes, data=data, scale=scale.value, seeds=seeds)
             if as_json:
@@ -87,3 +95,12 @@ def study(
         show_result(found, console)
     if found.failures:
         raise typer.Exit(RUNS_FAILED)
+
+
+def _refuse_typos(name: str, data: str | None) -> None:
+    """Raise for a study or data that is not there, before torch is loaded."""
+    from vitclinic.experiments.study.catalogue import find_missing_data, read_study
+
+    read_study(name)
+    if data is None or find_missing_data(data) is None:
+        check_data(data)

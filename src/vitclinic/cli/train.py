@@ -8,35 +8,47 @@ from typing import Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, console_for, finish, import_quickly, recipe_and_changes
+from vitclinic.cli.common import (
+    Quiet,
+    Verbose,
+    app,
+    check_data,
+    console_for,
+    finish,
+    import_quickly,
+    recipe_and_changes,
+)
 
 
 @app.command()
 def train(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe's name or file, then changes to it."),
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]", help="A recipe's name or file, then changes to it."),
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue an interrupted run.")] = None,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a network: on a folder of images, parquet, a torchvision or hub set, or an embedded one.
+    """Train a network on your images, or on a set that comes with vitclinic.
 
     \b
-    vitclinic train data=photos/                 one sub-folder per class
-    vitclinic train shapes epochs=5              a shipped recipe, changed
-    vitclinic train my.yaml optimizer.lr=3e-4    your own recipe file
-    vitclinic train data=photos/ max_time=30m    as many steps as fit
-    vitclinic train --resume runs/photos-...     after Ctrl-C or a crash
+    vitclinic train data=photos/                one sub-folder per class
+    vitclinic train data=photos/ 'treatments=\\[sam]'  with a treatment
+    vitclinic train shapes epochs=5             a shipped recipe, with a change
+    vitclinic train my.yaml optimizer.lr=3e-4   your own recipe file
+    vitclinic train data=photos/ max_time=30m   as many steps as fit
+    vitclinic train --resume runs/photos-...    after Ctrl-C or a crash
     torchrun --nproc-per-node 4 -m vitclinic train data=photos/
 
-    Keys: model, data, treatments, task, loss, optimizer, schedule, epochs or steps or max_time, batch_size, accumulate,
-    clip, ema, precision, compile, checkpoint, validation, test, seed, out, workers, device, logging.
+    Keys: model, data, treatments, task, loss, optimizer, schedule, epochs or
+    steps or max_time, batch_size, accumulate, clip, ema, precision, compile,
+    checkpoint, validation, test, seed, out, workers, device, logging.
 
-    Sections have keys of their own, as in data.limit=500: docs/train.md lists them all. Values are YAML.
+    Values are YAML. Some keys have keys of their own, such as data.limit=500;
+    docs/train.md describes them all. `vitclinic list` shows the recipes, models,
+    treatments and datasets that you can name.
     """
-    from vitclinic.data.dataset import check_source
     from vitclinic.training import Run, build_recipe
     from vitclinic.training import resume as resume_run
     from vitclinic.training import train as train_run
@@ -48,7 +60,7 @@ def train(
     if resume is not None:  # mistakes are told before torch is loaded
         Run.open(resume)
     else:
-        check_source(build_recipe(recipe, changes).data)
+        check_data(build_recipe(recipe, changes).data.source)
     with import_quickly():
         from vitclinic.training import launch  # noqa: F401
         from vitclinic.training.display import Display

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import betaincinv
 from torch import Tensor
 
 from vitclinic._core.errors import RecipeError
@@ -57,6 +56,8 @@ class Mixing:
 
     def lambdas(self, keys: Keys) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return each image's lambda (1 if it is not mixed), and True for those that are cut rather than blended."""
+        from scipy.special import betaincinv
+
         draws = uniforms(keys, "mixing", 3)
         cut = draws[:, 0] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
         alpha = np.where(cut, self.cutmix, self.mixup)

@@ -27,6 +27,20 @@ def check_target(text: str) -> None:
         raise RecipeError(f"'{text}' is not a target: {advise(text)}")
 
 
+def check_stored(text: str) -> None:
+    """Raise a RecipeError where a text names neither a run nor a folder with measurements."""
+    if find_run(text) is None and not any(Path(text).expanduser().glob("*.json")):
+        raise nothing_stored(text)
+
+
+def nothing_stored(text: str) -> RecipeError:
+    """Return the error for a text that names neither a run nor a folder with measurements."""
+    return RecipeError(
+        f"'{text}' is neither a run directory nor a folder with measurements; write RUN, RUN@CHECKPOINT or, of"
+        " another network that was examined, exams/NAME-DIGEST."
+    )
+
+
 def advise(text: str) -> str:
     """Return what to write instead of a text that is no target."""
     if text.partition(".")[0] in read_model_names():

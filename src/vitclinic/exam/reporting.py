@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from vitclinic._core.errors import RecipeError, RunError, VitclinicError
+from vitclinic._core.errors import RunError, VitclinicError
 from vitclinic._core.records import Measurement
+from vitclinic.exam.addresses import find_run, nothing_stored
 from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
 from vitclinic.probes.digest import network_digest
@@ -87,17 +88,13 @@ class _Stored:
 
 
 def _open_stored(text: str) -> _Stored:
-    before, _, checkpoint = text.rpartition("@")
-    for folder, named in ((text, ""), (before, checkpoint)):  # a folder's own name may hold an @
-        if folder and (Path(folder).expanduser() / "recipe.yaml").is_file():
-            run = Run.open(Path(folder).expanduser())
-            return _Stored(text.rstrip("/"), _of_network(text, _read(run.path / "exams"), bool(named)), run)
+    found = find_run(text)
+    if found is not None:
+        run = Run.open(found[0])
+        return _Stored(text.rstrip("/"), _of_network(text, _read(run.path / "exams"), bool(found[1])), run)
     elsewhere = Path(text).expanduser()
     if not (measurements := _read(elsewhere)):
-        raise RecipeError(
-            f"'{text}' is neither a run directory nor a folder with measurements; write RUN, RUN@CHECKPOINT or, of"
-            " another network that was examined, exams/NAME-DIGEST."
-        )
+        raise nothing_stored(text)
     return _Stored(re.sub(r"-[0-9a-f]{8}$", "", elsewhere.resolve().name), measurements)
 
 
