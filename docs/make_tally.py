@@ -13,9 +13,9 @@ from pathlib import Path
 
 from vitclinic._core.time import format_duration
 from vitclinic.experiments.study.store import describe_changes, not_blind, tally
-from vitclinic.reports.study.page import comparison
+from vitclinic.reports.study.page import view_comparison
 from vitclinic.reports.study.result import StoredResult, read_result
-from vitclinic.reports.study.tally import NOT_RUN, Entry, by_paper, counts
+from vitclinic.reports.study.tally import NOT_RUN, Entry, count_outcomes, group_by_paper
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"
@@ -32,8 +32,8 @@ the number of comparisons of its study) lies on the side that the claim says, *o
 otherwise; a claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite,
 *undecided* otherwise, and *exploratory* below five seeds. Effects are means over seeds, in the measure's own unit,
 with their interval. Cost is training time by the runs' own record; studies share runs, so that costs do not add up.
-What a study
-trains and measures is in its file, `src/vitclinic/studies/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it.
+What a study trains and
+measures is in its file, `src/vitclinic/experiments/study/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it.
 
 Lines that the papers do not give are ours. Those of {not_blind} were drawn after first looks at networks of this size
 (docs/results/layers.md, remedies.md): what is said here of these claims is not blind.
@@ -45,9 +45,9 @@ def page(results: dict[str, StoredResult]) -> str:
     found = tally(results)
     lines = [
         HEAD.format(not_blind=", ".join(not_blind())),
-        ", ".join(f"**{count}** {outcome}" for outcome, count in counts(found).items()) + ".",
+        ", ".join(f"**{count}** {outcome}" for outcome, count in count_outcomes(found).items()) + ".",
     ]
-    for paper, entries in by_paper(found).items():
+    for paper, entries in group_by_paper(found).items():
         lines += ["", f"## {paper}", "", *COLUMNS, *map(row, entries)]
     return "\n".join(lines) + "\n"
 
@@ -65,7 +65,7 @@ def row(entry: Entry) -> str:
 
 
 def effects(result: StoredResult) -> str:
-    shown = [comparison(one) for one in result.comparisons]
+    shown = [view_comparison(one) for one in result.comparisons]
     return "<br>".join(
         f"{one['says']}: `{one['measure']}` {one['mean']}"
         f"{'' if one['interval'] == '–' else ' [' + one['interval'] + ']'}, {one['status']}"

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "examine.md"
 
 
 @pytest.fixture
-def format_scalar(tmp_path, monkeypatch):
+def written(tmp_path, monkeypatch):
     monkeypatch.setattr(PROBES, "_known", dict(PROBES._known))
     _, _, section = PAGE.read_text().partition("## Writing a probe")
     (tmp_path / "shown.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL)))

@@ -62,7 +62,7 @@ def test_findings_rest_on_the_measurements_and_on_the_reference(exams: vitclinic
     assert exams[0].findings
     ranks = [("problem", "notice", "healthy").index(finding.severity) for finding in exams[0].findings]
     assert ranks == sorted(ranks)
-    assert exams[1].findings == exams[1].examined.findings
+    assert exams[1].findings == exams[1].view.findings
 
 
 def test_a_page_of_one_and_of_several(exams: vitclinic.Exams, tmp_path: Path) -> None:

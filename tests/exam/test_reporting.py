@@ -10,7 +10,7 @@ from tests.probes.subjects import noise, vit
 from tests.reports.made import measurement, provenance
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.cli import main
-from vitclinic.exam.reporting import choose_measurements, examined, report
+from vitclinic.exam.reporting import choose_measurements, report, view_exam
 from vitclinic.training import Run
 
 
@@ -150,10 +150,10 @@ def test_what_holds_no_measurements_is_a_sentence(tmp_path):
 
 def test_findings_compare_with_the_reference(run):
     stored = {"accuracy": measurement("accuracy")}
-    network = examined("a", stored, Run.open(run))
+    network = view_exam("a", stored, Run.open(run))
     assert len(network.training) == len(Run.open(run).metrics)
     assert network.facts["Treatments"] == "none"
-    assert examined("a", stored).training == []
+    assert view_exam("a", stored).training == []
 
 
 def test_the_verb(run, monkeypatch, capsys):

@@ -12,7 +12,7 @@ import numpy as np
 
 from vitclinic._core.records import Finding, Measurement, Provenance, Scalar, Suggestion, UnitRow
 from vitclinic.probes import known_probes
-from vitclinic.reports.figure import Examined
+from vitclinic.reports.figure import ExamView
 
 BLOCKS = 4
 GRID = 8
@@ -68,16 +68,16 @@ def provenance(**parts):
 
 
 @functools.cache
-def vit(seed: int = 0, name: str = "runs/plain", healthy: bool = False) -> Examined:
+def vit(seed: int = 0, name: str = "runs/plain", healthy: bool = False) -> ExamView:
     """One network: all probes, findings, training, facts."""
     rng = np.random.default_rng(seed)
     parts = {**_behaviour(rng), **_features(rng), **_attention(rng), **_curvature(rng), **_network(rng)}
     measurements = {probe: measurement(probe, seed, **made) for probe, made in parts.items()}
     facts = {"Network": "vit_tiny_fitted", "Treatments": "none", "Data": "shapes:200, 10 classes, 32 x 32"}
-    return Examined(name, measurements, findings(healthy), training(rng), facts)
+    return ExamView(name, measurements, findings(healthy), training(rng), facts)
 
 
-def several() -> list[Examined]:
+def several() -> list[ExamView]:
     """Three networks; the last has a hostile name, a failed probe, one that does not apply, and one of a plugin's."""
     third = vit(2, HOSTILE)
     odd = {
@@ -91,7 +91,7 @@ def several() -> list[Examined]:
     return [
         vit(0, "runs/plain"),
         vit(1, "runs/with-sam", healthy=True),
-        Examined(third.name, {**third.measurements, **odd}, third.findings, third.training, {"Data": HOSTILE}),
+        ExamView(third.name, {**third.measurements, **odd}, third.findings, third.training, {"Data": HOSTILE}),
     ]
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.reports.formatting import plain
+from vitclinic.reports.formatting import escape_plotly
 
 
 @given(st.text())
 def test_nothing_is_left_that_plotly_would_interpret(text):
-    shown = plain(text)
+    shown = escape_plotly(text)
     assert not set("<>$%\n\r\t") & set(shown)
     assert html.unescape(shown).replace(" ", "") == "".join(
         character for character in text.encode("utf-8", "replace").decode() if character.isprintable()
@@ -32,4 +32,4 @@ def test_nothing_is_left_that_plotly_would_interpret(text):
     ],
 )
 def test_names_are_shown_as_they_were_written(text, shown):
-    assert plain(text) == shown
+    assert escape_plotly(text) == shown

@@ -16,11 +16,10 @@ import pytest
 
 from tests.reports.made import HOSTILE, exact, measurement, plugin, several, vit
 from vitclinic._core.errors import RecipeError
-from vitclinic.reports import figure as drawing
-from vitclinic.reports.drawing import as_csv
-from vitclinic.reports.figure import Examined, Figure, Picture, Table
+from vitclinic.reports.embedding import format_csv
+from vitclinic.reports.figure import DRAWERS, ExamView, Figure, Picture, Table
 from vitclinic.reports.page import LIMIT, render, write_report
-from vitclinic.reports.sections import USABLE, in_order
+from vitclinic.reports.sections import USABLE, order_probes
 
 PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + struct.pack(">II", 30, 20) + b" made up"
 
@@ -37,7 +36,7 @@ def drawn(monkeypatch):
             "paper": "P (1)",
             "table": Table(("a",), [(1,)]),
         }
-        monkeypatch.setitem(drawing.DRAWERS, "accuracy", lambda examined: [Figure(**{**plain, **parts})])
+        monkeypatch.setitem(DRAWERS, "accuracy", lambda exams: [Figure(**{**plain, **parts})])
 
     return instead
 
@@ -92,7 +91,7 @@ def test_nothing_is_loaded_from_elsewhere(page):
 
 def test_long_names_may_break_after_an_underscore_and_stay_text():
     made = measurement("accuracy", scalars={"<b>_x": exact(1)})
-    assert "&lt;b&gt;_<wbr>x" in render([Examined("a", {"accuracy": made})])
+    assert "&lt;b&gt;_<wbr>x" in render([ExamView("a", {"accuracy": made})])
 
 
 def test_the_page_is_small_enough(page):
@@ -126,13 +125,13 @@ def test_findings_come_first_and_problems_before_what_is_healthy():
 
 def test_every_probe_has_its_section_in_the_order_of_the_groups(page):
     sections = [attributes["id"] for tag, attributes in Tags(page).tags if attributes.get("class") == "probe"]
-    assert len(sections) == len(in_order(several()))
+    assert len(sections) == len(order_probes(several()))
     assert sections.index("probe-accuracy") < sections.index("probe-fourier") < sections.index("probe-cost")
 
 
 def test_settings_cost_and_date_are_shown(page):
     text = Tags(page).text
-    assert "1,000 images, 5.0 s, 2026-11-16" in text
+    assert "1,000 images, 5 s, 2026-11-16" in text
     assert "2026-11-16 03:54:21 UTC" in text
     assert re.search(r"bins\s+15", text)
 
@@ -144,7 +143,7 @@ def test_what_failed_is_there_with_its_reason_and_what_does_not_apply_in_one_lis
         probe: measurement(probe, status="does_not_apply", reason=reason)
         for probe in ("attention_entropy", "attention_distance")
     }
-    text = Tags(render([Examined("a", {"fgsm": failed, **missing})])).text
+    text = Tags(render([ExamView("a", {"fgsm": failed, **missing})])).text
     assert re.search(r"Failed\s*: ValueError: it broke", text)
     assert text.count(reason) == 1
     assert "attention_entropy, attention_distance" in text
@@ -152,7 +151,7 @@ def test_what_failed_is_there_with_its_reason_and_what_does_not_apply_in_one_lis
 
 
 def test_a_probe_without_a_drawer_has_its_numbers_and_a_line_for_each_value():
-    page = render([Examined("a", {"my.own probe": plugin()})])
+    page = render([ExamView("a", {"my.own probe": plugin()})])
     assert re.search(r"odd_one\s+0\.5", Tags(page).text)
     plots = [json.loads(carried(page, f"plot-my-own-probe-value-{number}")) for number in (1, 2)]
     assert [len(plot["data"][0]["y"]) if isinstance(plot["data"][0]["y"], list) else 11 for plot in plots] == [11, 11]
@@ -160,10 +159,10 @@ def test_a_probe_without_a_drawer_has_its_numbers_and_a_line_for_each_value():
 
 
 def test_a_drawer_that_fails_does_not_take_the_page_along(monkeypatch, caplog):
-    def broken(examined):
+    def broken(exams):
         raise KeyError("an array of another version")
 
-    monkeypatch.setitem(drawing.DRAWERS, "norms", broken)
+    monkeypatch.setitem(DRAWERS, "norms", broken)
     page = render([vit()])
     assert "cannot be drawn" in caplog.text
     assert "packed-plot-norms-value-1" in page
@@ -176,7 +175,7 @@ def test_numbers_are_there_as_csv(drawn):
 
 
 def test_numbers_below_zero_stay_numbers():
-    assert as_csv(Table(("a",), [(-1.5,), ("-x",)])) == "a\r\n-1.5\r\n'-x\r\n"
+    assert format_csv(Table(("a",), [(-1.5,), ("-x",)])) == "a\r\n-1.5\r\n'-x\r\n"
 
 
 def test_pictures_can_be_left_out(drawn):
@@ -203,7 +202,7 @@ def test_heavy_figures_wait_until_they_are_opened(drawn):
 
 def test_figures_of_one_name_do_not_collide(monkeypatch):
     made = Figure("same", "T", "R.", "", Table(("a",), []))
-    monkeypatch.setitem(drawing.DRAWERS, "accuracy", lambda examined: [made, made])
+    monkeypatch.setitem(DRAWERS, "accuracy", lambda exams: [made, made])
     ids = [attributes.get("id") for _, attributes in Tags(render([vit()])).tags]
     assert "figure-same" in ids
     assert "figure-same-2" in ids
@@ -225,12 +224,12 @@ def test_a_report_is_written_whole_and_is_the_same_again(tmp_path):
 def test_nothing_to_report_on_is_a_sentence():
     with pytest.raises(RecipeError, match="nothing to report on"):
         render([])
-    assert "Nothing measured yet" in render([Examined("a", {})])
+    assert "Nothing measured yet" in render([ExamView("a", {})])
 
 
 def test_a_number_that_is_none_is_shown_as_such():
     one = measurement("accuracy", scalars={"nll": exact(float("nan")), "accuracy": exact(float("inf"))})
     assert one.status in USABLE
-    text = Tags(render([Examined("a", {"accuracy": one})])).text
+    text = Tags(render([ExamView("a", {"accuracy": one})])).text
     assert "not a number" in text
     assert "∞" in text

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.reports.made import measurement, vit
-from vitclinic.reports.figure import Examined
-from vitclinic.reports.page import prepared, without_places
+from vitclinic.reports.figure import ExamView
+from vitclinic.reports.page import prepare_exams, strip_folders
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,17 @@ from vitclinic.reports.page import prepared, without_places
     ],
 )
 def test_of_an_absolute_path_the_last_part_is_left(text, shown):
-    assert without_places(text) == shown
+    assert strip_folders(text) == shown
 
 
 def test_paths_go_from_everything_that_is_shown():
     failed = measurement("fgsm", status="failed", reason="no '/x/y'", config={"data": "/x/y", "more": ["/x/z"]})
-    (one,) = prepared([Examined("/home/me/a", {"fgsm": failed}, facts={"Data": "/data/photos"})])
+    (one,) = prepare_exams([ExamView("/home/me/a", {"fgsm": failed}, facts={"Data": "/data/photos"})])
     found = one.measurements["fgsm"]
     assert (one.name, one.facts) == ("a", {"Data": "photos"})
     assert (found.reason, found.config) == ("no 'y'", {"data": "y", "more": ["z"]})
 
 
 def test_networks_of_one_name_get_numbers():
-    names = [one.name for one in prepared([vit(name="/x/a"), vit(name="b"), vit(name="/y/a")])]
+    names = [one.name for one in prepare_exams([vit(name="/x/a"), vit(name="b"), vit(name="/y/a")])]
     assert names == ["a (1)", "b", "a (3)"]

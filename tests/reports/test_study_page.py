@@ -12,7 +12,7 @@ from vitclinic.experiments.study.catalogue import open_study
 from vitclinic.experiments.study.store import describe_changes, tally
 from vitclinic.reports.study.page import render_study
 from vitclinic.reports.study.result import parse_result, read_result
-from vitclinic.reports.study.tally import Claim, counts, entries, render_index
+from vitclinic.reports.study.tally import Claim, count_outcomes, list_entries, render_index
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,9 @@ def test_what_is_no_result_is_one_sentence(tmp_path, content):
 def test_the_index_counts_every_claim_and_leads_to_the_pages():
     claims = [Claim("C6", "SAM <b>", "chen2022", "Table 6"), Claim("C7", "more", "chen2022", "Fig. 1")]
     results = {"C6": parse_result(stored()), "mine": parse_result(stored(claim="mine", verdict="not reproduced"))}
-    found = entries(claims, results)
+    found = list_entries(claims, results)
     assert [entry.claim.name for entry in found] == ["C6", "C7", "mine"]
-    assert counts(found) == {
+    assert count_outcomes(found) == {
         **{"reproduced": 0, "not reproduced": 1, "undecided": 0},
         **{"exploratory": 1, "not run yet": 1},
     }
@@ -158,7 +158,7 @@ def test_the_index_counts_every_claim_and_leads_to_the_pages():
 def test_a_result_of_another_experiment_says_nothing_of_the_claim():
     result = parse_result(stored())
     assert describe_changes(result) == "changed by epochs=5, by a study that this version cannot read"
-    counted = counts(tally({"C6": result}))
+    counted = count_outcomes(tally({"C6": result}))
     assert (counted["changed"], counted["undecided"], counted["exploratory"]) == (1, 0, 0)
     page = render_index(tally({"C6": result}))
     assert "another experiment than the catalogue's: changed by epochs=5" in page

@@ -6,16 +6,16 @@ import pytest
 
 from tests.reports.made import HOSTILE, estimate, exact, measurement, several
 from vitclinic._core.records import Scalar
-from vitclinic.reports.figure import Examined
-from vitclinic.reports.sections import grouped
-from vitclinic.reports.summary import best_of, summary
+from vitclinic.reports.figure import ExamView
+from vitclinic.reports.sections import group_probes
+from vitclinic.reports.summary import find_best, summarize
 
 
 def compared(*values, probe="accuracy", scalar="accuracy", **differences):
     """The one row of networks that differ in this scalar, and the last of them in something else."""
     made = [measurement(probe, scalars={scalar: value}) for value in values]
     made[-1] = made[-1].model_copy(update=differences)
-    (row,) = summary([Examined(str(place), {probe: one}) for place, one in enumerate(made)])
+    (row,) = summarize([ExamView(str(place), {probe: one}) for place, one in enumerate(made)])
     return row
 
 
@@ -56,13 +56,13 @@ def test_what_has_not_converged_is_not_compared():
 
 
 def test_one_network_or_a_value_that_is_no_number_wins_nothing():
-    assert best_of([exact(1), None], "higher") is None
-    assert best_of([exact(1), Scalar(value=math.nan)], "higher") is None
-    assert best_of([exact(1), Scalar(value=math.inf)], "lower") == 0
+    assert find_best([exact(1), None], "higher") is None
+    assert find_best([exact(1), Scalar(value=math.nan)], "higher") is None
+    assert find_best([exact(1), Scalar(value=math.inf)], "lower") == 0
 
 
 def test_a_plugin_s_numbers_are_in_the_summary_too():
-    rows = summary(several())
+    rows = summarize(several())
     assert [row.scalar for row in rows if row.probe == "my.own probe"] == ["odd_one", HOSTILE]
-    assert grouped(several())["Other"] == ["my.own probe"]
+    assert group_probes(several())["Other"] == ["my.own probe"]
     assert [cell.scalar for cell in rows[-1].cells] == [None, None, exact(3)]

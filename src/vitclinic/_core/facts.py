@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vitclinic._core.config import Config
 
@@ -53,8 +53,8 @@ class FigureSpec(Config):
     kind: Literal["states", "units", "layers", "scalars"]
     values: dict[str, str]
     """The values or scalars to plot, each with the title of its axis (of `scalars`: of its row)."""
-    axis: str = "unit"
-    """Title of the other axis: of `layers`, what a point stands for; of `scalars`, what the bars measure."""
+    axis: str = ""
+    """Title of the other axis: of `layers`, what a point stands for (a unit); of `scalars`, what the bars measure."""
     title: str
     reading: str
     """Two sentences on how to read it."""
@@ -63,6 +63,12 @@ class FigureSpec(Config):
     """Whether the values are shares, to be shown in percent."""
     table: list[str] = Field(default_factory=list)
     """Further values that the figure's table has."""
+
+    @model_validator(mode="after")
+    def _one_value_in_a_panel(self) -> FigureSpec:
+        if not self.values or (self.kind in ("states", "units") and len(self.values) > 1):
+            raise ValueError(f"a figure of kind '{self.kind}' shows one value; 'layers' and 'scalars' show several")
+        return self
 
 
 class ProbeFacts(Config):

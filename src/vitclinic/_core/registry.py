@@ -1,7 +1,8 @@
 """Registries of what users refer to by name: probes, treatments, tasks and network families, built in or installed.
 
 A package adds its own by an entry point of the group `vitclinic.probes`, `vitclinic.treatments`, `vitclinic.tasks` or
-`vitclinic.families`; from then on it is listed, parsed, planned and reported like the built-in ones.
+`vitclinic.families`; from then on it is listed, parsed, planned and reported like the built-in ones. Rules of findings
+(`vitclinic.rules`) and figures that take code (`vitclinic.figures`) come the same way.
 
 The built-in ones are in the package named like the group, each under `@register`. Their names and facts are read from
 the source, and a module is imported only when its class is needed: a typo is reported without importing torch.
@@ -48,7 +49,7 @@ class Registry(Generic[T]):
         ...     coats: int = 1
         >>> paints = Registry[Paint]("paint", "example.paints", (Paint,))
         >>> _ = paints.register(Paint)
-        >>> paints.parse(["paint", {"paint": {"coats": 2}}][1:])
+        >>> paints.parse([{"paint": {"coats": 2}}])
         [Paint(coats=2)]
     """
 

@@ -13,9 +13,9 @@ from pydantic import PrivateAttr
 
 from vitclinic._core.errors import RecipeError, VitclinicError, did_you_mean
 from vitclinic._core.records import Finding, Measurement, Scalar
-from vitclinic.exam.reporting import examined
-from vitclinic.reports.figure import Examined
-from vitclinic.reports.summary import summary
+from vitclinic.exam.reporting import view_exam
+from vitclinic.reports.figure import ExamView
+from vitclinic.reports.summary import summarize
 from vitclinic.training import Run
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def column_names(networks: Sequence[Exam] | Sequence[Subject]) -> list[str]:
 
 def key_rows(exams: Sequence[Exam]) -> list[list[str]]:
     """Return a table: a header, then the key numbers of each probe."""
-    rows = summary([exam.examined for exam in exams])
+    rows = summarize([exam.view for exam in exams])
     cells = [
         [f"{row.probe}.{row.scalar}", *(format_scalar(cell.scalar) + MARK * cell.best for cell in row.cells)]
         for row in rows
@@ -115,7 +115,7 @@ class Measured(Measurement):
 
     def figure(self, name: str | None = None) -> go.Figure:
         """Return the figure that the report shows; if there are several, the first or the one of that name."""
-        return draw_figure([Examined(self._network, {self.probe: self})], self.probe, name)
+        return draw_figure([ExamView(self._network, {self.probe: self})], self.probe, name)
 
 
 @dataclass(frozen=True)
@@ -161,17 +161,17 @@ class Exam(Mapping[str, Measured]):
         return Exams([self])._repr_html_()
 
     @cached_property
-    def examined(self) -> Examined:
+    def view(self) -> ExamView:
         """As a report takes it."""
         compared = None if self.reference is None else self.reference.measurements
-        found = examined(self.name, self.measurements, self.run, compared)
+        found = view_exam(self.name, self.measurements, self.run, compared)
         missing = "; ".join(f"{probe}: {reason.rstrip('.')}" for probe, reason in self.left_out.items())
         return replace(found, facts={**found.facts, "Not measured": missing}) if missing else found
 
     @property
     def findings(self) -> Sequence[Finding]:
         """What is wrong with the network, problems first; compared with the first of several that were examined."""
-        return self.examined.findings
+        return self.view.findings
 
     def report(self, path: str | Path, *, images: bool = True) -> Path:
         """Write a page about this network; `images=False` leaves pictures of the data out."""
@@ -198,28 +198,25 @@ class Exams(list[Exam]):
         """Write a page with all networks side by side; `images=False` leaves pictures of the data out."""
         from vitclinic.reports.page import write_report  # plotly and a template: not before there is a page to write
 
-        return write_report(path, [exam.examined for exam in self], images=images)
+        return write_report(path, [exam.view for exam in self], images=images)
 
     def figure(self, probe: str, name: str | None = None) -> go.Figure:
         """Return the figure of one probe for all networks; if there are several, the first or the one of that name."""
-        return draw_figure([Examined(exam.name, exam.measurements) for exam in self], probe, name)
+        return draw_figure([ExamView(exam.name, exam.measurements) for exam in self], probe, name)
 
     def _repr_html_(self) -> str:
         return render_html(self)
 
 
-def draw_figure(networks: Sequence[Examined], probe: str, name: str | None) -> go.Figure:
+def draw_figure(networks: Sequence[ExamView], probe: str, name: str | None) -> go.Figure:
     """Return a figure of a probe.
 
     Raises:
         RecipeError: If there is nothing to draw, or no figure of that name.
     """
-    from vitclinic.reports import figures  # noqa: F401  (those who draw make themselves known)
-    from vitclinic.reports.drawing import drawn_generically
-    from vitclinic.reports.figure import DRAWERS
+    from vitclinic.reports.figures import draw
 
-    made = DRAWERS[probe](networks) if probe in DRAWERS else drawn_generically(probe, networks)
-    plots = {figure.name: figure.plot for figure in made if figure.plot is not None}
+    plots = {figure.name: figure.plot for figure in draw(probe, networks) if figure.plot is not None}
     if not plots:
         reasons = [str(found.reason) for network in networks if (found := network.measurements.get(probe))]
         raise RecipeError(f"There is nothing to draw of '{probe}': {' '.join(reasons) or 'it was not measured.'}")

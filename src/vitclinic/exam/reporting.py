@@ -22,7 +22,7 @@ from vitclinic.exam.addresses import find_run, nothing_stored
 from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
 from vitclinic.probes.digest import network_digest
-from vitclinic.reports.figure import Examined
+from vitclinic.reports.figure import ExamView
 from vitclinic.tasks import headlines
 from vitclinic.training import Run
 
@@ -50,10 +50,10 @@ def report(
 
     listed = [targets] if isinstance(targets, str | Path | Run) else list(targets)
     found = [_open_stored(str(target.path if isinstance(target, Run) else target)) for target in listed]
-    networks: list[Examined] = []
+    networks: list[ExamView] = []
     for one, measurements in zip(found, choose_measurements([one.measurements for one in found]), strict=True):
         reference = networks[0].measurements if networks else None
-        networks.append(examined(one.name, measurements, one.run, reference))
+        networks.append(view_exam(one.name, measurements, one.run, reference))
     beside = found[0].run.path if len(found) == 1 and found[0].run is not None else Path()
     return write_report(out if out is not None else beside / PAGE, networks, title=title, images=images)
 
@@ -64,18 +64,18 @@ def read_stored(target: str | Path | Run) -> dict[str, Measurement]:
     return choose_measurements([found.measurements])[0]
 
 
-def examined(
+def view_exam(
     name: str,
     measurements: Mapping[str, Measurement],
     run: Run | None = None,
     reference: Mapping[str, Measurement] | None = None,
-) -> Examined:
+) -> ExamView:
     """A network as a report shows it: its measurements, what they mean, how it was trained and what it is."""
     from vitclinic.exam.findings import find
 
     training = [] if run is None else run.metrics
     facts = (_facts_of(run) if run is not None else {}) | _facts_in(measurements)
-    return Examined(name, measurements, find(measurements, training, reference), training, facts)
+    return ExamView(name, measurements, find(measurements, training, reference), training, facts)
 
 
 @dataclass(frozen=True)

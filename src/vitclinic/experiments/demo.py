@@ -70,7 +70,7 @@ def compare(plain: Run, treated: Run, page: str | Path, callbacks: Iterable[Call
     """Examine both networks and write one page about them."""
     exams = examine([plain, treated], budget=BUDGET, callbacks=callbacks)
     found = judge_claims(exams[0], exams[1])
-    networks = [exams[0].examined, replace(exams[1].examined, findings=[*exams[1].findings, *found])]
+    networks = [exams[0].view, replace(exams[1].view, findings=[*exams[1].findings, *found])]
     return Comparison(exams, found, write_report(page, networks, title="A plain and a treated vision transformer"))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vitclinic._core.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from vitclinic._core.facts import FigureSpec, ProbeFacts
     from vitclinic._core.records import Measurement, Scalar
     from vitclinic._core.statistics import RunningMean
     from vitclinic.probes.attention.cb_scale import CBScale
@@ -79,6 +80,7 @@ __all__ = [
     "Corruptions",
     "Cost",
     "DoesNotApply",
+    "FigureSpec",
     "Flatness",
     "Fourier",
     "FrequencyNoise",
@@ -94,6 +96,7 @@ __all__ = [
     "PastWeights",
     "Probe",
     "ProbeCollection",
+    "ProbeFacts",
     "Result",
     "RunningMean",
     "Scalar",

@@ -1,7 +1,7 @@
 """Reports: measurements -> figures -> one self-contained page. They compute nothing, and know measurements only."""
 
-from vitclinic.reports.figure import Examined, Figure, Picture, Table, draws, measured
-from vitclinic.reports.formatting import plain
+from vitclinic.reports.figure import ExamView, Figure, Picture, Table, draws, select_usable
+from vitclinic.reports.formatting import escape_plotly
 from vitclinic.reports.page import write_report
 
-__all__ = ["Examined", "Figure", "Picture", "Table", "draws", "measured", "plain", "write_report"]
+__all__ = ["ExamView", "Figure", "Picture", "Table", "draws", "escape_plotly", "select_usable", "write_report"]

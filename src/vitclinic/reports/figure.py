@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import plotly.graph_objects as go
+from typing import TYPE_CHECKING, Any
 
 from vitclinic._core.records import Finding, Measurement
 
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
 
 @dataclass(frozen=True)
-class Examined:
+class ExamView:
     """One network as a report shows it."""
 
     name: str
@@ -60,7 +61,7 @@ class Figure:
     """Drawn only when its section is opened, as are surfaces in three dimensions."""
 
 
-Drawer = Callable[[Sequence[Examined]], list[Figure]]
+Drawer = Callable[[Sequence[ExamView]], list[Figure]]
 DRAWERS: dict[str, Drawer] = {}
 """By probe; `training` draws a run's metrics."""
 
@@ -75,9 +76,9 @@ def draws(probe: str) -> Callable[[Drawer], Drawer]:
     return known
 
 
-def measured(examined: Sequence[Examined], probe: str) -> list[tuple[int, str, Measurement]]:
+def select_usable(exams: Sequence[ExamView], probe: str) -> list[tuple[int, str, Measurement]]:
     """(place in the report, name, measurement) of the networks with a usable one; the place is the network's colour."""
-    found = ((place, one.name, one.measurements.get(probe)) for place, one in enumerate(examined))
+    found = ((place, one.name, one.measurements.get(probe)) for place, one in enumerate(exams))
     return [
         (place, name, measurement)
         for place, name, measurement in found

@@ -16,11 +16,11 @@ _MEANT_BY_PLOTLY = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;", "%": "
 """Entities and tags; formulas between dollars; `%{...}` in hover templates."""
 
 
-def plain(text: object) -> str:
+def escape_plotly(text: object) -> str:
     """`text` in one line, so that plotly shows it as it is wherever it takes a text, also inside a hover template.
 
     Example:
-        >>> plain("<b>%{x}</b> & more")
+        >>> escape_plotly("<b>%{x}</b> & more")
         '&lt;b&gt;&#37;{x}&lt;/b&gt; &amp; more'
     """
     line = " ".join(str(text).encode("utf-8", "replace").decode().split())
@@ -31,12 +31,12 @@ def plain(text: object) -> str:
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Four digits; a count in full.
 
     Example:
-        >>> number(0.123456), number(5717416.0), number(3.2e9), number(math.nan), number(-4e-05)
-        ('0.1235', '5,717,416', '3.2 × 10⁹', 'not a number', '-4 × 10⁻⁵')
+        >>> [format_number(value) for value in (0.123456, 5717416.0, 3.2e9, math.nan, -4e-05)]
+        ['0.1235', '5,717,416', '3.2 × 10⁹', 'not a number', '-4 × 10⁻⁵']
     """
     if math.isnan(value):
         return "not a number"
@@ -48,27 +48,31 @@ def number(value: float) -> str:
     return f"{digits} × 10{str(int(exponent)).translate(_RAISED)}" if exponent else digits
 
 
-def interval(scalar: Scalar) -> str:
+def format_interval(scalar: Scalar) -> str:
     """Its interval, or nothing.
 
     Example:
-        >>> interval(Scalar(value=0.5, low=0.44, high=0.56)), interval(Scalar(value=0.5))
+        >>> format_interval(Scalar(value=0.5, low=0.44, high=0.56)), format_interval(Scalar(value=0.5))
         ('0.44 to 0.56', '')
     """
-    return "" if scalar.low is None or scalar.high is None else f"{number(scalar.low)} to {number(scalar.high)}"
+    return (
+        ""
+        if scalar.low is None or scalar.high is None
+        else f"{format_number(scalar.low)} to {format_number(scalar.high)}"
+    )
 
 
-def setting(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """An option's value in one line.
 
     Example:
-        >>> setting(True), setting(None), setting([1, 2]), setting(0.05)
+        >>> format_setting(True), format_setting(None), format_setting([1, 2]), format_setting(0.05)
         ('yes', 'none', '1, 2', '0.05')
     """
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, list):
-        return ", ".join(map(setting, value))
+        return ", ".join(map(format_setting, value))
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {setting(item)}" for key, item in value.items())
+        return ", ".join(f"{key}: {format_setting(item)}" for key, item in value.items())
     return str(value)

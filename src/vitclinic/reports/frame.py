@@ -14,14 +14,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vitclinic._core.io import write_bytes, write_errors
-from vitclinic.reports.drawing import Drawings, checksum, packed_plotly, plotly_checksum
+from vitclinic.reports.embedding import Drawings, checksum, compress_plotly, plotly_checksum
 from vitclinic.reports.theme import template
 
 
-def filled(name: str, drawings: Drawings, **contents: Any) -> str:
+def fill_template(name: str, drawings: Drawings, **contents: Any) -> str:
     """The page that this template makes of its contents, with its figures in it."""
     page = _environment().get_template(name)
-    return page.render(**contents, **_programs(), version=version("vitclinic"), packed=_carried(drawings))
+    return page.render(**contents, **_programs(), version=version("vitclinic"), packed=_embed(drawings))
 
 
 def write_page(path: str | Path, page: str) -> Path:
@@ -74,7 +74,7 @@ def _programs() -> dict[str, Markup]:
     }
 
 
-def _carried(drawings: Drawings) -> dict[str, Markup]:
+def _embed(drawings: Drawings) -> dict[str, Markup]:
     """Base64, which needs no escaping; plotly's program where there is something to draw."""
-    program = {"plotly": packed_plotly()} if any(name.startswith("plot-") for name in drawings.packed) else {}
+    program = {"plotly": compress_plotly()} if any(name.startswith("plot-") for name in drawings.packed) else {}
     return {name: Markup(content) for name, content in {**program, **drawings.packed}.items()}

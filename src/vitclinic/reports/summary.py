@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from vitclinic._core.facts import Better, KeyScalars
 from vitclinic._core.records import Measurement, Scalar
-from vitclinic.reports.figure import Examined
-from vitclinic.reports.sections import facts_of, in_order
+from vitclinic.reports.figure import ExamView
+from vitclinic.reports.sections import find_facts, order_probes
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,21 @@ FEW = 6
 """How many scalars are shown of a probe that does not say which are its key ones."""
 
 
-def summary(examined: Sequence[Examined]) -> list[Row]:
+def summarize(exams: Sequence[ExamView]) -> list[Row]:
     """Return the rows, in the order of the page's sections; without those that no network has."""
     rows = []
-    for probe in in_order(examined):
-        measurements = [one.measurements.get(probe) for one in examined]
-        for scalar, better in _shown(facts_of(examined, probe).key_scalars, measurements).items():
+    for probe in order_probes(exams):
+        measurements = [one.measurements.get(probe) for one in exams]
+        for scalar, better in _select_scalars(find_facts(exams, probe).key_scalars, measurements).items():
             rows.append(_row(measurements, probe, scalar, better))
     return rows
 
 
-def best_of(scalars: Sequence[Scalar | None], better: Better | None) -> int | None:
+def find_best(scalars: Sequence[Scalar | None], better: Better | None) -> int | None:
     """The place of the value that is better than all others beyond their intervals, if there is one.
 
     Example:
-        >>> best_of([Scalar(value=0.5, low=0.4, high=0.6), Scalar(value=0.7, low=0.65, high=0.75)], "higher")
+        >>> find_best([Scalar(value=0.5, low=0.4, high=0.6), Scalar(value=0.7, low=0.65, high=0.75)], "higher")
         1
     """
     present = {place: scalar for place, scalar in enumerate(scalars) if scalar is not None}
@@ -81,7 +81,7 @@ def _span(scalar: Scalar, better: Better) -> tuple[float, float]:
     return (0.0 if low <= 0 <= high else min(abs(low), abs(high))), max(abs(low), abs(high))
 
 
-def _shown(key_scalars: KeyScalars, measurements: Sequence[Measurement | None]) -> KeyScalars:
+def _select_scalars(key_scalars: KeyScalars, measurements: Sequence[Measurement | None]) -> KeyScalars:
     there = dict.fromkeys(name for found in measurements if found is not None for name in found.scalars)
     if not key_scalars:
         return dict.fromkeys(list(there)[:FEW])
@@ -91,13 +91,13 @@ def _shown(key_scalars: KeyScalars, measurements: Sequence[Measurement | None]) 
 def _row(measurements: Sequence[Measurement | None], probe: str, scalar: str, better: Better | None) -> Row:
     found = [None if one is None else one.scalars.get(scalar) for one in measurements]
     converged = [one is None or one.status == "ok" for one in measurements]
-    alike = measured_alike(measurements)
-    best = best_of(found, better) if alike and all(converged) else None
+    alike = are_comparable(measurements)
+    best = find_best(found, better) if alike and all(converged) else None
     cells = [Cell(value, place == best, well) for place, (value, well) in enumerate(zip(found, converged, strict=True))]
     return Row(probe, scalar, better, cells, alike)
 
 
-def measured_alike(measurements: Sequence[Measurement | None]) -> bool:
+def are_comparable(measurements: Sequence[Measurement | None]) -> bool:
     """Whether those that are there were made on the same images, with the same options, under the same conditions."""
     there = [found for found in measurements if found is not None and found.status in ("ok", "not_converged")]
     return all(one.terms == there[0].terms for one in there)

@@ -48,13 +48,13 @@ KIND_SYMBOLS = {
 """The marker of a unit of this kind."""
 
 
-def of_network(place: int) -> str:
+def network_colour(place: int) -> str:
     return NETWORKS[place % len(NETWORKS)]
 
 
 def with_opacity(place: int, opacity: float) -> str:
     """The network's colour as rgba(), for bands of uncertainty."""
-    red, green, blue = (int(of_network(place)[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(network_colour(place)[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {opacity})"
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from vitclinic._core.records import Finding, Scalar
 from vitclinic._core.time import format_duration
-from vitclinic.reports.figure import Examined
-from vitclinic.reports.formatting import interval, number, setting
-from vitclinic.reports.sections import of_probe
-from vitclinic.reports.summary import Cell, Row, summary
-from vitclinic.reports.theme import of_network
+from vitclinic.reports.figure import ExamView
+from vitclinic.reports.formatting import format_interval, format_number, format_setting
+from vitclinic.reports.sections import select_applicable
+from vitclinic.reports.summary import Cell, Row, summarize
+from vitclinic.reports.theme import network_colour
 
 SEVERITIES = ("problem", "notice", "healthy")
 
@@ -49,14 +49,14 @@ def anchor(kind: str, name: str) -> str:
     return f"{kind}-{safe.lower() if kind == 'group' else safe}"
 
 
-def networks(examined: Sequence[Examined], anchors: Container[str]) -> list[Network]:
+def view_networks(exams: Sequence[ExamView], anchors: Container[str]) -> list[Network]:
     """All networks, problems before what is healthy; numbers lead to their sections, if they are among `anchors`."""
     found = []
-    for place, one in enumerate(examined):
+    for place, one in enumerate(exams):
         ordered = sorted(one.findings, key=lambda finding: SEVERITIES.index(finding.severity))
         counts = Counter(str(finding.severity) for finding in ordered)
         views = [_finding(finding, anchors) for finding in ordered]
-        found.append(Network(one.name, letter(place), of_network(place), one.facts, views, counts))
+        found.append(Network(one.name, letter(place), network_colour(place), one.facts, views, counts))
     return found
 
 
@@ -71,7 +71,7 @@ def _finding(finding: Finding, anchors: Container[str]) -> dict[str, Any]:
         **dict(finding),
         "basis_words": _BASES[finding.basis],
         "numbers": [
-            (key, number(scalar.value), interval(scalar), _target(key, anchors))
+            (key, format_number(scalar.value), format_interval(scalar), _target(key, anchors))
             for key, scalar in finding.numbers.items()
         ],
     }
@@ -84,10 +84,10 @@ def _target(key: str, anchors: Container[str]) -> str | None:
     return target if target in anchors else None
 
 
-def summary_rows(examined: Sequence[Examined]) -> list[dict[str, Any]]:
+def view_summary(exams: Sequence[ExamView]) -> list[dict[str, Any]]:
     """The summary's rows; the first of each probe begins its group."""
     rows, last = [], None
-    for row in summary(examined):
+    for row in summarize(exams):
         rows.append({**_row(row), "first": row.probe != last, "target": anchor("probe", row.probe)})
         last = row.probe
     return rows
@@ -105,13 +105,13 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
-    written = ("", "") if cell.scalar is None else (number(cell.scalar.value), interval(cell.scalar))
+    written = ("", "") if cell.scalar is None else (format_number(cell.scalar.value), format_interval(cell.scalar))
     return {"value": written[0], "interval": written[1], "best": cell.best, "converged": cell.converged}
 
 
-def scalar_rows(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]]:
+def view_scalars(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
     """All scalars of one probe, of all networks that have some."""
-    found = [(one.scalars, one.status == "ok") for _, _, one in of_probe(examined, probe)]
+    found = [(one.scalars, one.status == "ok") for _, _, one in select_applicable(exams, probe)]
     names = dict.fromkeys(name for scalars, _ in found for name in scalars)
 
     def cell(scalars: Mapping[str, Scalar], name: str, converged: bool) -> dict[str, Any]:
@@ -120,44 +120,44 @@ def scalar_rows(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]
     return [{"scalar": name, "cells": [cell(scalars, name, well) for scalars, well in found]} for name in names]
 
 
-def records(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]]:
+def view_records(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
     """How the probe's measurements came about: settings, cost, date."""
     return [
         {
             "name": name,
             "letter": letter(place),
-            "colour": of_network(place),
+            "colour": network_colour(place),
             "status": _WORDS[one.status].lower(),
-            "images": number(float(one.provenance.images)),
+            "images": format_number(float(one.provenance.images)),
             "time": format_duration(one.provenance.duration),
             "date": one.provenance.date.replace("T", " ").replace("Z", " UTC"),
             "seed": one.provenance.seed,
             "device": one.provenance.device,
-            "options": [(key, setting(value)) for key, value in one.config.items()],
+            "options": [(key, format_setting(value)) for key, value in one.config.items()],
         }
-        for place, name, one in of_probe(examined, probe)
+        for place, name, one in select_applicable(exams, probe)
     ]
 
 
-def gist(found: Sequence[dict[str, Any]]) -> str:
+def describe_records(found: Sequence[dict[str, Any]]) -> str:
     """The records of a section in a few words."""
     images, times = (list(dict.fromkeys(record[key] for record in found)) for key in ("images", "time"))
     dates = sorted({record["date"][:10] for record in found})
     return f"{' and '.join(images)} images, {' and '.join(times)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
 
 
-def remarks(examined: Sequence[Examined], probe: str) -> list[dict[str, Any]]:
+def view_remarks(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
     """What failed or has not converged, with its reason."""
-    several = len(examined) > 1
+    several = len(exams) > 1
     return [
         {
             "status": one.status,
             "word": _WORDS[one.status],
             "name": name if several else "",
             "letter": letter(place),
-            "colour": of_network(place),
+            "colour": network_colour(place),
             "reason": one.reason,
         }
-        for place, name, one in of_probe(examined, probe)
+        for place, name, one in select_applicable(exams, probe)
         if one.status != "ok"
     ]

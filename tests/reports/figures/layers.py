@@ -9,7 +9,7 @@ import vitclinic.reports.figures  # noqa: F401 (those who draw)
 from tests.probes.subjects import CLASSES, SIZE, subject
 from vitclinic._core.records import Measurement
 from vitclinic.probes import measure, parse_probes
-from vitclinic.reports.figure import Examined
+from vitclinic.reports.figure import ExamView
 from vitclinic.treatments import treat
 
 PROBES = (
@@ -46,11 +46,11 @@ def _made_wild(network):
     return network
 
 
-def examined(*networks: str, names: tuple[str, ...] = ()) -> list[Examined]:
+def exams(*networks: str, names: tuple[str, ...] = ()) -> list[ExamView]:
     """Networks side by side, under the names given, else under their own."""
-    return [Examined(name, measurements(one)) for name, one in zip(names or networks, networks, strict=True)]
+    return [ExamView(name, measurements(one)) for name, one in zip(names or networks, networks, strict=True)]
 
 
-def changed(probe: str, network: str = "vit", **changes) -> list[Examined]:
+def changed(probe: str, network: str = "vit", **changes) -> list[ExamView]:
     """The network with another measurement of the probe."""
-    return [Examined(network, {probe: measurements(network)[probe].model_copy(update=changes)})]
+    return [ExamView(network, {probe: measurements(network)[probe].model_copy(update=changes)})]

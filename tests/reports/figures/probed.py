@@ -16,7 +16,7 @@ from tests.probes.subjects import InMemory
 from vitclinic._core.records import Measurement
 from vitclinic.data import Augment, Dataset, Split, shapes
 from vitclinic.probes import PastWeights, Subject, Training, measure, parse_probes
-from vitclinic.reports.figure import Examined
+from vitclinic.reports.figure import ExamView
 
 PROBES: list[Any] = [
     {"hessian_spectrum": {"batches": 2, "batch": 4, "top": 3}},
@@ -81,7 +81,7 @@ def training_of(network: nn.Module) -> Training:
 
 
 @cache
-def pair() -> tuple[Examined, Examined]:
+def pair() -> tuple[ExamView, ExamView]:
     """The two networks; measured once, and not to be changed."""
     dataset = images()
     found = []
@@ -89,7 +89,7 @@ def pair() -> tuple[Examined, Examined]:
         subject = Subject(network, dataset, name=name, batch_size=16, training=training_of(network))
         measurements = {one.probe: one for one in measure(subject, parse_probes(PROBES))}
         assert {one.status for one in measurements.values()} <= {"ok", "not_converged"}, measurements
-        found.append(Examined(name, measurements, training=course()))
+        found.append(ExamView(name, measurements, training=course()))
     return found[0], found[1]
 
 
@@ -108,11 +108,11 @@ def course(steps: int = 700, diverges: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-def renamed(one: Examined, name: str) -> Examined:
+def renamed(one: ExamView, name: str) -> ExamView:
     return replace(one, name=name)
 
 
-def changed(one: Examined, probe: str, **fields: Any) -> Examined:
+def changed(one: ExamView, probe: str, **fields: Any) -> ExamView:
     """With a measurement that differs in these fields."""
     measurement: Measurement = one.measurements[probe].model_copy(update=fields)
     return replace(one, measurements={**one.measurements, probe: measurement})

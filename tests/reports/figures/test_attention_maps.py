@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.reports.figures.layers import changed, examined, measurements
+from tests.reports.figures.layers import changed, exams, measurements
 from vitclinic._core.images import beside
-from vitclinic.reports.figure import DRAWERS
+from vitclinic.reports.figures import draw
 
 
 def opened(picture):
@@ -19,7 +19,7 @@ def opened(picture):
 
 def test_pictures_are_those_that_the_probe_draws():
     arrays = measurements("vit")["attention_maps"].arrays
-    (figure,) = DRAWERS["attention_maps"](examined("vit"))
+    (figure,) = draw("attention_maps", exams("vit"))
     assert figure.plot is None
     assert len(figure.pictures) == len(arrays["numbers"]) == 8
     for picture, image, attention in zip(figure.pictures, arrays["images"], arrays["maps"], strict=True):
@@ -28,7 +28,7 @@ def test_pictures_are_those_that_the_probe_draws():
 
 def test_networks_that_looked_at_the_same_image_stand_side_by_side():
     arrays = [measurements(one)["attention_maps"].arrays for one in ("vit", "broadcasting")]
-    (figure,) = DRAWERS["attention_maps"](examined("vit", "resnet", "broadcasting"))
+    (figure,) = draw("attention_maps", exams("vit", "resnet", "broadcasting"))
     assert len(figure.pictures) == 8
     expected = beside(arrays[0]["images"][3], arrays[0]["maps"][3], arrays[1]["maps"][3])
     assert np.array_equal(opened(figure.pictures[3]), expected)
@@ -38,13 +38,13 @@ def test_networks_that_looked_at_the_same_image_stand_side_by_side():
 def test_networks_with_other_images_have_pictures_of_their_own():
     arrays = dict(measurements("vit")["attention_maps"].arrays)
     arrays["images"] = arrays["images"][..., 0]
-    (figure,) = DRAWERS["attention_maps"](examined("vit") + changed("attention_maps", arrays=arrays))
+    (figure,) = draw("attention_maps", exams("vit") + changed("attention_maps", arrays=arrays))
     assert len(figure.pictures) == 16
 
 
 def test_the_table_has_the_maps_on_their_grids():
     arrays = measurements("vit")["attention_maps"].arrays
-    (figure,) = DRAWERS["attention_maps"](examined("vit"))
+    (figure,) = draw("attention_maps", exams("vit"))
     assert [row[-1] for row in figure.table.rows] == arrays["grid_maps"].ravel().tolist()
     assert figure.table.rows[16][:4] == ("vit", arrays["numbers"][1], 0, 0)
 
@@ -58,14 +58,14 @@ def photographs(height, width, count):
 
 @pytest.mark.parametrize(("height", "width"), [(500, 300), (300, 500)])
 def test_large_images_are_reduced(height, width):
-    (figure,) = DRAWERS["attention_maps"](photographs(height, width, 1))
+    (figure,) = draw("attention_maps", photographs(height, width, 1))
     shown = opened(figure.pictures[0])
     assert max(shown.shape[0], shown.shape[1] // 2) == 224
     assert shown.shape[1] / shown.shape[0] == pytest.approx(2 * width / height, rel=0.02)
 
 
 def test_many_pictures_are_smaller_so_that_the_page_stays_small():
-    (figure,) = DRAWERS["attention_maps"](photographs(240, 240, 8) * 8)
+    (figure,) = draw("attention_maps", photographs(240, 240, 8) * 8)
     assert len(figure.pictures) == 8
     assert opened(figure.pictures[0]).shape == (129, 9 * 129, 3)
     assert sum(len(picture.png) for picture in figure.pictures) < 4e6

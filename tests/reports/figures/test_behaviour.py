@@ -13,8 +13,9 @@ import vitclinic.reports.figures  # noqa: F401
 from tests.reports.figures.probed import changed, course, pair
 from tests.reports.figures.test_curvature import drawn, of_network
 from vitclinic._core.records import Scalar
-from vitclinic.reports.figure import DRAWERS, Examined
-from vitclinic.reports.figures.training import POINTS, divergence, thinned
+from vitclinic.reports.figure import ExamView
+from vitclinic.reports.figures import draw
+from vitclinic.reports.figures.training import POINTS, divergence, thin
 
 BARS = {
     "missing_rate": ("missing-rate", {"all pairs": "missing_rate", "two classes": "missing_rate_different_classes"}),
@@ -47,17 +48,17 @@ def test_values_of_several_orders_are_points_on_a_logarithmic_axis() -> None:
         scalars = {"nll": Scalar(value=value, low=0.9 * value, high=1.1 * value, n=5)}
         return changed(pair()[place], "train_nll", scalars=scalars)
 
-    figure = DRAWERS["train_nll"]([with_nll(0, 0.001), with_nll(1, 2.0)])[0]
+    figure = draw("train_nll", [with_nll(0, 0.001), with_nll(1, 2.0)])[0]
     assert figure.plot.layout.xaxis.type == "log"
     assert {trace.type for trace in figure.plot.data} == {"scatter"}
-    near = DRAWERS["train_nll"]([with_nll(0, 1.0), with_nll(1, 2.0)])[0]
+    near = draw("train_nll", [with_nll(0, 1.0), with_nll(1, 2.0)])[0]
     assert near.plot.layout.xaxis.type == "linear"
     assert near.plot.data[0].type == "bar"
 
 
 def test_attacks_of_different_sizes_are_told_apart() -> None:
     scalars = pair()[1].measurements["fgsm"].scalars | {"epsilon": Scalar(value=8 / 255)}
-    (figure,) = DRAWERS["fgsm"]([pair()[0], changed(pair()[1], "fgsm", scalars=scalars)])
+    (figure,) = draw("fgsm", [pair()[0], changed(pair()[1], "fgsm", scalars=scalars)])
     assert "2/255" in figure.title
     assert "8/255" in figure.title
     assert [t.name.split(", ")[1] for t in figure.plot.data if t.type == "bar"] == ["2/255 in l∞", "8/255 in l∞"]
@@ -71,7 +72,7 @@ def test_fit_is_drawn_against_the_error_of_the_same_network() -> None:
         assert point.x[0] == one.measurements["train_nll"].scalars["nll"].value
         assert point.y[0] == 1 - one.measurements["accuracy"].scalars["accuracy"].value
     alone = [replace(one, measurements={"train_nll": one.measurements["train_nll"]}) for one in pair()]
-    assert [figure.name for figure in DRAWERS["train_nll"](alone)] == ["train-nll"]
+    assert [figure.name for figure in draw("train_nll", alone)] == ["train-nll"]
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -98,7 +99,7 @@ def test_rings_of_noise_have_their_drop(place: int) -> None:
     assert set(area.y[~np.isnan(area.y)]) == set(measured.arrays["drop_interval"].ravel())
 
 
-def corrupted() -> list[Examined]:
+def corrupted() -> list[ExamView]:
     """The two networks with an accuracy of its own in every cell: tiny ones take all images for one class."""
     found = []
     for place, one in enumerate(pair()):
@@ -111,7 +112,7 @@ def corrupted() -> list[Examined]:
 
 
 def test_the_heat_map_has_a_row_a_corruption_on_a_shared_scale() -> None:
-    figure = DRAWERS["corruptions"](corrupted())[0]
+    figure = draw("corruptions", corrupted())[0]
     for trace, one in zip(figure.plot.data, corrupted(), strict=True):
         measured = one.measurements["corruptions"]
         np.testing.assert_array_equal(trace.z, measured.arrays["accuracy"])
@@ -124,7 +125,7 @@ def test_the_heat_map_has_a_row_a_corruption_on_a_shared_scale() -> None:
 
 
 def test_severity_nought_is_clean_and_the_mean_of_all_others_the_accuracy() -> None:
-    figure = DRAWERS["corruptions"](corrupted())[1]
+    figure = draw("corruptions", corrupted())[1]
     for place, one in enumerate(corrupted()):
         (curve,), scalars = of_network(figure, place), one.measurements["corruptions"].scalars
         assert list(curve.x) == [0, 1, 2, 3, 4, 5]
@@ -139,7 +140,7 @@ def test_the_samples_of_corruptions_are_pictures() -> None:
     for picture, sample in zip(pictures, measured.arrays["samples"], strict=True):
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(picture.png))), sample)
     kept = {name: array for name, array in measured.arrays.items() if name != "samples"}
-    assert DRAWERS["corruptions"]([changed(pair()[0], "corruptions", arrays=kept)])[0].pictures == []
+    assert draw("corruptions", [changed(pair()[0], "corruptions", arrays=kept)])[0].pictures == []
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -149,7 +150,7 @@ def test_shape_bias_is_drawn_class_by_class(place: int) -> None:
     networks[place] = changed(
         pair()[place], "shape_bias", scalars=measured.scalars | {"shape_bias": Scalar(value=0.73)}
     )
-    (figure,) = DRAWERS["shape_bias"](networks)
+    (figure,) = draw("shape_bias", networks)
     (points,) = of_network(figure, place)
     for name, value in zip(points.y, points.x, strict=True):
         scalar = measured.scalars.get(f"shape_bias_{name}")
@@ -182,19 +183,19 @@ def test_a_long_training_is_thinned_to_means_within_their_lowest_and_highest() -
     step = np.arange(1.0, 10_001)
     values = np.sin(step)
     values[123] = np.nan
-    curve = thinned(step, values)
+    curve = thin(step, values)
     assert len(curve.step) == POINTS
     assert curve.step[-1] == step[-1]
     assert (curve.low <= curve.mean).all()
     assert (curve.mean <= curve.high).all()
     assert curve.low.min() == np.nanmin(values)
-    few = thinned(step[:5], values[:5])
+    few = thin(step[:5], values[:5])
     np.testing.assert_array_equal(few.mean, values[:5])
 
 
 def test_training_curves_are_those_of_the_rows() -> None:
     rows = course(40)
-    (figure,) = DRAWERS["training"]([replace(pair()[0], training=course(200)), replace(pair()[1], training=rows)])
+    (figure,) = draw("training", [replace(pair()[0], training=course(200)), replace(pair()[1], training=rows)])
     loss = next(trace for trace in of_network(figure, 1) if trace.mode == "lines")
     np.testing.assert_array_equal(loss.y, [row["loss"] for row in rows])
     accuracy = next(t for t in of_network(figure, 0) if t.mode == "lines+markers" and "accuracy" in t.hovertemplate)
@@ -208,7 +209,7 @@ def test_a_divergence_is_marked() -> None:
     assert divergence(course(50, diverges=True)) == 51
     exploded = [{"kind": "train", "step": step, "loss": loss} for step, loss in ((1, 2.0), (2, 19.0), (3, 21.0))]
     assert divergence(exploded) == 3
-    (figure,) = DRAWERS["training"]([replace(pair()[0], training=course(50, diverges=True))])
+    (figure,) = draw("training", [replace(pair()[0], training=course(50, diverges=True))])
     assert {shape.x0 for shape in figure.plot.layout.shapes} == {51}
     assert "diverged" in {annotation.text for annotation in figure.plot.layout.annotations}
     assert ("vit", "train", "divergence", 51.0, None, None, None) in list(figure.table.rows)

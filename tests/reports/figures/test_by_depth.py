@@ -7,9 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.reports.figures.layers import PROBES, changed, examined, measurements
+from tests.reports.figures.layers import PROBES, changed, exams, measurements
 from vitclinic._core.records import Scalar
-from vitclinic.reports.figure import DRAWERS, Figure
+from vitclinic.reports.figure import Figure
+from vitclinic.reports.figures import draw
 from vitclinic.reports.theme import KINDS
 
 NETWORK = {"cb_scale": "broadcasting"}
@@ -31,7 +32,7 @@ VALUES = [
 
 
 def drawn(probe, networks) -> dict[str, Figure]:
-    return {figure.name: figure for figure in DRAWERS[probe](networks)}
+    return {figure.name: figure for figure in draw(probe, networks)}
 
 
 def points(figure, values):
@@ -53,7 +54,7 @@ def spans(plot, kind):
 @pytest.mark.parametrize(("probe", "name", "value"), VALUES)
 def test_points_and_table_are_the_measurement(probe, name, value):
     network = NETWORK.get(probe, "vit")
-    figure = drawn(probe, examined(network))[name]
+    figure = drawn(probe, exams(network))[name]
     units = [unit for unit in measurements(network)[probe].units if value in unit.values]
     found = points(figure, [unit.values[value].value for unit in units])
     assert [text.split(" ")[0] for text, _ in found.customdata] == [unit.name for unit in units]
@@ -68,7 +69,7 @@ def test_points_and_table_are_the_measurement(probe, name, value):
 
 @pytest.mark.parametrize("probe", PROBES)
 def test_every_figure_says_how_to_read_it_and_leaves_theme_and_width_to_the_page(probe):
-    figures = DRAWERS[probe](examined(NETWORK.get(probe, "vit"), "resnet"))
+    figures = draw(probe, exams(NETWORK.get(probe, "vit"), "resnet"))
     assert figures
     for figure in figures:
         assert re.fullmatch("[a-z0-9-]+", figure.name)
@@ -86,15 +87,15 @@ def test_every_figure_says_how_to_read_it_and_leaves_theme_and_width_to_the_page
 @pytest.mark.parametrize("probe", PROBES)
 @pytest.mark.parametrize("status", ["failed", "does_not_apply"])
 def test_nothing_is_drawn_without_a_usable_measurement(probe, status):
-    assert DRAWERS[probe]([]) == []
-    assert DRAWERS[probe](changed(probe, NETWORK.get(probe, "vit"), status=status, reason="it broke.")) == []
+    assert draw(probe, []) == []
+    assert draw(probe, changed(probe, NETWORK.get(probe, "vit"), status=status, reason="it broke.")) == []
 
 
 @pytest.mark.parametrize("probe", ["attention_entropy", "attention_distance", "attention_maps", "cb_scale"])
 def test_networks_without_attention_are_left_out(probe):
     network = NETWORK.get(probe, "vit")
-    assert DRAWERS[probe](examined("resnet", "mixer")) == []
-    for figure in DRAWERS[probe](examined("resnet", network, "mixer")):
+    assert draw(probe, exams("resnet", "mixer")) == []
+    for figure in draw(probe, exams("resnet", network, "mixer")):
         assert {row[0] for row in figure.table.rows} == {network}
 
 
@@ -102,7 +103,7 @@ def test_networks_without_attention_are_left_out(probe):
 @pytest.mark.parametrize("networks", [("vit",), ("vit", "resnet"), ("vit", "resnet", "mixer", "broadcasting") * 2])
 def test_any_number_of_networks(probe, networks):
     names = tuple(f"network {number}" for number in range(len(networks)))
-    for figure in DRAWERS[probe](examined(*networks, names=names)):
+    for figure in draw(probe, exams(*networks, names=names)):
         measured = [n for n, one in zip(names, networks, strict=True) if measurements(one)[probe].status == "ok"]
         assert {row[0] for row in figure.table.rows} <= set(measured)
         shown = {trace.name for trace in figure.plot.data if trace.showlegend and trace.name in names}
@@ -111,7 +112,7 @@ def test_any_number_of_networks(probe, networks):
 
 
 def test_a_status_of_not_converged_is_drawn_and_said():
-    (figure,) = DRAWERS["variance"](changed("variance", status="not_converged", reason="too few images."))
+    (figure,) = draw("variance", changed("variance", status="not_converged", reason="too few images."))
     assert "vit (not converged)" in {trace.name for trace in figure.plot.data}
 
 
@@ -122,7 +123,7 @@ def test_what_users_named_is_a_text(probe):
     units = [unit.model_copy(update={"name": f"<img src=x>.{unit.name}"}) for unit in measurement.units]
     odd, other = (changed(probe, network, units=units)[0] for _ in range(2))
     networks = [type(odd)("<script>alert(1)</script>", odd.measurements), type(other)("%{x}", other.measurements)]
-    for figure in DRAWERS[probe](networks):
+    for figure in draw(probe, networks):
         assert figure.table.rows[0][0] == "<script>alert(1)</script>"
         if figure.plot is not None:
             text = figure.plot.to_json().replace("\\u003c", "<")
@@ -152,19 +153,19 @@ def test_what_an_old_measurement_lacks_is_left_out(probe):
     units = measurements(network)[probe].units
     bare = [unit.model_copy(update={"values": {}}) for unit in units]
     for changes in ({"arrays": {}}, {"units": bare}, {"units": []}, {"arrays": {}, "units": bare}):
-        for figure in DRAWERS[probe](changed(probe, network, **changes)):
+        for figure in draw(probe, changed(probe, network, **changes)):
             assert figure.table.rows
-    assert DRAWERS[probe](changed(probe, network, arrays={}, units=bare)) == []
+    assert draw(probe, changed(probe, network, arrays={}, units=bare)) == []
 
 
 def test_between_two_states_is_the_shade_of_the_unit_that_leads_from_one_to_the_other():
     units = measurements("vit")["fourier"].units
-    plot = drawn("fourier", examined("vit"))["fourier-depth"].plot
+    plot = drawn("fourier", exams("vit"))["fourier-depth"].plot
     shaded = [unit for unit in units if unit.kind in ("msa", "mlp")]
     assert len(shaded) == 6
     assert spans(plot, "rect") == [(unit.depth - 1, unit.depth) for unit in shaded]
     assert [shape.fillcolor for shape in plot.layout.shapes] == [KINDS[unit.kind] for unit in shaded]
-    bars = drawn("fourier", examined("vit"))["fourier-change"].plot
+    bars = drawn("fourier", exams("vit"))["fourier-change"].plot
     assert spans(bars, "rect") == [(unit.depth - 0.5, unit.depth + 0.5) for unit in shaded]
 
 
@@ -174,21 +175,21 @@ def test_lines_part_stages():
         return [later.depth for one, later in pairwise(units) if one.stage != later.stage]
 
     assert (len(borders("lesion")), len(borders("variance"))) == (3, 1)
-    bars = drawn("lesion", examined("resnet"))["lesion-drop"].plot
+    bars = drawn("lesion", exams("resnet"))["lesion-drop"].plot
     assert spans(bars, "line") == [(depth - 0.5, depth - 0.5) for depth in borders("lesion")]
-    lines = drawn("variance", examined("resnet"))["variance-depth"].plot
+    lines = drawn("variance", exams("resnet"))["variance-depth"].plot
     assert spans(lines, "line") == [(depth - 1, depth - 1) for depth in borders("variance")]
 
 
 def test_networks_with_the_same_units_share_a_panel_others_have_their_own():
-    plot = drawn("variance", examined("vit", "resnet", "vit", names=("a", "b", "c")))["variance-depth"].plot
+    plot = drawn("variance", exams("vit", "resnet", "vit", names=("a", "b", "c")))["variance-depth"].plot
     assert [annotation.text for annotation in plot.layout.annotations] == ["a, c", "b"]
     axes = {trace.name: trace.yaxis for trace in plot.data if trace.name in ("a", "b", "c")}
     assert axes == {"a": "y", "b": "y2", "c": "y"}
 
 
 def test_bars_of_networks_in_one_panel_stand_beside_each_other():
-    plot = drawn("lesion", examined("vit", "vit", names=("a", "b")))["lesion-drop"].plot
+    plot = drawn("lesion", exams("vit", "vit", names=("a", "b")))["lesion-drop"].plot
     first, second = (trace for trace in plot.data if trace.type == "bar")
     values = [unit.values["accuracy_drop"].value for unit in measurements("vit")["lesion"].units]
     assert np.array_equal(first.y, values)
@@ -198,7 +199,7 @@ def test_bars_of_networks_in_one_panel_stand_beside_each_other():
 
 def test_whiskers_are_the_interval():
     units = measurements("vit")["lesion"].units
-    plot = drawn("lesion", examined("vit"))["lesion-drop"].plot
+    plot = drawn("lesion", exams("vit"))["lesion-drop"].plot
     (found,) = [trace for trace in plot.data if trace.type == "scatter" and trace.error_y.array is not None]
     np.testing.assert_allclose(found.y + found.error_y.array, [u.values["accuracy_drop"].high for u in units])
     np.testing.assert_allclose(found.y - found.error_y.arrayminus, [u.values["accuracy_drop"].low for u in units])
@@ -207,7 +208,7 @@ def test_whiskers_are_the_interval():
 def test_units_are_numbered_where_all_networks_have_the_same_and_lie_by_share_of_depth_elsewhere():
     values = [unit.values["ratio"].value for unit in measurements("vit")["attention_entropy"].units]
     alone, mixed = (
-        drawn("attention_entropy", examined(*networks))["attention-entropy-layers"]
+        drawn("attention_entropy", exams(*networks))["attention-entropy-layers"]
         for networks in (("vit",), ("vit", "broadcasting"))
     )
     assert list(points(alone, values).x) == [1, 2, 3]
@@ -224,7 +225,7 @@ def test_units_are_numbered_where_all_networks_have_the_same_and_lie_by_share_of
 )
 def test_heads_are_drawn_around_the_mean_of_their_layer(probe, array, divisor):
     measurement = measurements("vit")[probe]
-    figure = next(iter(drawn(probe, examined("vit")).values()))
+    figure = next(iter(drawn(probe, exams("vit")).values()))
     heads = measurement.arrays[array]
     by = [1 if divisor is None else unit.values[divisor].value for unit in measurement.units]
     found = points(figure, (heads / np.array(by)[:, None]).ravel())
@@ -243,7 +244,7 @@ def test_layers_of_different_numbers_of_heads():
 
 def test_curves_are_those_of_the_units_and_end_where_their_grid_does():
     measurement = measurements("resnet")["fourier"]
-    figure = drawn("fourier", examined("resnet"))["fourier-curves"]
+    figure = drawn("fourier", exams("resnet"))["fourier-curves"]
     lines = [trace for trace in figure.plot.data if trace.mode == "lines"]
     stored = measurement.arrays["delta_log_amplitude"]
     assert len(lines) == len(stored) == len(measurement.units)

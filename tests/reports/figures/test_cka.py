@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from tests.reports.figures.layers import changed, examined, measurements
-from vitclinic.reports.figure import DRAWERS
+from tests.reports.figures.layers import changed, exams, measurements
+from vitclinic.reports.figures import draw
 from vitclinic.reports.theme import KIND_MARKS
 
 
@@ -12,7 +12,7 @@ def matrices(figure):
 
 
 def test_a_panel_a_network_with_its_matrix_and_all_of_it_in_the_table():
-    (figure,) = DRAWERS["cka"](examined("vit", "resnet", "mixer"))
+    (figure,) = draw("cka", exams("vit", "resnet", "mixer"))
     stored = [measurements(one)["cka"].arrays["cka"] for one in ("vit", "resnet", "mixer")]
     for trace, matrix in zip(matrices(figure), stored, strict=True):
         assert np.array_equal(trace.z, matrix)
@@ -22,7 +22,7 @@ def test_a_panel_a_network_with_its_matrix_and_all_of_it_in_the_table():
 
 def test_the_kinds_of_units_are_at_both_axes_and_stages_are_parted():
     units = measurements("resnet")["cka"].units
-    (figure,) = DRAWERS["cka"](examined("resnet"))
+    (figure,) = draw("cka", exams("resnet"))
     strips = [shape for shape in figure.plot.layout.shapes if shape.type == "rect"]
     below = [shape.fillcolor for shape in strips if shape.y1 < 0]
     beside = [shape.fillcolor for shape in strips if shape.x1 < 0]
@@ -35,7 +35,7 @@ def test_the_kinds_of_units_are_at_both_axes_and_stages_are_parted():
 
 def test_units_of_one_name_are_not_taken_for_one():
     units = [unit.model_copy(update={"name": "same"}) for unit in measurements("vit")["cka"].units]
-    (figure,) = DRAWERS["cka"](changed("cka", units=units))
+    (figure,) = draw("cka", changed("cka", units=units))
     (trace,) = matrices(figure)
     assert len(set(trace.x)) == len(units)
 
@@ -44,10 +44,10 @@ def test_the_scale_holds_negative_values_and_gaps():
     matrix = measurements("vit")["cka"].arrays["cka"].copy()
     matrix[0, 1] = -0.2
     matrix[1, 2] = np.nan
-    (figure,) = DRAWERS["cka"](changed("cka", arrays={"cka": matrix}))
+    (figure,) = draw("cka", changed("cka", arrays={"cka": matrix}))
     assert (figure.plot.layout.coloraxis.cmin, figure.plot.layout.coloraxis.cmax) == (-0.2, 1)
     assert "NaN" not in figure.plot.to_json()
 
 
 def test_a_matrix_that_does_not_belong_to_the_units_is_not_drawn():
-    assert DRAWERS["cka"](changed("cka", arrays={"cka": np.eye(3)})) == []
+    assert draw("cka", changed("cka", arrays={"cka": np.eye(3)})) == []

@@ -9,13 +9,14 @@ import pytest
 
 import vitclinic.reports.figures  # noqa: F401
 from tests.reports.figures.probed import changed, pair, renamed
-from vitclinic.reports.figure import DRAWERS, Figure
-from vitclinic.reports.figures.drawing import band
-from vitclinic.reports.figures.sharpness import smoothed
+from vitclinic.reports.figure import Figure
+from vitclinic.reports.figures import draw
+from vitclinic.reports.figures.canvas import band
+from vitclinic.reports.figures.sharpness import smooth_density
 
 
 def drawn(probe: str, name: str | None = None) -> Figure:
-    figures = {figure.name: figure for figure in DRAWERS[probe](pair())}
+    figures = {figure.name: figure for figure in draw(probe, pair())}
     return figures[name or next(iter(figures))]
 
 
@@ -38,7 +39,7 @@ def test_the_spectrum_has_nep_left_of_zero_and_the_rest_right(place: int) -> Non
 
 def test_a_spectrum_without_negative_eigenvalues_has_one_panel() -> None:
     arrays = {"eigenvalues": np.array([[3.0, 2.0], [5.0, 1.0]])}
-    (figure,) = DRAWERS["hessian_spectrum"]([changed(pair()[0], "hessian_spectrum", arrays=arrays)])
+    (figure,) = draw("hessian_spectrum", [changed(pair()[0], "hessian_spectrum", arrays=arrays)])
     assert [title.text for title in figure.plot.layout.annotations] == ["above zero"]
     assert np.sum(figure.plot.data[0].y[1:-1:2]) == pytest.approx(1.0)
 
@@ -64,7 +65,7 @@ def test_sharpness_is_drawn_by_component_and_by_block(place: int) -> None:
 def test_the_density_is_one_in_all_and_has_the_mean_of_its_nodes() -> None:
     nodes, weights = np.array([-1.0, 0.0, 5.0]), np.array([0.1, 0.8, 0.1])
     x = np.linspace(-2, 6, 8001)
-    density = smoothed(x, nodes, weights, 0.05)
+    density = smooth_density(x, nodes, weights, 0.05)
     assert np.trapezoid(density, x) == pytest.approx(1.0, abs=1e-6)
     assert np.trapezoid(density * x, x) == pytest.approx(nodes @ weights, abs=1e-6)
 
@@ -95,7 +96,7 @@ def test_maps_and_surfaces_share_one_scale_which_is_logarithmic_where_losses_are
     arrays = measured.arrays | {"losses": measured.arrays["losses"] * factor}
     networks = [pair()[0], changed(pair()[1], "landscape", arrays=arrays)]
     everything = np.concatenate([one.measurements["landscape"].arrays["losses"].ravel() for one in networks])
-    _, contours, surfaces = DRAWERS["landscape"](networks)
+    _, contours, surfaces = draw("landscape", networks)
     log = factor > 1
     ends = [np.log10(end) if log else end for end in (everything.min(), everything.max())]
     for figure in (contours, surfaces):
@@ -114,8 +115,8 @@ def test_points_that_were_not_evaluated_are_gaps() -> None:
     measured = pair()[0].measurements["landscape"]
     evaluated = np.zeros((5, 5), bool)
     evaluated[1:4, 1:4] = True
-    sections, contours, _ = DRAWERS["landscape"](
-        [changed(pair()[0], "landscape", arrays=measured.arrays | {"evaluated": evaluated})]
+    sections, contours, _ = draw(
+        "landscape", [changed(pair()[0], "landscape", arrays=measured.arrays | {"evaluated": evaluated})]
     )
     assert np.isnan(contours.plot.data[0].z).sum() == 16
     assert np.isnan(sections.plot.data[0].y).tolist() == [True, False, False, False, True]
@@ -133,15 +134,15 @@ def test_a_line_is_drawn_beside_planes_and_alone() -> None:
     measured = pair()[0].measurements["landscape"]
     arrays = {"x": measured.arrays["x"], "losses": measured.arrays["losses"][:, 2]}
     line = changed(pair()[0], "landscape", arrays=arrays)
-    (alone,) = DRAWERS["landscape"]([line])
+    (alone,) = draw("landscape", [line])
     np.testing.assert_array_equal(alone.plot.data[0].y, arrays["losses"])
-    assert len(DRAWERS["landscape"]([line, pair()[1]])) == 3
+    assert len(draw("landscape", [line, pair()[1]])) == 3
 
 
 def test_the_path_of_the_training_is_drawn_on_its_plane() -> None:
     path = np.array([[1.0, 0.5], [0.2, 0.1], [0.0, 0.0]])
     arrays = pair()[0].measurements["landscape"].arrays | {"path": path, "path_epoch": np.array([0.0, 1.0, 2.0])}
-    _, contours, _ = DRAWERS["landscape"]([changed(pair()[0], "landscape", arrays=arrays)])
+    _, contours, _ = draw("landscape", [changed(pair()[0], "landscape", arrays=arrays)])
     walked = contours.plot.data[1]
     np.testing.assert_array_equal(np.stack([walked.x, walked.y], 1), path)
 
@@ -166,7 +167,7 @@ def test_the_kernels_spectrum_ends_at_one_over_its_condition_number(place: int) 
 
 
 def test_networks_of_one_name_are_two_networks() -> None:
-    (figure,) = DRAWERS["flatness"]([renamed(one, "same") for one in pair()])
+    (figure,) = draw("flatness", [renamed(one, "same") for one in pair()])
     first, second = (of_network(figure, place, "box")[0] for place in (0, 1))
     assert first.x[0] != second.x[0]
 
@@ -181,5 +182,5 @@ def test_the_bound_of_an_open_interval_is_called_one() -> None:
     measured = pair()[0].measurements["ntk"]
     kappa = measured.scalars["condition_number"].model_copy(update={"low": 123.0, "high": np.inf})
     scalars = measured.scalars | {"condition_number": kappa}
-    _, spectrum = DRAWERS["ntk"]([changed(replace(pair()[0], name="n"), "ntk", scalars=scalars)])
+    _, spectrum = draw("ntk", [changed(replace(pair()[0], name="n"), "ntk", scalars=scalars)])
     assert spectrum.plot.data[1].name.endswith("κ at least 123")

@@ -6,6 +6,7 @@ docs/findings.md lists them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ import vitclinic.exam.findings.representation  # noqa: F401
 # isort: on
 
 __all__ = ["Evidence", "Rule", "Verdict", "find", "known_rules", "rule"]
+
+log = logging.getLogger(__name__)
 
 _ORDER = ("problem", "notice", "healthy")
 
@@ -41,7 +44,17 @@ def find(
         []
     """
     evidence = Evidence(measurements, training, reference or {})
-    found = [finding for rule in known_rules().values() if (finding := rule(evidence)) is not None]
-    if (well := healthy(evidence, found)) is not None:
+    found: list[Finding] = []
+    rules: list[Rule] = []
+    for one in known_rules().values():
+        try:
+            finding = one(evidence)
+        except Exception as error:  # of another package, or of numbers that nobody thought of: the others go on
+            log.info("the rule %s failed", one.name, exc_info=error)
+            log.warning("The rule %s is left out: %s: %s", one.name, type(error).__name__, error)
+            continue
+        rules.append(one)
+        found += [] if finding is None else [finding]
+    if (well := healthy(evidence, found, rules)) is not None:
         found.append(well)
     return sorted(found, key=lambda finding: _ORDER.index(finding.severity))

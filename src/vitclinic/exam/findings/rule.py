@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vitclinic._core.records import Basis, Finding, Measurement, Scalar, Suggestion
+from vitclinic._core.registry import load_entry_points
 
+ENTRY_POINTS = "vitclinic.rules"
 TRAINING = {"training.loss": ("train", "loss"), "training.val_nll": ("val", "nll")}
 """Numbers of a run's metrics that rules look at: the kind of row, and its key."""
 
@@ -188,14 +190,22 @@ def rule(
 
     def register(judge: Callable[[Evidence], Verdict | None]) -> Rule:
         made = Rule(judge.__name__, title, needs, threshold, source, basis, reference, suggestions, judge, applies)
-        _REGISTRY[made.name] = made
-        return made
+        return register_rule(made)
 
     return register
 
 
+def register_rule(made: Rule) -> Rule:
+    """Make a rule known by its name; `rule` does it for a function."""
+    if not isinstance(made, Rule):
+        raise TypeError(f"{made!r} is no Rule: decorate its function with vitclinic.exam.findings.rule")
+    _REGISTRY[made.name] = made
+    return made
+
+
 def known_rules() -> dict[str, Rule]:
-    """Return all rules by name, in the order in which a report lists their findings."""
+    """Return all rules by name, in the order of their findings: ours, then those of installed packages."""
+    load_entry_points(ENTRY_POINTS, register_rule)
     return dict(_REGISTRY)
 
 

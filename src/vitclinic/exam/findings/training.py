@@ -15,7 +15,6 @@ from vitclinic.exam.findings.rule import (
     difference,
     format_number,
     high,
-    known_rules,
     low,
     rule,
     usable,
@@ -203,12 +202,11 @@ THRESHOLD = (
 )
 
 
-def healthy(evidence: Evidence, found: Sequence[Finding]) -> Finding | None:
+def healthy(evidence: Evidence, found: Sequence[Finding], rules: Sequence[Rule]) -> Finding | None:
     """That no rule found a problem, with what was looked at; None where too little was."""
     accuracy, guess = evidence.number("accuracy.accuracy"), evidence.number("accuracy.commonest")
     if accuracy is None or guess is None or low(accuracy) <= guess.value:
         return None
-    rules = known_rules().values()
     looked = [rule for rule in rules if rule.looks(evidence)]
     names = dict.fromkeys(name for rule in looked for group in rule.needs for name in group if evidence.has(name))
     if any(finding.severity == "problem" for finding in found) or len({_probe(name) for name in names}) < ENOUGH:

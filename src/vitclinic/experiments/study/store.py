@@ -24,7 +24,7 @@ from vitclinic.experiments.study.schema import ScaleName, Study, parse_study
 from vitclinic.reports.frame import write_page
 from vitclinic.reports.study.page import render_study, write_study
 from vitclinic.reports.study.result import StoredResult, read_result
-from vitclinic.reports.study.tally import Claim, Entry, entries, write_index
+from vitclinic.reports.study.tally import Claim, Entry, list_entries, write_index
 from vitclinic.training import Recipe
 from vitclinic.training.overrides import Overrides, to_plain
 
@@ -162,7 +162,7 @@ def tally(results: Mapping[str, StoredResult]) -> list[Entry]:
     """Return every claim of the catalogue with its results, or with none yet."""
     studies = [open_study(name) for name in shipped_studies()]
     claims = [Claim(study.claim, study.title, study.paper, study.source) for study in studies]
-    return entries(claims, results, describe_changes)
+    return list_entries(claims, results, describe_changes)
 
 
 def describe_changes(result: StoredResult) -> str:

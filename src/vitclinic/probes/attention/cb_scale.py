@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic.anatomy import Unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, register, unit_row
@@ -45,6 +45,18 @@ class CBScale(OwningProbe):
     question = "Which layers want the mean of all tokens?"
     paper = "Hyeon-Woo et al. 2023, Fig. 8 (H4)"
     key_scalars: ClassVar[KeyScalars] = {"ratio": None, "mean": None}
+    figures = (
+        FigureSpec(
+            name="cb-scale-layers",
+            kind="layers",
+            values={"ratio": "ratio of quantiles", "mean": "mean scale"},
+            axis="layer with learned scales",
+            title="Learned scales of Context Broadcasting",
+            reading="Above, the 10% quantile of a layer's scales over its 90% quantile, both without sign: near 1"
+            " where all channels want the broadcast context alike; below, their mean. Hyeon-Woo et al. found that"
+            " both grow with depth, so that upper layers want dense interactions most.",
+        ),
+    )
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
     by_default: ClassVar[bool] = False
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
 from vitclinic.probes.behaviour.behaviour import divide_images, predict
@@ -34,6 +34,23 @@ class MissingRate(OwningProbe):
     question = "Does it see both of two images that are mixed into one?"
     paper = "Chen et al. 2022, Table 6 (C6)"
     key_scalars: ClassVar[KeyScalars] = {"missing_rate": "lower"}
+    figures = (
+        FigureSpec(
+            name="missing-rate",
+            kind="scalars",
+            values={
+                "missing_rate": "all pairs",
+                "missing_rate_different_classes": "two classes",
+                "missing_rate_same_class": "one class",
+            },
+            axis="share of pairs missed",
+            share=True,
+            title="Misses halfway between training images",
+            reading="A bar is the share of pairs of training images whose average is taken for a class that neither of"
+            " them has, with its 95% interval. Shorter is more linear between the images; with few classes, look at the"
+            " pairs of two classes.",
+        ),
+    )
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"pairs": 256},)

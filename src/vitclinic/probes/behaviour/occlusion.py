@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic.data import Batch
 from vitclinic.models import Normalized
 from vitclinic.probes.behaviour.behaviour import BehaviourProbe, divide_images, is_correct
@@ -29,6 +29,18 @@ class Occlusion(BehaviourProbe):
     question = "Does it recognise images whose centre is hidden?"
     paper = "Hyeon-Woo et al. 2023, Table 8 (H8)"
     key_scalars: ClassVar[KeyScalars] = {"accuracy": "higher", "drop": "lower"}
+    figures = (
+        FigureSpec(
+            name="occlusion",
+            kind="scalars",
+            values={"clean_accuracy": "whole images", "accuracy": "centre hidden", "drop": "lost"},
+            axis="accuracy",
+            share=True,
+            title="Accuracy with the centre hidden",
+            reading="Bars are the accuracy on whole images, on the same images with their central quarter hidden, and"
+            " the difference (paired), with 95% intervals. A network that uses the whole image loses little.",
+        ),
+    )
 
     value: Literal["black", "mean"] = Field("black", description="what hides: black, or the mean colour")
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import DataError, did_you_mean
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import Scalar
 from vitclinic._core.serialization import read_json, read_yaml
@@ -191,6 +191,20 @@ class Shift(OwningProbe):
     question = "How well does it do on data of another kind?"
     paper = "Chen et al. 2022, Table 2 (C2)"
     key_scalars: ClassVar[KeyScalars] = {"accuracy": "higher", "accuracy_among_mapped": "higher"}
+    figures = (
+        FigureSpec(
+            name="shift",
+            kind="scalars",
+            values={"accuracy": "among all outputs", "accuracy_among_mapped": "among the set's"},
+            table=["images_left_out"],
+            axis="accuracy",
+            share=True,
+            title="Accuracy on another set of images",
+            reading="Bars are the share of the other set's images that are recognised, the best of all outputs"
+            " deciding, or the best of those that stand for some class of the set, with 95% intervals. The first is the"
+            " custom for ReaL, the second for ImageNet-R and -A; where the set has all classes they are the same.",
+        ),
+    )
     asked_for = True  # without another data set to look at it repeats the accuracy
     by_default: ClassVar[bool] = False
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import Batch
@@ -48,6 +48,20 @@ class Lesion(OwningProbe):
         "accuracy_drop_mlp": None,
         "accuracy_drop_conv": None,
     }
+    figures = (
+        FigureSpec(
+            name="lesion-drop",
+            kind="units",
+            values={"accuracy_drop": "accuracy lost"},
+            table=["accuracy", "nll_rise"],
+            share=True,
+            title="Accuracy lost without each unit",
+            reading="Each bar is the accuracy that the trained network loses when one unit is removed, with its 95%"
+            " interval: a whisker that reaches zero is a unit that was not missed on these images. Park and Kim found"
+            " that convs and MLPs at the beginning of a stage and MSAs at its end matter most, so that the bars"
+            " repeat with the stages, which dotted lines part.",
+        ),
+    )
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "anatomy"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site, Unit
 from vitclinic.probes.probe import (
@@ -69,6 +69,19 @@ class Sparsity(StreamingProbe):
     question = "Which share of the neurons is active in each layer?"
     paper = "Chen et al. 2022, Fig. 2 right (C5, C15)"
     key_scalars: ClassVar[KeyScalars] = {"active": None, "active_first": None}
+    figures = (
+        FigureSpec(
+            name="sparsity-depth",
+            kind="layers",
+            values={"active": "active neurons"},
+            axis="unit with an activation function",
+            share=True,
+            title="Active neurons by depth",
+            reading="Each point is the share of hidden values behind a unit's activation function that are greater"
+            " than zero, averaged over images. Chen et al. found below 10% in most layers of a ViT, far more in"
+            " ResNet and Mixer, and fewer in the first layers after training with SAM.",
+        ),
+    )
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     def begin(self, subject: Subject) -> Tally:

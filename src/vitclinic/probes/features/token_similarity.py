@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
 from vitclinic.data import Batch
@@ -123,6 +123,18 @@ class TokenSimilarity(StreamingProbe):
         "cosine_last": None,
         "absolute_cosine_rise": None,
     }
+    figures = (
+        FigureSpec(
+            name="token-similarity-depth",
+            kind="layers",
+            values={"absolute_cosine": "absolute cosine", "cosine": "cosine"},
+            title="Similarity of patches by depth",
+            reading="Each point is the mean cosine between two patches of an image after a unit, stem and position"
+            " embedding included: 1 if all point the same way, 0 if they are orthogonal. A line that climbs to the"
+            " end is over-smoothing, which Gong et al. saw in deep ViTs and not in a ResNet; Wang et al. look at its"
+            " beginning, where a convolutional stem should lower it.",
+        ),
+    )
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     tokens: Annotated[int, Field(ge=2)] = Field(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic.probes.features.states import ChangesTally
 from vitclinic.probes.probe import Need, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
@@ -32,6 +32,19 @@ class Variance(StreamingProbe):
         "variance_change_mlp": None,
         "variance_change_conv": None,
     }
+    figures = (
+        FigureSpec(
+            name="variance-depth",
+            kind="states",
+            values={"variance": "variance"},
+            table=["change"],
+            title="Variance of feature maps by depth",
+            reading="Each point is how much the feature maps after a unit vary over their positions; the shade between"
+            " two points is the unit that leads from one to the other, and dotted lines part stages. Park and Kim"
+            " found that MSAs lower it, as averaging does, and that MLPs and convs raise it; it has the scale of the"
+            " features, so compare within a network.",
+        ),
+    )
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     def begin(self, subject: Subject) -> Tally:

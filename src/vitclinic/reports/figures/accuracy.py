@@ -8,28 +8,28 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Scalar
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.compared import COLUMNS, Measured, beside, known, scalar_table
-from vitclinic.reports.figures.drawing import (
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import (
     GREY,
-    canvas,
     ends,
     error_bars,
     finite,
+    format_scalar,
     label,
     line,
+    make_canvas,
     marker_style,
-    number,
-    of_one,
+    trace_group,
 )
-from vitclinic.reports.theme import of_network, with_opacity
+from vitclinic.reports.figures.scalars import COLUMNS, Measurements, compare_scalars, scalar_table, select_known
+from vitclinic.reports.theme import network_colour, with_opacity
 
 _ARRAYS = ("bin_edges", "bin_images", "bin_confidence", "bin_accuracy", "bin_accuracy_low", "bin_accuracy_high")
 
 
 @draws("accuracy")
-def accuracy(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "accuracy") if all(name in each[2].arrays for name in _ARRAYS)]
+def accuracy(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [each for each in select_usable(exams, "accuracy") if all(name in each[2].arrays for name in _ARRAYS)]
     if not found:
         return []
     rows = []
@@ -51,15 +51,17 @@ def accuracy(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _plot(found: Measured) -> go.Figure:
-    figure = canvas(480, 2, legend=2 * len(found), shared_xaxes=True, row_heights=[0.72, 0.28], vertical_spacing=0.05)
+def _plot(found: Measurements) -> go.Figure:
+    figure = make_canvas(
+        480, 2, legend=2 * len(found), shared_xaxes=True, row_heights=[0.72, 0.28], vertical_spacing=0.05
+    )
     diagonal = go.Scatter(
         x=[0, 1], y=[0, 1], mode="lines", line={"color": GREY, "dash": "dot"}, hoverinfo="skip", showlegend=False
     )
     figure.add_trace(diagonal, 1, 1)
     for place, name, one in found:
         edges, images, confidence, right, low, high = (one.arrays[array] for array in _ARRAYS)
-        text = label(name, one, f"ECE {number(one.scalars.get('ece'), '.1%')}")
+        text = label(name, one, f"ECE {format_scalar(one.scalars.get('ece'), '.1%')}")
         curve = line(
             place,
             text,
@@ -75,11 +77,11 @@ def _plot(found: Measured) -> go.Figure:
             x=np.repeat(finite(edges), 2),
             y=np.concatenate([[0], np.repeat(shares, 2), [0]]),
             mode="lines",
-            line={"color": of_network(place), "width": 1.5},
+            line={"color": network_colour(place), "width": 1.5},
             fill="tozeroy",
             fillcolor=with_opacity(place, 0.15),
             hovertemplate="%{y:.1%} of the images",
-            **of_one(place, text, shown=False),
+            **trace_group(place, text, shown=False),
         )
         figure.add_trace(steps, 2, 1)
     figure.update_xaxes(range=[-0.01, 1.02], tickformat=".0%")
@@ -93,9 +95,9 @@ _GROUPS = {"nll": "training NLL", "target_entropy": "least possible"}
 
 
 @draws("train_nll")
-def train_nll(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "train_nll")
-    groups = known(found, _GROUPS)
+def train_nll(exams: Sequence[ExamView]) -> list[Figure]:
+    found = select_usable(exams, "train_nll")
+    groups = select_known(found, _GROUPS)
     if not groups:
         return []
     figures = [
@@ -107,14 +109,14 @@ def train_nll(examined: Sequence[Examined]) -> list[Figure]:
             " high error on test images is overfitting; a high one says that the network could not fit.",
             paper="Park and Kim 2022, Fig. 5, 7a (P5)",
             table=scalar_table(found, groups),
-            plot=beside(found, groups, "NLL, nats"),
+            plot=compare_scalars(found, groups, "NLL, nats"),
         )
     ]
-    both = [(place, name, one) for place, name, one in found if "nll" in one.scalars and _error(examined[place])]
-    return figures if len(both) < 2 else [*figures, _against_error(examined, both)]
+    both = [(place, name, one) for place, name, one in found if "nll" in one.scalars and _error(exams[place])]
+    return figures if len(both) < 2 else [*figures, _against_error(exams, both)]
 
 
-def _error(one: Examined) -> Scalar | None:
+def _error(one: ExamView) -> Scalar | None:
     """The share of test images that are not recognised, where it has been measured."""
     accuracy = one.measurements.get("accuracy")
     found = None if accuracy is None else accuracy.scalars.get("accuracy")
@@ -124,11 +126,11 @@ def _error(one: Examined) -> Scalar | None:
     return Scalar(value=1 - found.value, low=low, high=high, n=found.n)
 
 
-def _against_error(examined: Sequence[Examined], found: Measured) -> Figure:
-    figure = canvas(340, legend=len(found))
+def _against_error(exams: Sequence[ExamView], found: Measurements) -> Figure:
+    figure = make_canvas(340, legend=len(found))
     rows = []
     for place, name, one in found:
-        nll, error = one.scalars["nll"], _error(examined[place])
+        nll, error = one.scalars["nll"], _error(exams[place])
         assert error is not None
         (x, x_low, x_high), (y, y_low, y_high) = ends([nll]), ends([error])
         figure.add_trace(
@@ -140,7 +142,7 @@ def _against_error(examined: Sequence[Examined], found: Measured) -> Figure:
                 mode="markers",
                 marker=marker_style(place, 11),
                 hovertemplate="NLL %{x:.3g}, error %{y:.1%}",
-                **of_one(place, label(name, one)),
+                **trace_group(place, label(name, one)),
             )
         )
         rows += [(name, key, s.value, s.low, s.high, s.n) for key, s in (("nll", nll), ("test_error", error))]

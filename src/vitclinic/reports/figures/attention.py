@@ -12,11 +12,11 @@ from PIL import Image
 
 from vitclinic._core.images import beside, png
 from vitclinic._core.records import Measurement, UnitRow
-from vitclinic.reports.figure import Examined, Figure, Picture, Table, draws, measured
-from vitclinic.reports.figures.depth import overlaid, places, same_units
-from vitclinic.reports.figures.drawing import GREY, Floats, of_one
-from vitclinic.reports.figures.units import Series, by_head, series, unit_names, unit_table
-from vitclinic.reports.theme import of_network
+from vitclinic.reports.figure import ExamView, Figure, Picture, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import GREY, Floats, trace_group
+from vitclinic.reports.figures.depth import overlay, places, same_units
+from vitclinic.reports.figures.units import Series, collect_series, read_heads, unit_names, unit_table
+from vitclinic.reports.theme import network_colour
 
 
 def head_marks(found: Sequence[Series], array: str, divisor: str | None = None) -> list[go.Scatter]:
@@ -26,7 +26,7 @@ def head_marks(found: Sequence[Series], array: str, divisor: str | None = None) 
 
 
 def _marks(one: Series, x: Floats, array: str, divisor: str | None) -> list[go.Scatter]:
-    values = by_head(one.measurement, array)
+    values = read_heads(one.measurement, array)
     if values is None:
         return []
     rows = dict(zip((unit.depth for unit in one.measurement.units), values, strict=True))
@@ -38,11 +38,11 @@ def _marks(one: Series, x: Floats, array: str, divisor: str | None) -> list[go.S
             x=x[layers],
             y=heads[layers, numbers],
             mode="markers",
-            marker={"size": 10, "symbol": "line-ew-open", "color": of_network(one.place), "line": {"width": 1.2}},
+            marker={"size": 10, "symbol": "line-ew-open", "color": network_colour(one.place), "line": {"width": 1.2}},
             opacity=0.55,
             customdata=[(names[layer], int(head)) for layer, head in zip(layers, numbers, strict=True)],
             hovertemplate="%{customdata[0]}<br>head %{customdata[1]}: %{y:.4g}",
-            **of_one(one.place, one.label, shown=False),
+            **trace_group(one.place, one.label, shown=False),
         )
     ]
 
@@ -54,11 +54,11 @@ def _divisor(unit: UnitRow, name: str | None) -> float:
 
 
 @draws("attention_distance")
-def attention_distance(examined: Sequence[Examined]) -> list[Figure]:
-    found = series(examined, "attention_distance", "distance")
+def attention_distance(exams: Sequence[ExamView]) -> list[Figure]:
+    found = collect_series(exams, "attention_distance", "distance")
     if not found:
         return []
-    plot = overlaid({"distance (sides of the grid)": found}, "attention layer")
+    plot = overlay({"distance (sides of the grid)": found}, "attention layer")
     plot.add_traces(head_marks(found, "head_distance"))
     plot.update_yaxes(rangemode="tozero")
     return [
@@ -70,22 +70,22 @@ def attention_distance(examined: Sequence[Examined]) -> list[Figure]:
             " the number of other patches it is Hyeon-Woo et al.'s relative distance (in the table), which Context"
             " Broadcasting should leave as it is.",
             paper="Hyeon-Woo et al. 2023, Fig. 7b (H2)",
-            table=unit_table(examined, "attention_distance", ["distance", "relative_distance"], heads="head_distance"),
+            table=unit_table(exams, "attention_distance", ["distance", "relative_distance"], heads="head_distance"),
             plot=plot,
         )
     ]
 
 
 @draws("attention_entropy")
-def attention_entropy(examined: Sequence[Examined]) -> list[Figure]:
-    return [*_against_maximum(examined), *_of_class_token(examined)]
+def attention_entropy(exams: Sequence[ExamView]) -> list[Figure]:
+    return [*_against_maximum(exams), *_of_class_token(exams)]
 
 
-def _against_maximum(examined: Sequence[Examined]) -> list[Figure]:
-    found = series(examined, "attention_entropy", "ratio")
+def _against_maximum(exams: Sequence[ExamView]) -> list[Figure]:
+    found = collect_series(exams, "attention_entropy", "ratio")
     if not found:
         return []
-    plot = overlaid({"entropy / maximum": found}, "attention layer")
+    plot = overlay({"entropy / maximum": found}, "attention layer")
     plot.add_traces(head_marks(found, "head_entropy", divisor="maximum"))
     line = {"color": GREY, "width": 1.5, "dash": "dot"}
     plot.add_hline(y=1, line=line, annotation={"text": "uniform attention", "yanchor": "bottom", "font": {"size": 11}})
@@ -98,15 +98,15 @@ def _against_maximum(examined: Sequence[Examined]) -> list[Figure]:
             " maximum, which is attention that merely averages.",
             paper="Hyeon-Woo et al. 2023, Fig. 4 (H1)",
             table=unit_table(
-                examined, "attention_entropy", ["ratio", "entropy", "upper", "maximum"], heads="head_entropy"
+                exams, "attention_entropy", ["ratio", "entropy", "upper", "maximum"], heads="head_entropy"
             ),
             plot=plot,
         )
     ]
 
 
-def _of_class_token(examined: Sequence[Examined]) -> list[Figure]:
-    found = series(examined, "attention_entropy", "class_entropy")
+def _of_class_token(exams: Sequence[ExamView]) -> list[Figure]:
+    found = collect_series(exams, "attention_entropy", "class_entropy")
     if not found:
         return []
     return [
@@ -117,8 +117,8 @@ def _of_class_token(examined: Sequence[Examined]) -> list[Figure]:
             " images: the lower, the fewer patches it looks at. Hyeon-Woo et al. found that Context Broadcasting"
             " lowers it, most in deep layers.",
             paper="Hyeon-Woo et al. 2023, Fig. 7a (H2)",
-            table=unit_table(examined, "attention_entropy", ["class_entropy", "patch_entropy"]),
-            plot=overlaid({"entropy (nats)": found}, "attention layer"),
+            table=unit_table(exams, "attention_entropy", ["class_entropy", "patch_entropy"]),
+            plot=overlay({"entropy (nats)": found}, "attention layer"),
         )
     ]
 
@@ -134,11 +134,11 @@ Looks = list[tuple[str, Measurement]]
 
 
 @draws("attention_maps")
-def attention_maps(examined: Sequence[Examined]) -> list[Figure]:
-    found = [(name, one) for _, name, one in measured(examined, "attention_maps") if _is_whole(one)]
+def attention_maps(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [(name, one) for _, name, one in select_usable(exams, "attention_maps") if _is_whole(one)]
     if not found:
         return []
-    groups = _by_images(found)
+    groups = _group_by_images(found)
     panels = sum(len(looks[0][1].arrays["numbers"]) * (1 + len(looks)) for looks in groups)
     side = min(_LARGEST, int(math.sqrt(_PIXELS / max(1, panels))))
     return [
@@ -161,7 +161,7 @@ def _is_whole(one: Measurement) -> bool:
     return all(array is not None and len(array) == len(one.arrays["numbers"]) for array in arrays)
 
 
-def _by_images(found: Looks) -> list[Looks]:
+def _group_by_images(found: Looks) -> list[Looks]:
     """Networks that have looked at the same pixels share their pictures."""
     groups: dict[tuple[bytes, tuple[int, ...], bytes], Looks] = {}
     for name, one in found:
@@ -175,12 +175,12 @@ def _pictures(looks: Looks, side: int) -> list[Picture]:
     first = looks[0][1].arrays
     who = "; ".join(name for name, _ in looks)
     return [
-        Picture(f"Image {number}: {who}", png(_shown(image, [one.arrays["maps"][place] for _, one in looks], side)))
+        Picture(f"Image {number}: {who}", png(_lay_out(image, [one.arrays["maps"][place] for _, one in looks], side)))
         for place, (number, image) in enumerate(zip(first["numbers"], first["images"], strict=True))
     ]
 
 
-def _shown(image: NDArray[np.uint8], maps: Sequence[NDArray[np.float64]], side: int) -> NDArray[np.uint8]:
+def _lay_out(image: NDArray[np.uint8], maps: Sequence[NDArray[np.float64]], side: int) -> NDArray[np.uint8]:
     row = beside(image, *(np.nan_to_num(attention) for attention in maps))
     if max(image.shape[:2]) <= side:
         return row

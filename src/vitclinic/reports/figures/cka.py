@@ -10,10 +10,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement, UnitRow
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.drawing import CLEAR, PANEL_LONGEST, Floats, canvas, finite, label
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import CLEAR, PANEL_LONGEST, Floats, finite, label, make_canvas
 from vitclinic.reports.figures.units import KIND_NAMES
-from vitclinic.reports.formatting import plain
+from vitclinic.reports.formatting import escape_plotly
 from vitclinic.reports.theme import KIND_MARKS, SEQUENTIAL
 
 _SIDE = 320
@@ -34,8 +34,8 @@ Shape = dict[str, Any]
 
 
 @draws("cka")
-def cka(examined: Sequence[Examined]) -> list[Figure]:
-    found = [one for one in measured(examined, "cka") if _is_whole(one[2])]
+def cka(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [one for one in select_usable(exams, "cka") if _is_whole(one[2])]
     if not found:
         return []
     return [
@@ -66,7 +66,7 @@ def _plot(found: Matrices) -> go.Figure:
     height = (_SIDE if len(found) > 1 else 400) * rows + 90
     titles = [label(name, one, longest=PANEL_LONGEST) for _, name, one in found] if len(found) > 1 else ()
     spacing = {"vertical_spacing": 90 / height, "horizontal_spacing": 0.08}
-    plot = canvas(height, rows, columns, titles, legend=-(-len(kinds) // 2), **spacing)
+    plot = make_canvas(height, rows, columns, titles, legend=-(-len(kinds) // 2), **spacing)
     shapes = []
     for number, (_, _, one) in enumerate(found):
         shapes += _matrix(plot, number // columns + 1, number % columns + 1, one)
@@ -85,7 +85,9 @@ def _plot(found: Matrices) -> go.Figure:
 def _matrix(plot: go.Figure, row: int, column: int, one: Measurement) -> list[Shape]:
     """Draw one network's matrix; returns what is to be drawn on it."""
     units = one.units
-    names = [f"{number} {plain(unit.name)}" for number, unit in enumerate(units)]  # numbered: categories are unique
+    names = [
+        f"{number} {escape_plotly(unit.name)}" for number, unit in enumerate(units)
+    ]  # numbered: categories are unique
     cells = go.Heatmap(
         x=names,
         y=names,

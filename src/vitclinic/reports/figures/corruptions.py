@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import Examined, Figure, Picture, Table, draws, measured
-from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import (
+from vitclinic.reports.figure import ExamView, Figure, Picture, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import (
     COLOUR_BAR_HEIGHT,
     PANEL_LONGEST,
-    canvas,
-    colours_below,
     finite,
+    format_scalar,
     label,
     line,
-    number,
+    make_canvas,
+    put_colours_below,
 )
-from vitclinic.reports.formatting import plain
+from vitclinic.reports.figures.scalars import Measurements
+from vitclinic.reports.formatting import escape_plotly
 from vitclinic.reports.theme import SEQUENTIAL
 
 _PREFIX = "accuracy_"
@@ -31,8 +31,8 @@ _PAPER = "Park and Kim 2022, Fig. 12b (P11); Hendrycks and Dietterich 2019"
 
 
 @draws("corruptions")
-def corruptions(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "corruptions") if _is_whole(each[2])]
+def corruptions(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [each for each in select_usable(exams, "corruptions") if _is_whole(each[2])]
     if not found:
         return []
     table = _table(found)
@@ -73,7 +73,7 @@ def _severities(measurement: Measurement) -> list[int]:
     return list(range(1, measurement.arrays["accuracy"].shape[1] + 1))
 
 
-def _table(found: Measured) -> Table:
+def _table(found: Measurements) -> Table:
     rows = []
     for _, name, one in found:
         clean = one.scalars.get("clean_accuracy")
@@ -86,19 +86,21 @@ def _table(found: Measured) -> Table:
     return Table(("network", "corruption", "severity", "accuracy", "low", "high"), rows)
 
 
-def _heat(found: Measured) -> go.Figure:
+def _heat(found: Measurements) -> go.Figure:
     columns = min(2, len(found))
     rows = -(-len(found) // columns)
     most = max(len(_names(one)) for _, _, one in found)
     titles = [label(name, longest=PANEL_LONGEST) for _, name, _ in found]
     height = rows * (22 * most + 56) + COLOUR_BAR_HEIGHT
     spacing = 56 / height
-    figure = canvas(height, rows, columns, titles, shared_yaxes=True, horizontal_spacing=0.03, vertical_spacing=spacing)
+    figure = make_canvas(
+        height, rows, columns, titles, shared_yaxes=True, horizontal_spacing=0.03, vertical_spacing=spacing
+    )
     for at, (_, _, one) in enumerate(found):
         accuracy = finite(one.arrays["accuracy"])
         heat = go.Heatmap(
             x=_severities(one),
-            y=[plain(name.replace("_", " ")) for name in _names(one)],
+            y=[escape_plotly(name.replace("_", " ")) for name in _names(one)],
             z=accuracy,
             text=100 * accuracy,
             texttemplate="%{text:.0f}",
@@ -112,18 +114,18 @@ def _heat(found: Measured) -> go.Figure:
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_xaxes(showgrid=False, dtick=1)
     title = "accuracy, by severity 1 to 5"
-    colours_below(figure, title, colorscale=SEQUENTIAL, colorbar={"tickformat": ".0%"})
+    put_colours_below(figure, title, colorscale=SEQUENTIAL, colorbar={"tickformat": ".0%"})
     return figure
 
 
-def _slope(found: Measured) -> go.Figure:
-    figure = canvas(320, legend=2 * len(found))
+def _slope(found: Measurements) -> go.Figure:
+    figure = make_canvas(320, legend=2 * len(found))
     for place, name, one in found:
         clean = one.scalars.get("clean_accuracy")
         means = finite(one.arrays["accuracy"]).mean(0)
         x = _severities(one) if clean is None else [0, *_severities(one)]
         y = means if clean is None else [clean.value, *means]
-        text = label(name, one, number(one.scalars.get("accuracy"), ".1%"))
+        text = label(name, one, format_scalar(one.scalars.get("accuracy"), ".1%"))
         figure.add_trace(line(place, text, x, y, hovertemplate="severity %{x}: %{y:.1%}"))
     figure.update_xaxes(title_text="severity", dtick=1)
     figure.update_yaxes(title_text="mean accuracy", tickformat=".0%", rangemode="tozero")

@@ -1,6 +1,6 @@
 """Numbers of units by their depth: lines or bars, behind them the kinds of units in shades, as in [park2022 Fig. 8-10].
 
-Networks that have the same units share a panel. Where networks with other units are to share one, too (`overlaid`),
+Networks that have the same units share a panel. Where networks with other units are to share one, too (`overlay`),
 depth is the share of the way from the first unit drawn to the last.
 """
 
@@ -14,9 +14,20 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import UnitRow
-from vitclinic.reports.figures.drawing import GREY, Floats, band, canvas, ends, error_bars, finite, line, number, of_one
+from vitclinic.reports.figures.canvas import (
+    GREY,
+    Floats,
+    band,
+    ends,
+    error_bars,
+    finite,
+    format_scalar,
+    line,
+    make_canvas,
+    trace_group,
+)
 from vitclinic.reports.figures.units import KIND_NAMES, Anatomy, Series, unit_names
-from vitclinic.reports.theme import KIND_SYMBOLS, KINDS, of_network, with_opacity
+from vitclinic.reports.theme import KIND_SYMBOLS, KINDS, network_colour, with_opacity
 
 PANEL = 210
 """Pixels of height of a panel, with what is written at its axes."""
@@ -28,9 +39,9 @@ _TITLE = 44
 """Characters that a phone has room for above a panel."""
 
 
-def shaded_lines(found: Sequence[Series], axis: str, log: bool = False) -> go.Figure:
+def draw_shaded_lines(found: Sequence[Series], axis: str, log: bool = False) -> go.Figure:
     """Numbers of states, joined: between two states the shade of the unit that leads from the one to the other."""
-    panels = _by_anatomy(found)
+    panels = _group_by_anatomy(found)
     plot = _panels(panels, axis, margin=0.4)
     shades: list[Shape] = []
     for row, panel in enumerate(panels, start=1):
@@ -44,9 +55,9 @@ def shaded_lines(found: Sequence[Series], axis: str, log: bool = False) -> go.Fi
     return plot
 
 
-def shaded_bars(found: Sequence[Series], axis: str, share: bool = False) -> go.Figure:
+def draw_shaded_bars(found: Sequence[Series], axis: str, share: bool = False) -> go.Figure:
     """Numbers of units themselves, on one scale: a bar from zero with its interval, on the unit's shade."""
-    panels = _by_anatomy(found)
+    panels = _group_by_anatomy(found)
     plot = _panels(panels, axis, margin=0.55)
     shades: list[Shape] = []
     for row, panel in enumerate(panels, start=1):
@@ -64,14 +75,14 @@ def shaded_bars(found: Sequence[Series], axis: str, share: bool = False) -> go.F
     return plot
 
 
-def overlaid(
+def overlay(
     panels: Mapping[str, Sequence[Series]], unit: str, share: bool = False, height: int = PANEL + 70
 ) -> go.Figure:
     """All networks in one panel for each number, whose axis titles are the keys; `unit` is what a point is one of."""
     everything = [one for found in panels.values() for one in found]
     shared = same_units(everything)
     total, lines = height * len(panels) + _AXIS_HEIGHT, _legend_lines(everything)
-    plot = canvas(total, len(panels), legend=lines, shared_xaxes=True, vertical_spacing=30 / total)
+    plot = make_canvas(total, len(panels), legend=lines, shared_xaxes=True, vertical_spacing=30 / total)
     known: set[int] = set()
     for row, (axis, found) in enumerate(panels.items(), start=1):
         for one in found:
@@ -93,13 +104,13 @@ def same_units(found: Iterable[Series]) -> bool:
 
 def places(one: Series, shared: bool) -> Floats:
     """Where a network's units are on the axis: numbered if all networks have the same, else by share of the depth."""
-    depths = [depth for _, _, depth in one.anatomy]
+    depths = sorted(depth for _, _, depth in one.anatomy)
     if shared:
         return (1 + np.searchsorted(depths, one.depths)).astype(np.float64)
     return (one.depths - depths[0]) / max(depths[-1] - depths[0], 1)
 
 
-def _by_anatomy(found: Sequence[Series]) -> list[list[Series]]:
+def _group_by_anatomy(found: Sequence[Series]) -> list[list[Series]]:
     groups: dict[Anatomy, list[Series]] = {}
     for one in found:
         groups.setdefault(one.anatomy, []).append(one)
@@ -112,7 +123,7 @@ def _panels(panels: Sequence[Sequence[Series]], axis: str, margin: float) -> go.
     height = (PANEL if several else PANEL + 90) * len(panels) + _AXIS_HEIGHT
     titles = [_title(panel) for panel in panels] if several else ()
     lines = _legend_lines([one for panel in panels for one in panel])
-    plot = canvas(height, len(panels), titles=titles, legend=lines, vertical_spacing=62 / height if several else 0)
+    plot = make_canvas(height, len(panels), titles=titles, legend=lines, vertical_spacing=62 / height if several else 0)
     for row, panel in enumerate(panels, start=1):
         depths = [depth for _, _, depth in panel[0].anatomy]
         ends = [depths[0] - margin, depths[-1] + margin]
@@ -150,16 +161,16 @@ def _points(one: Series, x: Floats, share: bool = False, intervals: bool = False
     """A point for each unit, whose symbol is that of its kind."""
     values, low, high = ends(one.scalars)
     symbols = [KIND_SYMBOLS.get(unit.kind, "circle") for unit in one.units]
-    numbers = [number(scalar, ".1%" if share else ".4g") for scalar in one.scalars]
+    numbers = [format_scalar(scalar, ".1%" if share else ".4g") for scalar in one.scalars]
     return go.Scatter(
         x=x,
         y=finite(values),
         mode="markers",
-        marker={"color": of_network(one.place), "symbol": symbols, "size": size},
+        marker={"color": network_colour(one.place), "symbol": symbols, "size": size},
         error_y=error_bars(values, low, high, one.place) if intervals else None,
         customdata=list(zip(unit_names(one.units), numbers, strict=True)),
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}",
-        **of_one(one.place, one.label, shown=False),
+        **trace_group(one.place, one.label, shown=False),
     )
 
 
@@ -168,10 +179,10 @@ def _bars(one: Series, x: Floats, width: float) -> go.Bar:
         x=x,
         y=finite(ends(one.scalars)[0]),
         width=width,
-        marker={"color": with_opacity(one.place, 0.45), "line": {"width": 1, "color": of_network(one.place)}},
+        marker={"color": with_opacity(one.place, 0.45), "line": {"width": 1, "color": network_colour(one.place)}},
         hoverinfo="skip",
         legendrank=one.place,
-        **of_one(one.place, one.label),
+        **trace_group(one.place, one.label),
     )
 
 

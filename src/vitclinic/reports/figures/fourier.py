@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.depth import PANEL, shaded_bars, shaded_lines
-from vitclinic.reports.figures.drawing import canvas, label
-from vitclinic.reports.figures.units import series, unit_names, unit_table
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import label, make_canvas
+from vitclinic.reports.figures.depth import PANEL, draw_shaded_bars, draw_shaded_lines
+from vitclinic.reports.figures.units import collect_series, unit_names, unit_table
 from vitclinic.reports.theme import SEQUENTIAL
 
 _ENDS = (0.15, 0.88)
@@ -23,12 +23,12 @@ _NEEDED = ("frequencies", "delta_log_amplitude")
 
 
 @draws("fourier")
-def fourier(examined: Sequence[Examined]) -> list[Figure]:
-    return [*_by_depth(examined), *_changes(examined), *_curves(examined)]
+def fourier(exams: Sequence[ExamView]) -> list[Figure]:
+    return [*_by_depth(exams), *_changes(exams), *_curves(exams)]
 
 
-def _by_depth(examined: Sequence[Examined]) -> list[Figure]:
-    found = series(examined, "fourier", "delta_log_amplitude")
+def _by_depth(exams: Sequence[ExamView]) -> list[Figure]:
+    found = collect_series(exams, "fourier", "delta_log_amplitude")
     if not found:
         return []
     return [
@@ -40,14 +40,14 @@ def _by_depth(examined: Sequence[Examined]) -> list[Figure]:
             " leads from one to the other; Park and Kim found that it falls across MSAs and rises across MLPs and"
             " convs, and dotted lines part stages, across which π is another frequency.",
             paper="Park and Kim 2022, Fig. 8, D.2 (P6)",
-            table=unit_table(examined, "fourier", ["delta_log_amplitude"]),
-            plot=shaded_lines(found, "Δ log amplitude at π"),
+            table=unit_table(exams, "fourier", ["delta_log_amplitude"]),
+            plot=draw_shaded_lines(found, "Δ log amplitude at π"),
         )
     ]
 
 
-def _changes(examined: Sequence[Examined]) -> list[Figure]:
-    found = series(examined, "fourier", "change")
+def _changes(exams: Sequence[ExamView]) -> list[Figure]:
+    found = collect_series(exams, "fourier", "change")
     if not found:
         return []
     return [
@@ -58,20 +58,22 @@ def _changes(examined: Sequence[Examined]) -> list[Figure]:
             " above zero a unit that amplifies them; whiskers are 95% intervals of paired differences over images."
             " Park and Kim expect MSAs below zero and MLPs and convs above, the first MSAs excepted.",
             paper="Park and Kim 2022, Fig. 8 (P6)",
-            table=unit_table(examined, "fourier", ["change"]),
-            plot=shaded_bars(found, "change at π"),
+            table=unit_table(exams, "fourier", ["change"]),
+            plot=draw_shaded_bars(found, "change at π"),
         )
     ]
 
 
-def _curves(examined: Sequence[Examined]) -> list[Figure]:
-    found = [one for one in measured(examined, "fourier") if _has_curves(one[2])]
+def _curves(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [one for one in select_usable(exams, "fourier") if _has_curves(one[2])]
     if not found:
         return []
     several = len(found) > 1
     height = (PANEL if several else PANEL + 90) * len(found) + 90
     titles = [label(name, one) for _, name, one in found] if several else ()
-    plot = canvas(height, len(found), titles=titles, shared_xaxes=True, vertical_spacing=44 / height if several else 0)
+    plot = make_canvas(
+        height, len(found), titles=titles, shared_xaxes=True, vertical_spacing=44 / height if several else 0
+    )
     for row, (_, _, one) in enumerate(found, start=1):
         plot.add_traces([*_lines(one)], rows=row, cols=1)
     plot.add_trace(_depth_scale())

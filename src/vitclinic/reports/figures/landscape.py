@@ -10,21 +10,21 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import (
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import (
     COLOUR_BAR_HEIGHT,
     PANEL_LONGEST,
     Floats,
-    canvas,
-    colours_below,
     finite,
+    format_scalar,
     is_wide,
     label,
     line,
-    number,
+    make_canvas,
+    put_colours_below,
     scale_for,
 )
+from vitclinic.reports.figures.scalars import Measurements
 from vitclinic.reports.theme import SEQUENTIAL
 
 Panel = tuple[str, Measurement, Floats]
@@ -73,7 +73,7 @@ class Scale:
     def shown_below(self, figure: go.Figure) -> None:
         low, high = self.ends
         title = "loss, nats (log)" if self.log else "loss, nats"
-        colours_below(figure, title, colorscale=SEQUENTIAL, cmin=low, cmax=high, colorbar=self.bar())
+        put_colours_below(figure, title, colorscale=SEQUENTIAL, cmin=low, cmax=high, colorbar=self.bar())
 
 
 def _powers(low: float, high: float) -> Floats:
@@ -105,7 +105,7 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
     scale = Scale.of(panels)
     height = 310 * rows + COLOUR_BAR_HEIGHT
     names = [name for name, _, _ in panels]
-    figure = canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=92 / height)
+    figure = make_canvas(height, rows, columns, names, horizontal_spacing=0.1, vertical_spacing=92 / height)
     for at, (_, one, losses) in enumerate(panels):
         row, column = at // columns + 1, at % columns + 1
         contour = go.Contour(
@@ -167,7 +167,9 @@ def surfaces(panels: Sequence[Panel]) -> go.Figure:
     specs = [[{"type": "surface"}] * columns for _ in range(rows)]
     height = 360 * rows + COLOUR_BAR_HEIGHT
     names = [name for name, _, _ in panels]
-    figure = canvas(height, rows, columns, names, specs=specs, horizontal_spacing=0.01, vertical_spacing=30 / height)
+    figure = make_canvas(
+        height, rows, columns, names, specs=specs, horizontal_spacing=0.01, vertical_spacing=30 / height
+    )
     for at, (_, one, losses) in enumerate(panels):
         surface = go.Surface(
             x=finite(one.arrays["x"]),
@@ -198,22 +200,22 @@ _DIRECTIONS = {"random": "random direction", "eigenvectors": "eigenvector", "tra
 
 
 @draws("landscape")
-def landscape(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "landscape") if {"x", "losses"} <= each[2].arrays.keys()]
+def landscape(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [each for each in select_usable(exams, "landscape") if {"x", "losses"} <= each[2].arrays.keys()]
     planes = [each for each in found if each[2].arrays["losses"].ndim == 2 and "y" in each[2].arrays]
     return [*(_sections(found) if found else []), *(_planes(planes) if planes else [])]
 
 
-def losses(measurement: Measurement) -> Floats:
+def read_losses(measurement: Measurement) -> Floats:
     """What was evaluated and is finite, NaN elsewhere."""
     found = finite(measurement.arrays["losses"])
     evaluated = measurement.arrays.get("evaluated")
     return found if evaluated is None else np.where(evaluated, found, np.nan)
 
 
-def section(measurement: Measurement, direction: int) -> tuple[Floats, Floats] | None:
+def cut_section(measurement: Measurement, direction: int) -> tuple[Floats, Floats] | None:
     """Places and losses on the line through the network along one of the directions; None if it is not a plane's."""
-    found = losses(measurement)
+    found = read_losses(measurement)
     if direction >= found.ndim or "xy"[direction] not in measurement.arrays:
         return None
     middle = [size // 2 for size in found.shape]
@@ -221,18 +223,18 @@ def section(measurement: Measurement, direction: int) -> tuple[Floats, Floats] |
     return measurement.arrays["xy"[direction]], found[along]
 
 
-def _sections(found: Measured) -> list[Figure]:
+def _sections(found: Measurements) -> list[Figure]:
     directions = max(one.arrays["losses"].ndim for _, _, one in found)
-    figure = canvas(340, 1, directions, legend=2 * len(found), shared_yaxes=True, horizontal_spacing=0.04)
+    figure = make_canvas(340, 1, directions, legend=2 * len(found), shared_yaxes=True, horizontal_spacing=0.04)
     rows = []
     everything: list[float] = []
     for direction in range(directions):
         for place, name, one in found:
-            cut = section(one, direction)
+            cut = cut_section(one, direction)
             if cut is None:
                 continue
             x, y = cut
-            text = label(name, one, f"loss {number(one.scalars.get('loss'))}")
+            text = label(name, one, f"loss {format_scalar(one.scalars.get('loss'))}")
             curve = line(place, text, x, y, shown=direction == 0, hovertemplate="%{x:.2f}: loss %{y:.4g}")
             figure.add_trace(curve, 1, direction + 1)
             everything += y.tolist()
@@ -253,22 +255,22 @@ def _sections(found: Measured) -> list[Figure]:
     ]
 
 
-def _direction_title(found: Measured, direction: int) -> str:
+def _direction_title(found: Measurements, direction: int) -> str:
     kinds = {_DIRECTIONS.get(str(one.config.get("directions")), "direction") for _, _, one in found}
     return f"{kinds.pop() if len(kinds) == 1 else 'direction'} {direction + 1}"
 
 
-def _planes(found: Measured) -> list[Figure]:
+def _planes(found: Measurements) -> list[Figure]:
     table = Table(
         ("network", "x", "y", "loss"),
         [
             (name, x, y, loss)
             for _, name, one in found
-            for x, row in zip(one.arrays["x"].tolist(), losses(one).tolist(), strict=True)
+            for x, row in zip(one.arrays["x"].tolist(), read_losses(one).tolist(), strict=True)
             for y, loss in zip(one.arrays["y"].tolist(), row, strict=True)
         ],
     )
-    panels = [(label(name, longest=PANEL_LONGEST), one, losses(one)) for _, name, one in found]
+    panels = [(label(name, longest=PANEL_LONGEST), one, read_losses(one)) for _, name, one in found]
     titles = _direction_title(found, 0), _direction_title(found, 1)
     return [
         Figure(

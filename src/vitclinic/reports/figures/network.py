@@ -8,9 +8,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Scalar
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.compared import Measured, bars, known, scalar_table
-from vitclinic.reports.figures.drawing import band, canvas, ends, label, line, number, scale_for
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import band, ends, format_scalar, label, line, make_canvas, scale_for
+from vitclinic.reports.figures.scalars import Measurements, bars, scalar_table, select_known
 
 _GROUPS = {
     "parameters": "parameters, millions",
@@ -23,9 +23,9 @@ _UNITS = {"parameters": 1e6, "flops": 1e9, "latency_seconds": 1e-3, "peak_memory
 
 
 @draws("cost")
-def cost(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "cost")
-    groups = known(found, _GROUPS)
+def cost(exams: Sequence[ExamView]) -> list[Figure]:
+    found = select_usable(exams, "cost")
+    groups = select_known(found, _GROUPS)
     if not groups:
         return []
     return [
@@ -41,12 +41,12 @@ def cost(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _panels(found: Measured, groups: dict[str, str]) -> go.Figure:
+def _panels(found: Measurements, groups: dict[str, str]) -> go.Figure:
     height = 40 + len(groups) * (60 + 20 * len(found))
-    figure = canvas(height, len(groups), legend=len(found), vertical_spacing=60 / height)
+    figure = make_canvas(height, len(groups), legend=len(found), vertical_spacing=60 / height)
     for row, (key, title) in enumerate(groups.items(), start=1):
         for place, name, one in found:
-            scalar = _scaled(one.scalars.get(key), _UNITS.get(key, 1.0))
+            scalar = _scale(one.scalars.get(key), _UNITS.get(key, 1.0))
             for trace in bars(place, label(name, one), [str(place)], [scalar], ".3g", shown=row == 1):
                 figure.add_trace(trace, row, 1)
         figure.update_xaxes(title_text=title, row=row, col=1)
@@ -56,7 +56,7 @@ def _panels(found: Measured, groups: dict[str, str]) -> go.Figure:
     return figure
 
 
-def _scaled(scalar: Scalar | None, unit: float) -> Scalar | None:
+def _scale(scalar: Scalar | None, unit: float) -> Scalar | None:
     if scalar is None:
         return None
     low, high = (None if end is None else end / unit for end in (scalar.low, scalar.high))
@@ -67,14 +67,14 @@ _PANELS = {"weight_norm": "norm of the unit's weights", "activation_norm": "norm
 
 
 @draws("norms")
-def norms(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "norms") if each[2].units]
+def norms(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [each for each in select_usable(exams, "norms") if each[2].units]
     if not found:
         return []
     rows = []
     for _, name, one in found:
-        rows += [(name, "", key, *_whole(scalar)) for key, scalar in one.scalars.items()]
-        rows += [(name, u.name, key, *_whole(scalar)) for u in one.units for key, scalar in u.values.items()]
+        rows += [(name, "", key, *_list_fields(scalar)) for key, scalar in one.scalars.items()]
+        rows += [(name, u.name, key, *_list_fields(scalar)) for u in one.units for key, scalar in u.values.items()]
     return [
         Figure(
             name="norms",
@@ -89,12 +89,12 @@ def norms(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _whole(scalar: object) -> tuple[object, ...]:
+def _list_fields(scalar: object) -> tuple[object, ...]:
     return tuple(getattr(scalar, key) for key in ("value", "low", "high", "n"))
 
 
-def _plot(found: Measured) -> go.Figure:
-    figure = canvas(520, 2, legend=2 * len(found), shared_xaxes=True, vertical_spacing=0.06)
+def _plot(found: Measurements) -> go.Figure:
+    figure = make_canvas(520, 2, legend=2 * len(found), shared_xaxes=True, vertical_spacing=0.06)
     for row, (key, title) in enumerate(_PANELS.items(), start=1):
         everything: list[float] = []
         for place, name, one in found:
@@ -103,7 +103,7 @@ def _plot(found: Measured) -> go.Figure:
             depth = np.linspace(0, 1, len(units)) if len(units) > 1 else np.zeros(len(units))
             figure.add_trace(band(place, depth, low, high), row, 1)
             whole = one.scalars.get("weight_norm")
-            text = label(name, one, f"|w| {number(whole)}")
+            text = label(name, one, f"|w| {format_scalar(whole)}")
             curve = line(
                 place,
                 text,

@@ -1,4 +1,4 @@
-"""Accuracy under FGSM and PGD."""
+"""Attacks (FGSM and PGD), noise by frequency, and shape against texture."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.compared import Measured, beside, known, scalar_table
-from vitclinic.reports.figures.drawing import (
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import (
     GREY,
     band,
-    canvas,
     ends,
     error_bars,
     finite,
+    format_scalar,
     label,
     line,
+    make_canvas,
     marker_style,
-    number,
-    of_one,
+    trace_group,
 )
-from vitclinic.reports.formatting import plain
-from vitclinic.reports.theme import of_network
+from vitclinic.reports.figures.scalars import Measurements, compare_scalars, scalar_table, select_known
+from vitclinic.reports.formatting import escape_plotly
+from vitclinic.reports.theme import network_colour
 
 
 @draws("fgsm")
-def fgsm(examined: Sequence[Examined]) -> list[Figure]:
-    return _attacked(examined, "fgsm", "one step along the gradient", "Hyeon-Woo et al. 2023, Table 8 (H8)")
+def fgsm(exams: Sequence[ExamView]) -> list[Figure]:
+    return _draw_attack(exams, "fgsm", "one step along the gradient", "Hyeon-Woo et al. 2023, Table 8 (H8)")
 
 
 @draws("pgd")
-def pgd(examined: Sequence[Examined]) -> list[Figure]:
-    return _attacked(examined, "pgd", "small steps along the gradient", "Chen et al. 2022, Table 7 (C10)")
+def pgd(exams: Sequence[ExamView]) -> list[Figure]:
+    return _draw_attack(exams, "pgd", "small steps along the gradient", "Chen et al. 2022, Table 7 (C10)")
 
 
-def _attacked(examined: Sequence[Examined], probe: str, how: str, paper: str) -> list[Figure]:
-    found = measured(examined, probe)
-    groups = known(
+def _draw_attack(exams: Sequence[ExamView], probe: str, how: str, paper: str) -> list[Figure]:
+    found = select_usable(exams, probe)
+    groups = select_known(
         found,
         {
             "clean_accuracy": "clean",
@@ -61,7 +61,7 @@ def _attacked(examined: Sequence[Examined], probe: str, how: str, paper: str) ->
             " masked, and the robustness is none.",
             paper=paper,
             table=scalar_table(found, {**groups, "drop": "", "zero_gradient_share": "", "epsilon": ""}),
-            plot=beside(named, groups, "share of images", share=True),
+            plot=compare_scalars(named, groups, "share of images", share=True),
         )
     ]
 
@@ -81,8 +81,10 @@ _ARRAYS = ("frequency", "frequencies", "accuracy", "drop", "drop_interval")
 
 
 @draws("frequency_noise")
-def frequency_noise(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "frequency_noise") if all(name in each[2].arrays for name in _ARRAYS)]
+def frequency_noise(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [
+        each for each in select_usable(exams, "frequency_noise") if all(name in each[2].arrays for name in _ARRAYS)
+    ]
     if not found:
         return []
     rows = []
@@ -106,8 +108,8 @@ def frequency_noise(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _plot(found: Measured) -> go.Figure:
-    figure = canvas(340, legend=len(found))
+def _plot(found: Measurements) -> go.Figure:
+    figure = make_canvas(340, legend=len(found))
     for place, name, one in found:
         frequency, drop = one.arrays["frequency"], one.arrays["drop"]
         low, high = one.arrays["drop_interval"].T
@@ -121,61 +123,12 @@ def _plot(found: Measured) -> go.Figure:
     return figure
 
 
-_GROUPS = {
-    "missing_rate": "all pairs",
-    "missing_rate_different_classes": "two classes",
-    "missing_rate_same_class": "one class",
-}
-
-
-@draws("missing_rate")
-def missing_rate(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "missing_rate")
-    groups = known(found, _GROUPS)
-    if not groups:
-        return []
-    return [
-        Figure(
-            name="missing-rate",
-            title="Misses halfway between training images",
-            reading="A bar is the share of pairs of training images whose average is taken for a class that neither of"
-            " them has, with its 95% interval. Shorter is more linear between the images; with few classes, look at the"
-            " pairs of two classes.",
-            paper="Chen et al. 2022, Table 6 (C6)",
-            table=scalar_table(found, groups),
-            plot=beside(found, groups, "share of pairs missed", share=True),
-        )
-    ]
-
-
-_OCCLUSION_GROUPS = {"clean_accuracy": "whole images", "accuracy": "centre hidden", "drop": "lost"}
-
-
-@draws("occlusion")
-def occlusion(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "occlusion")
-    groups = known(found, _OCCLUSION_GROUPS)
-    if not groups:
-        return []
-    return [
-        Figure(
-            name="occlusion",
-            title="Accuracy with the centre hidden",
-            reading="Bars are the accuracy on whole images, on the same images with their central quarter hidden, and"
-            " the difference (paired), with 95% intervals. A network that uses the whole image loses little.",
-            paper="Hyeon-Woo et al. 2023, Table 8 (H8)",
-            table=scalar_table(found, groups),
-            plot=beside(found, groups, "accuracy", share=True),
-        )
-    ]
-
-
 _PREFIX = "shape_bias_"
 
 
 @draws("shape_bias")
-def shape_bias(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "shape_bias")
+def shape_bias(exams: Sequence[ExamView]) -> list[Figure]:
+    found = select_usable(exams, "shape_bias")
     classes = {key: key.removeprefix(_PREFIX) for _, _, one in found for key in one.scalars if key.startswith(_PREFIX)}
     if not classes:
         return []
@@ -194,52 +147,29 @@ def shape_bias(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _shape_bias_plot(found: Measured, classes: dict[str, str]) -> go.Figure:
-    figure = canvas(70 + len(classes) * (14 + 9 * len(found)), legend=2 * len(found))
+def _shape_bias_plot(found: Measurements, classes: dict[str, str]) -> go.Figure:
+    figure = make_canvas(70 + len(classes) * (14 + 9 * len(found)), legend=2 * len(found))
     for place, name, one in found:
         values, low, high = ends([one.scalars.get(key) for key in classes])
         overall = one.scalars.get("shape_bias")
         figure.add_trace(
             go.Scatter(
                 x=finite(values),
-                y=[plain(title) for title in classes.values()],
+                y=[escape_plotly(title) for title in classes.values()],
                 orientation="h",
                 offsetgroup=str(place),
                 mode="markers",
                 marker=marker_style(place, 8),
                 error_x=error_bars(values, low, high, place),
                 hovertemplate="%{y}: %{x:.1%}",
-                **of_one(place, label(name, one, number(overall, ".0%"))),
+                **trace_group(place, label(name, one, format_scalar(overall, ".0%"))),
             )
         )
         if overall is not None:
-            figure.add_vline(x=overall.value, line={"color": of_network(place), "width": 1.5})
+            figure.add_vline(x=overall.value, line={"color": network_colour(place), "width": 1.5})
     figure.add_vline(x=0.5, line={"color": GREY, "width": 1, "dash": "dot"})
     figure.update_xaxes(title_text="decisions for the shape", range=[-0.02, 1.02])
     figure.update_xaxes(tickformat=".0%")
     figure.update_yaxes(autorange="reversed", type="category")
     figure.update_layout(scattermode="group")
     return figure
-
-
-_SHIFT_GROUPS = {"accuracy": "among all outputs", "accuracy_among_mapped": "among the set's"}
-
-
-@draws("shift")
-def shift(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "shift")
-    groups = known(found, _SHIFT_GROUPS)
-    if not groups:
-        return []
-    return [
-        Figure(
-            name="shift",
-            title="Accuracy on another set of images",
-            reading="Bars are the share of the other set's images that are recognised, the best of all outputs"
-            " deciding, or the best of those that stand for some class of the set, with 95% intervals. The first is the"
-            " custom for ReaL, the second for ImageNet-R and -A; where the set has all classes they are the same.",
-            paper="Chen et al. 2022, Table 2 (C2)",
-            table=scalar_table(found, {**groups, "images_left_out": ""}),
-            plot=beside(found, groups, "accuracy", share=True),
-        )
-    ]

@@ -8,22 +8,22 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.compared import COLUMNS, Measured, beside, known, scalar_table
-from vitclinic.reports.figures.drawing import (
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import (
     Floats,
-    canvas,
     ends,
     error_bars,
     finite,
+    format_scalar,
     label,
     line,
     line_style,
-    number,
-    of_one,
+    make_canvas,
     scale_for,
+    trace_group,
 )
-from vitclinic.reports.theme import of_network, with_opacity
+from vitclinic.reports.figures.scalars import COLUMNS, Measurements, compare_scalars, scalar_table, select_known
+from vitclinic.reports.theme import network_colour, with_opacity
 
 _COMPONENTS = {
     "lambda_max": "whole network",
@@ -39,21 +39,21 @@ _SMALLEST = 1e-8
 
 
 @draws("sharpness")
-def sharpness(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "sharpness")
+def sharpness(exams: Sequence[ExamView]) -> list[Figure]:
+    found = select_usable(exams, "sharpness")
     in_blocks = [each for each in found if any("lambda_max" in unit.values for unit in each[2].units)]
     with_density = [each for each in found if {"density_nodes", "density_weights"} <= each[2].arrays.keys()]
     figures = [
-        *(_components(found) if known(found, _COMPONENTS) else []),
+        *(_components(found) if select_known(found, _COMPONENTS) else []),
         *(_blocks(in_blocks) if in_blocks else []),
-        *(_trace(found) if known(found, {"trace": ""}) else []),
+        *(_trace(found) if select_known(found, {"trace": ""}) else []),
         *(_density(with_density) if with_density else []),
     ]
     return figures
 
 
-def _components(found: Measured) -> list[Figure]:
-    groups = known(found, _COMPONENTS)
+def _components(found: Measurements) -> list[Figure]:
+    groups = select_known(found, _COMPONENTS)
     return [
         Figure(
             name="sharpness-components",
@@ -63,13 +63,13 @@ def _components(found: Measured) -> list[Figure]:
             " small to be seen; a negative value says that the steepest curvature bends down, and there is no minimum.",
             paper=_PAPER,
             table=scalar_table(found, {**groups, "loss": ""}),
-            plot=beside(found, groups, "largest eigenvalue λ<sub>max</sub>"),
+            plot=compare_scalars(found, groups, "largest eigenvalue λ<sub>max</sub>"),
         )
     ]
 
 
-def _blocks(found: Measured) -> list[Figure]:
-    figure = canvas(340, legend=len(found))
+def _blocks(found: Measurements) -> list[Figure]:
+    figure = make_canvas(340, legend=len(found))
     rows, everything = [], []
     for place, name, one in found:
         units = [unit for unit in one.units if "lambda_max" in unit.values]
@@ -87,7 +87,7 @@ def _blocks(found: Measured) -> list[Figure]:
         rows += [(name, unit.name, *row, None) for unit, *row in zip(units, values, low, high, strict=True)]
         if "lambda_max" in one.scalars:
             whole = one.scalars["lambda_max"]
-            figure.add_hline(y=whole.value, line={"color": of_network(place), "width": 1, "dash": "dot"})
+            figure.add_hline(y=whole.value, line={"color": network_colour(place), "width": 1, "dash": "dot"})
             everything.append(whole.value)
             rows.append((name, "whole network", whole.value, whole.low, whole.high, whole.n))
     figure.update_xaxes(title_text="block", rangemode="tozero", tickformat="d")
@@ -105,7 +105,7 @@ def _blocks(found: Measured) -> list[Figure]:
     ]
 
 
-def _trace(found: Measured) -> list[Figure]:
+def _trace(found: Measurements) -> list[Figure]:
     groups = {"trace": "trace"}
     return [
         Figure(
@@ -116,13 +116,13 @@ def _trace(found: Measured) -> list[Figure]:
             " smaller is flatter.",
             paper="Chen et al. 2022, App. F (C1)",
             table=scalar_table(found, groups),
-            plot=beside(found, groups, "trace of the Hessian"),
+            plot=compare_scalars(found, groups, "trace of the Hessian"),
         )
     ]
 
 
-def _density(found: Measured) -> list[Figure]:
-    figure = canvas(340, legend=len(found))
+def _density(found: Measurements) -> list[Figure]:
+    figure = make_canvas(340, legend=len(found))
     rows = []
     rules = {place: _known(one) for place, _, one in found}
     nodes = np.concatenate([places for places, _ in rules.values()])
@@ -132,7 +132,7 @@ def _density(found: Measured) -> list[Figure]:
     across = np.linspace(nodes.min() - 4 * width, nodes.max() + 4 * width, _POINTS)
     for place, name, one in found:
         places, weights = rules[place]
-        density = smoothed(across, places, weights, width)
+        density = smooth_density(across, places, weights, width)
         figure.add_trace(
             go.Scatter(
                 x=across,
@@ -140,7 +140,7 @@ def _density(found: Measured) -> list[Figure]:
                 mode="lines",
                 line=line_style(place),
                 hovertemplate="eigenvalue %{x:.3g}: density %{y:.2g}",
-                **of_one(place, label(name, one)),
+                **trace_group(place, label(name, one)),
             )
         )
         rows += [(name, *row) for row in zip(places.tolist(), weights.tolist(), strict=True)]
@@ -167,7 +167,7 @@ def _known(measurement: Measurement) -> tuple[Floats, Floats]:
     return nodes[known], weights[known]
 
 
-def smoothed(x: Floats, nodes: Floats, weights: Floats, width: float) -> Floats:
+def smooth_density(x: Floats, nodes: Floats, weights: Floats, width: float) -> Floats:
     """The density of Gaussians of these weights at the nodes."""
     away = (x[:, None] - nodes[None]) / width
     density: Floats = np.exp(-0.5 * away**2) @ weights / (width * np.sqrt(2 * np.pi))
@@ -178,8 +178,8 @@ _SCALARS = {"flatness": "", "loss": "", "sigma": "", "standard_error": ""}
 
 
 @draws("flatness")
-def flatness(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "flatness") if "losses" in each[2].arrays]
+def flatness(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [each for each in select_usable(exams, "flatness") if "losses" in each[2].arrays]
     if not found:
         return []
     drawn = [
@@ -201,13 +201,15 @@ def flatness(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _plot(found: Measured) -> go.Figure:
-    figure = canvas(340, legend=2 * len(found))
+def _plot(found: Measurements) -> go.Figure:
+    figure = make_canvas(340, legend=2 * len(found))
     everything = []
     for place, name, one in found:
         losses, alone = finite(one.arrays["losses"]), one.scalars.get("loss")
         sigma = one.scalars.get("sigma")
-        text = f"L<sup>N</sup> {number(one.scalars.get('flatness'))}" + (f", σ = {sigma.value:g}" if sigma else "")
+        text = f"L<sup>N</sup> {format_scalar(one.scalars.get('flatness'))}" + (
+            f", σ = {sigma.value:g}" if sigma else ""
+        )
         figure.add_trace(
             go.Box(
                 x=np.full(len(losses), place),
@@ -215,11 +217,11 @@ def _plot(found: Measured) -> go.Figure:
                 boxpoints="all",
                 jitter=0.6,
                 pointpos=0,
-                marker={"color": of_network(place), "size": 4, "opacity": 0.6},
-                line={"color": of_network(place), "width": 1.5},
+                marker={"color": network_colour(place), "size": 4, "opacity": 0.6},
+                line={"color": network_colour(place), "width": 1.5},
                 fillcolor=with_opacity(place, 0.15),
                 hovertemplate="loss %{y:.4g}",
-                **of_one(place, label(name, one, text)),
+                **trace_group(place, label(name, one, text)),
             )
         )
         everything += losses.tolist()
@@ -230,9 +232,9 @@ def _plot(found: Measured) -> go.Figure:
                     x=[place],
                     y=finite([alone.value]),
                     mode="markers",
-                    marker={"color": of_network(place), "symbol": "diamond-open", "size": 12, "line": {"width": 2}},
+                    marker={"color": network_colour(place), "symbol": "diamond-open", "size": 12, "line": {"width": 2}},
                     hovertemplate="loss without noise %{y:.4g}",
-                    **of_one(place, label(name, one, text), shown=False),
+                    **trace_group(place, label(name, one, text), shown=False),
                 )
             )
     figure.update_xaxes(showticklabels=False, ticks="", showgrid=False, type="category")

@@ -7,9 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.compared import Measured, beside, known, scalar_table
-from vitclinic.reports.figures.drawing import Floats, band, canvas, finite, label, line, line_style, number, of_one
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import (
+    Floats,
+    band,
+    finite,
+    format_scalar,
+    label,
+    line,
+    line_style,
+    make_canvas,
+    trace_group,
+)
+from vitclinic.reports.figures.scalars import Measurements, compare_scalars, scalar_table, select_known
 from vitclinic.reports.theme import with_opacity
 
 BINS = 24
@@ -17,8 +27,8 @@ BINS = 24
 
 
 @draws("hessian_spectrum")
-def hessian_spectrum(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "hessian_spectrum") if "eigenvalues" in each[2].arrays]
+def hessian_spectrum(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [each for each in select_usable(exams, "hessian_spectrum") if "eigenvalues" in each[2].arrays]
     if not found:
         return []
     rows = [
@@ -42,12 +52,12 @@ def hessian_spectrum(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _plot(found: Measured) -> go.Figure:
+def _plot(found: Measurements) -> go.Figure:
     values = {place: _known(one.arrays["eigenvalues"]) for place, _, one in found}
     everything = np.concatenate(list(values.values()))
     sides = [side for side in (everything[everything < 0], everything[everything >= 0]) if side.size]
     titles = ["below zero" if (side < 0).all() else "above zero" for side in sides]
-    figure = canvas(
+    figure = make_canvas(
         350, 1, max(1, len(sides)), titles, legend=2 * len(found), shared_yaxes=True, horizontal_spacing=0.04
     )
     for column, side in enumerate(sides, start=1):
@@ -57,7 +67,7 @@ def _plot(found: Measured) -> go.Figure:
             chosen = own[(own < 0) == bool(side[0] < 0)]
             shares = np.histogram(chosen, edges)[0] / max(1, own.size)
             nep, ape = one.scalars.get("nep"), one.scalars.get("ape")
-            text = f"NEP {number(nep, '.0%')}" + ("" if ape is None else f", APE {number(ape)}")
+            text = f"NEP {format_scalar(nep, '.0%')}" + ("" if ape is None else f", APE {format_scalar(ape)}")
             steps = go.Scatter(
                 x=np.repeat(edges, 2),
                 y=np.concatenate([[0], np.repeat(shares, 2), [0]]),
@@ -66,7 +76,7 @@ def _plot(found: Measured) -> go.Figure:
                 fill="tozeroy",
                 fillcolor=with_opacity(place, 0.15),
                 hovertemplate="eigenvalue %{x:.3g}: %{y:.1%}",
-                **of_one(place, label(name, one, text), shown=column == 1),
+                **trace_group(place, label(name, one, text), shown=column == 1),
             )
             figure.add_trace(steps, 1, column)
     figure.update_xaxes(title_text="eigenvalue", nticks=5)
@@ -90,16 +100,16 @@ _GROUPS = {"condition_number": "κ = λ<sub>1</sub> / λ<sub>m</sub>"}
 
 
 @draws("ntk")
-def ntk(examined: Sequence[Examined]) -> list[Figure]:
-    found = measured(examined, "ntk")
+def ntk(exams: Sequence[ExamView]) -> list[Figure]:
+    found = select_usable(exams, "ntk")
     with_spectrum = [each for each in found if "eigenvalues" in each[2].arrays]
     return [
-        *(_condition(found) if known(found, _GROUPS) else []),
+        *(_condition(found) if select_known(found, _GROUPS) else []),
         *(_spectrum(with_spectrum) if with_spectrum else []),
     ]
 
 
-def _condition(found: Measured) -> list[Figure]:
+def _condition(found: Measurements) -> list[Figure]:
     return [
         Figure(
             name="ntk-condition",
@@ -109,19 +119,19 @@ def _condition(found: Measured) -> list[Figure]:
             " numbers are of networks at initialisation.",
             paper="Chen et al. 2022, Table 1 (C3)",
             table=scalar_table(found, {**_GROUPS, "lambda_1": "", "lambda_m": "", "block": ""}),
-            plot=beside(found, _GROUPS, "condition number"),
+            plot=compare_scalars(found, _GROUPS, "condition number"),
         )
     ]
 
 
-def _spectrum(found: Measured) -> list[Figure]:
-    figure = canvas(340, legend=2 * len(found))
+def _spectrum(found: Measurements) -> list[Figure]:
+    figure = make_canvas(340, legend=2 * len(found))
     rows = []
     for place, name, one in found:
         ratios = _relative(one.arrays["eigenvalues"])
         rank = np.arange(1, ratios.shape[1] + 1)
         middle, low, high = np.exp(np.log(ratios).mean(0)), ratios.min(0), ratios.max(0)
-        text = label(name, one, f"κ {number(one.scalars.get('condition_number'))}")
+        text = label(name, one, f"κ {format_scalar(one.scalars.get('condition_number'))}")
         figure.add_trace(band(place, rank, low, high))
         figure.add_trace(line(place, text, rank, middle, mode="lines", hovertemplate="eigenvalue %{x}: %{y:.2g}"))
         rows += [

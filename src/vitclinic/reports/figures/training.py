@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import Examined, Figure, Table, draws, measured
-from vitclinic.reports.figures.compared import Measured
-from vitclinic.reports.figures.drawing import (
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figures.canvas import (
     Floats,
     band,
-    canvas,
     error_bars,
     finite,
     label,
     line,
     line_style,
+    make_canvas,
     marker_style,
-    of_one,
     scale_for,
+    trace_group,
 )
-from vitclinic.reports.theme import of_network
+from vitclinic.reports.figures.scalars import Measurements
+from vitclinic.reports.theme import network_colour
 
 POINTS = 300
 """At most so many on a curve; of more steps, each point stands for several."""
@@ -61,8 +61,8 @@ _PANELS = (
 
 
 @draws("training")
-def training(examined: Sequence[Examined]) -> list[Figure]:
-    found = [(place, one) for place, one in enumerate(examined) if _series(one, "train", "loss") is not None]
+def training(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [(place, one) for place, one in enumerate(exams) if _series(one, "train", "loss") is not None]
     if not found:
         return []
     panels = [panel for panel in _PANELS if any(_series(one, panel.kind, panel.key) for _, one in found)]
@@ -80,7 +80,7 @@ def training(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _series(one: Examined, kind: str, key: str) -> tuple[Floats, Floats] | None:
+def _series(one: ExamView, kind: str, key: str) -> tuple[Floats, Floats] | None:
     """Steps and values of one metric; None where no row has it. A value that is not finite is NaN."""
     rows = [row for row in one.training if row.get("kind") == kind and "step" in row and key in row]
     values = np.array([_number(row[key]) for row in rows])
@@ -93,7 +93,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
 
 
-def thinned(step: Floats, values: Floats, points: int = POINTS) -> Curve:
+def thin(step: Floats, values: Floats, points: int = POINTS) -> Curve:
     """At most so many points, each of the values in a range of steps."""
     groups = np.array_split(np.arange(len(step)), min(points, len(step)))
     known = [values[group][~np.isnan(values[group])] for group in groups]
@@ -116,11 +116,11 @@ def divergence(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return None
 
 
-def _plot(found: Sequence[tuple[int, Examined]], panels: Sequence[Panel]) -> go.Figure:
+def _plot(found: Sequence[tuple[int, ExamView]], panels: Sequence[Panel]) -> go.Figure:
     heights = [2.0 if panel.key == "loss" else 1.0 for panel in panels]
     height = 60 + 135 * int(sum(heights))
     spacing = 26 / height
-    figure = canvas(
+    figure = make_canvas(
         height, len(panels), legend=len(found), shared_xaxes=True, row_heights=heights, vertical_spacing=spacing
     )
     for row, panel in enumerate(panels, start=1):
@@ -137,22 +137,22 @@ def _plot(found: Sequence[tuple[int, Examined]], panels: Sequence[Panel]) -> go.
         figure.update_yaxes(**axis, row=row, col=1)
     for place, one in found:
         if (step := divergence(one.training)) is not None:
-            figure.add_vline(x=step, line={"color": of_network(place), "dash": "dash", "width": 1.5})
+            figure.add_vline(x=step, line={"color": network_colour(place), "dash": "dash", "width": 1.5})
             figure.update_layout(margin_t=26)
             at = {"x": step, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
-            figure.add_annotation(text="diverged", font={"color": of_network(place), "size": 12}, **at)
+            figure.add_annotation(text="diverged", font={"color": network_colour(place), "size": 12}, **at)
     figure.update_xaxes(title_text="step", row=len(panels), col=1)
     return figure
 
 
-def _traces(place: int, one: Examined, panel: Panel, shown: bool) -> list[go.Scatter]:
+def _traces(place: int, one: ExamView, panel: Panel, shown: bool) -> list[go.Scatter]:
     text = label(one.name)
     traces = []
     series = _series(one, panel.kind, panel.key)
     if panel.key == "accuracy":
         return [] if series is None else [_validation(place, one, "accuracy", text, shown)]
     if series is not None:
-        curve = thinned(*series)
+        curve = thin(*series)
         if panel.key != "lr" and len(series[0]) > len(curve.step):
             traces.append(band(place, curve.step, curve.low, curve.high))
         traces.append(
@@ -162,7 +162,7 @@ def _traces(place: int, one: Examined, panel: Panel, shown: bool) -> list[go.Sca
                 mode="lines",
                 line=line_style(place) | {"width": 1.5},
                 hovertemplate=f"step %{{x}}: {panel.title} %{{y:.4g}}",
-                **of_one(place, text, shown),
+                **trace_group(place, text, shown),
             )
         )
     if panel.key == "loss" and _series(one, "val", "loss") is not None:
@@ -170,7 +170,7 @@ def _traces(place: int, one: Examined, panel: Panel, shown: bool) -> list[go.Sca
     return traces
 
 
-def _validation(place: int, one: Examined, key: str, text: str, shown: bool) -> go.Scatter:
+def _validation(place: int, one: ExamView, key: str, text: str, shown: bool) -> go.Scatter:
     series = _series(one, "val", key)
     assert series is not None
     step, values = series
@@ -183,7 +183,7 @@ def _validation(place: int, one: Examined, key: str, text: str, shown: bool) -> 
     return line(place, text, step, values, shown, line=line_style(place) | {"width": 1}, **options)
 
 
-def _table(found: Sequence[tuple[int, Examined]]) -> Table:
+def _table(found: Sequence[tuple[int, ExamView]]) -> Table:
     """The points drawn, with what each of them stands for."""
     rows = []
     for _, one in found:
@@ -191,7 +191,7 @@ def _table(found: Sequence[tuple[int, Examined]]) -> Table:
             series = _series(one, kind, key)
             if series is None:
                 continue
-            curve = thinned(*series)
+            curve = thin(*series)
             columns = (each.tolist() for each in (curve.step, curve.mean, curve.low, curve.high))
             rows += [(one.name, kind, key, *row) for row in zip(*columns, strict=True)]
         if (step := divergence(one.training)) is not None:
@@ -203,8 +203,8 @@ _ARRAYS = ("epoch", "radius", "angle", "radius_error", "angle_error")
 
 
 @draws("trajectory")
-def trajectory(examined: Sequence[Examined]) -> list[Figure]:
-    found = [each for each in measured(examined, "trajectory") if all(name in each[2].arrays for name in _ARRAYS)]
+def trajectory(exams: Sequence[ExamView]) -> list[Figure]:
+    found = [each for each in select_usable(exams, "trajectory") if all(name in each[2].arrays for name in _ARRAYS)]
     if not found:
         return []
     rows = []
@@ -224,8 +224,8 @@ def trajectory(examined: Sequence[Examined]) -> list[Figure]:
     ]
 
 
-def _trajectory_plot(found: Measured) -> go.Figure:
-    figure = canvas(400, legend=2 * len(found), specs=[[{"type": "polar"}]])
+def _trajectory_plot(found: Measurements) -> go.Figure:
+    figure = make_canvas(400, legend=2 * len(found), specs=[[{"type": "polar"}]])
     farthest, widest = 1.0, 0.0
     for place, name, one in found:
         epoch, radius, angle = (finite(one.arrays[array]) for array in _ARRAYS[:3])
@@ -237,7 +237,7 @@ def _trajectory_plot(found: Measured) -> go.Figure:
             line=line_style(place),
             marker=marker_style(place),
             hovertemplate="%{customdata}: r %{r:.3f}, %{theta:.1f}°",
-            **of_one(place, label(name, one, f"largest angle {_degrees(one.scalars.get('angle_max'))}")),
+            **trace_group(place, label(name, one, f"largest angle {_degrees(one.scalars.get('angle_max'))}")),
         )
         figure.add_trace(path)
         farthest = max(farthest, float(np.nanmax(radius, initial=0)))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from vitclinic._core.records import Measurement, Scalar, UnitRow
-from vitclinic.reports.figure import Examined, Table, measured
-from vitclinic.reports.figures.drawing import Floats, finite, label
-from vitclinic.reports.formatting import plain
+from vitclinic.reports.figure import ExamView, Table, select_usable
+from vitclinic.reports.figures.canvas import Floats, finite, label
+from vitclinic.reports.formatting import escape_plotly
 
 KIND_NAMES = {
     "stem": "stem",
@@ -57,10 +57,10 @@ class Series:
         return tuple((unit.kind, unit.stage, unit.depth) for unit in self.measurement.units)
 
 
-def series(examined: Sequence[Examined], probe: str, value: str) -> list[Series]:
+def collect_series(exams: Sequence[ExamView], probe: str, value: str) -> list[Series]:
     """The networks of which some unit has the value."""
     found = []
-    for place, name, measurement in measured(examined, probe):
+    for place, name, measurement in select_usable(exams, probe):
         units = tuple(unit for unit in measurement.units if value in unit.values)
         if units:
             found.append(Series(place, name, measurement, units, value))
@@ -69,10 +69,12 @@ def series(examined: Sequence[Examined], probe: str, value: str) -> list[Series]
 
 def unit_names(units: Sequence[UnitRow]) -> list[str]:
     """For hover boxes: a unit, what it is and in which stage, safe for plotly."""
-    return [f"{plain(u.name)} ({plain(KIND_NAMES.get(u.kind, u.kind))}, stage {u.stage})" for u in units]
+    return [
+        f"{escape_plotly(u.name)} ({escape_plotly(KIND_NAMES.get(u.kind, u.kind))}, stage {u.stage})" for u in units
+    ]
 
 
-def by_head(measurement: Measurement, array: str) -> Floats | None:
+def read_heads(measurement: Measurement, array: str) -> Floats | None:
     """[layers, heads] in the order of the units, NaN where a layer has fewer; None if the measurement has none."""
     values = measurement.arrays.get(array)
     if values is None or values.ndim != 2 or len(values) != len(measurement.units):
@@ -80,9 +82,9 @@ def by_head(measurement: Measurement, array: str) -> Floats | None:
     return finite(values)
 
 
-def unit_table(examined: Sequence[Examined], probe: str, values: Sequence[str], heads: str = "") -> Table:
+def unit_table(exams: Sequence[ExamView], probe: str, values: Sequence[str], heads: str = "") -> Table:
     """These numbers of all units that have one, with their intervals; then those of heads from the array `heads`."""
-    found = [one for _, name, measurement in measured(examined, probe) for one in _rows(name, measurement, heads)]
+    found = [one for _, name, measurement in select_usable(exams, probe) for one in _rows(name, measurement, heads)]
     found = [(name, unit, of_heads) for name, unit, of_heads in found if any(value in unit.values for value in values)]
     units = [unit for _, unit, _ in found]
     parts = [part for value in values for part in _parts(value, [u.values[value] for u in units if value in u.values])]
@@ -99,7 +101,7 @@ def unit_table(examined: Sequence[Examined], probe: str, values: Sequence[str], 
 
 
 def _rows(name: str, measurement: Measurement, heads: str) -> Iterator[tuple[str, UnitRow, list[Any]]]:
-    of_heads = by_head(measurement, heads)
+    of_heads = read_heads(measurement, heads)
     for number, unit in enumerate(measurement.units):
         known = [] if of_heads is None else [None if np.isnan(one) else float(one) for one in of_heads[number]]
         yield name, unit, known

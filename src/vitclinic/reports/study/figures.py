@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 
 from vitclinic.reports.figure import Figure, Table
-from vitclinic.reports.figures.drawing import GREY, canvas, error_bars
-from vitclinic.reports.formatting import number, plain
+from vitclinic.reports.figures.canvas import GREY, error_bars, make_canvas
+from vitclinic.reports.formatting import escape_plotly, format_number
 from vitclinic.reports.study.result import ArmNumbers, StoredComparison, StoredResult
-from vitclinic.reports.theme import of_network
+from vitclinic.reports.theme import network_colour
 
 STATUS_COLOURS = {"as claimed": "#009E73", "opposite": "#D55E00", "undecided": "#7A7A7A"}
 CLAIMED_SIDE = "rgba(0, 158, 115, 0.12)"
@@ -31,7 +31,7 @@ def comparisons_figure(result: StoredResult) -> Figure:
     rows = len(compared)
     inside = PANEL * rows + (above + below) * (rows - 1)
     between = (above + below) / inside if rows > 1 else 0.0
-    plot = canvas(inside + above + below, rows, titles=titles, vertical_spacing=between)
+    plot = make_canvas(inside + above + below, rows, titles=titles, vertical_spacing=between)
     plot.update_layout(showlegend=False, margin={"t": above, "b": below})
     plot.update_annotations(x=0, xanchor="left", align="left")
     for row, one in enumerate(compared, 1):
@@ -80,15 +80,15 @@ def measure_figure(result: StoredResult, measure: str, place: int) -> Figure:
     """One measure: a row for each arm, every run a point, the mean with its interval."""
     arms = result.measures[measure]
     labels = [_lines(arm, ARM_WIDTH) for arm in arms]
-    plot = canvas(70 + sum(ROW + LINE * label.count("<br>") for label in labels))
+    plot = make_canvas(70 + sum(ROW + LINE * label.count("<br>") for label in labels))
     for at, arm in enumerate(arms.values()):
         known = {seed: value for seed, value in arm.numbers.items() if math.isfinite(value)}
-        plot.add_trace(_seeds(known, at + 0.12, of_network(at)))
+        plot.add_trace(_seeds(known, at + 0.12, network_colour(at)))
         if math.isfinite(arm.mean):
             low, high = arm.interval or (math.nan, math.nan)
-            plot.add_trace(_mean(arm.mean, low, high, at - 0.2, of_network(at)))
+            plot.add_trace(_mean(arm.mean, low, high, at - 0.2, network_colour(at)))
     plot.update_layout(showlegend=False)
-    plot.update_xaxes(title_text=plain(measure))
+    plot.update_xaxes(title_text=escape_plotly(measure))
     if _share(arms):
         plot.update_xaxes(range=[-0.05, 1.05], tickformat=".0%")
     plot.update_yaxes(
@@ -131,14 +131,14 @@ def _seeds(known: Mapping[int, float], at: float, colour: str) -> go.Scatter:
 def _mean(mean: float, low: float, high: float, at: float, colour: str) -> go.Scatter:
     bars = error_bars([mean], [low], [high])
     ends = {key: bars[key].tolist() for key in ("array", "arrayminus")}
-    span = "" if math.isnan(low) else f" [{number(low)}, {number(high)}]"
+    span = "" if math.isnan(low) else f" [{format_number(low)}, {format_number(high)}]"
     return go.Scatter(
         x=[mean],
         y=[at],
         mode="markers",
         marker={"color": colour, "size": 11, "symbol": "diamond"},
         error_x={**bars, **ends, "color": colour, "thickness": 2, "width": 5},
-        hovertemplate=f"mean {number(mean)}{span}<extra></extra>",
+        hovertemplate=f"mean {format_number(mean)}{span}<extra></extra>",
     )
 
 
@@ -154,4 +154,4 @@ def _lines(text: str, width: int) -> str:
     """A name in lines for plotly, cut where it is too long."""
     cut = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     lines = textwrap.wrap(cut, width) or [""]
-    return "<br>".join(map(plain, lines))
+    return "<br>".join(map(escape_plotly, lines))

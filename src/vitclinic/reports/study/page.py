@@ -9,12 +9,12 @@ from typing import Any
 from urllib.parse import quote
 
 from vitclinic._core.time import format_duration
-from vitclinic.reports.drawing import Drawings
-from vitclinic.reports.formatting import number
-from vitclinic.reports.frame import filled, write_page
+from vitclinic.reports.embedding import Drawings
+from vitclinic.reports.formatting import format_number
+from vitclinic.reports.frame import fill_template, write_page
 from vitclinic.reports.study.figures import comparisons_figure, measure_figure
 from vitclinic.reports.study.result import ENDED, ArmNumbers, StoredComparison, StoredResult, parse_result
-from vitclinic.reports.theme import of_network
+from vitclinic.reports.theme import network_colour
 from vitclinic.reports.views import letter
 
 POOL = "pool"
@@ -33,15 +33,15 @@ def write_study(path: str | Path, stored: Mapping[str, Any]) -> Path:
 def render_study(result: StoredResult) -> str:
     """The page as HTML. Whatever a user named is shown as text."""
     drawings = Drawings(images=True)
-    return filled(
+    return fill_template(
         "study.html",
         drawings,
         title=f"{result.claim}: {result.title}",
         result=result,
         severity=SEVERITIES[result.word],
-        statement=statement(result),
+        statement=state_result(result),
         facts=_facts(result),
-        comparisons=[comparison(one) for one in result.comparisons],
+        comparisons=[view_comparison(one) for one in result.comparisons],
         measures=list(result.measures),
         arms=[_arm(result, place, arm) for place, arm in enumerate(result.arms)],
         failures=_failures(result),
@@ -51,7 +51,7 @@ def render_study(result: StoredResult) -> str:
     )
 
 
-def statement(result: StoredResult) -> str:
+def state_result(result: StoredResult) -> str:
     """On what the verdict rests, in a sentence or two."""
     count = len(result.comparisons)
     claimed, opposite = (sum(one.status == word for one in result.comparisons) for word in ("as claimed", "opposite"))
@@ -63,14 +63,14 @@ def statement(result: StoredResult) -> str:
     return text
 
 
-def comparison(one: StoredComparison) -> dict[str, Any]:
+def view_comparison(one: StoredComparison) -> dict[str, Any]:
     """One comparison as tables show it."""
     return {
         "says": one.says,
         "measure": one.measure,
         "terms": one.terms,
-        "mean": signed(one.mean),
-        "interval": "–" if math.isnan(one.low) else f"{number(one.low)} to {number(one.high)}",
+        "mean": format_signed(one.mean),
+        "interval": "–" if math.isnan(one.low) else f"{format_number(one.low)} to {format_number(one.high)}",
         "status": one.status,
         "severity": STATUS_SEVERITIES[one.status],
         "seeds": one.seeds,
@@ -78,14 +78,14 @@ def comparison(one: StoredComparison) -> dict[str, Any]:
     }
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """A difference.
 
     Example:
-        >>> signed(0.25), signed(-0.5), signed(math.nan)
+        >>> format_signed(0.25), format_signed(-0.5), format_signed(math.nan)
         ('+0.25', '-0.5', '–')
     """
-    return "–" if math.isnan(value) else f"{'+' * (value > 0)}{number(value)}"
+    return "–" if math.isnan(value) else f"{'+' * (value > 0)}{format_number(value)}"
 
 
 def _facts(result: StoredResult) -> dict[str, str]:
@@ -108,18 +108,20 @@ def _arm(result: StoredResult, place: int, arm: str) -> dict[str, Any]:
     return {
         "name": arm,
         "letter": letter(place),
-        "colour": of_network(place),
+        "colour": network_colour(place),
         "cells": [_cell(arms[arm]) if arm in arms else None for arms in result.measures.values()],
         "runs": [_run(result.runs[arm].get(seed, ""), statuses.get(seed)) for seed in result.seeds],
     }
 
 
 def _cell(arm: ArmNumbers) -> dict[str, Any]:
-    value = f"{math.fsum(arm.known):.0f} of {len(arm.known)}" if arm.share else number(arm.mean) if arm.known else ""
+    value = (
+        f"{math.fsum(arm.known):.0f} of {len(arm.known)}" if arm.share else format_number(arm.mean) if arm.known else ""
+    )
     ends = arm.interval
     return {
         "value": value if arm.known else "",
-        "interval": "" if ends is None else f"{number(ends[0])} to {number(ends[1])}",
+        "interval": "" if ends is None else f"{format_number(ends[0])} to {format_number(ends[1])}",
         "lacking": len(arm.numbers) - len(arm.known),
     }
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.time import format_duration
-from vitclinic.reports.drawing import Drawings
-from vitclinic.reports.frame import filled, write_page
-from vitclinic.reports.study.page import SEVERITIES, comparison
+from vitclinic.reports.embedding import Drawings
+from vitclinic.reports.frame import fill_template, write_page
+from vitclinic.reports.study.page import SEVERITIES, view_comparison
 from vitclinic.reports.study.result import PAPERS, WORDS, StoredResult
 
 EXPLORATORY, CHANGED, NOT_RUN = "exploratory", "changed", "not run yet"
@@ -49,7 +49,7 @@ class Entry:
         return EXPLORATORY if self.result.exploratory else self.result.word
 
 
-def entries(
+def list_entries(
     claims: Sequence[Claim],
     results: Mapping[str, StoredResult],
     changed: Callable[[StoredResult], str] = lambda result: "",
@@ -70,13 +70,13 @@ def entries(
     return found
 
 
-def counts(found: Sequence[Entry]) -> dict[str, int]:
+def count_outcomes(found: Sequence[Entry]) -> dict[str, int]:
     """How many of each outcome; of changed studies only if there are any."""
     counted = Counter(entry.outcome for entry in found)
     return {outcome: counted[outcome] for outcome in OUTCOMES if outcome != CHANGED or counted[outcome]}
 
 
-def by_paper(found: Sequence[Entry]) -> dict[str, list[Entry]]:
+def group_by_paper(found: Sequence[Entry]) -> dict[str, list[Entry]]:
     """The entries of each paper, in the order of the papers' first."""
     groups: dict[str, list[Entry]] = {}
     for entry in found:
@@ -93,17 +93,17 @@ def render_index(found: Sequence[Entry], title: str | None = None) -> str:
     """The index as HTML."""
     groups = [
         {"name": paper, "id": f"paper-{place}", "rows": [_row(entry) for entry in entries]}
-        for place, (paper, entries) in enumerate(by_paper(found).items(), 1)
+        for place, (paper, entries) in enumerate(group_by_paper(found).items(), 1)
     ]
     results = [entry.result for entry in found if entry.result is not None]
-    return filled(
+    return fill_template(
         "studies.html",
         Drawings(images=True),
         title=title or "The papers' claims, and what was found",
         claims=len({entry.claim.name for entry in found}),
         results=len(results),
         cost=format_duration(sum(result.seconds for result in results)),
-        counts=[(outcome, SEVERITIES.get(outcome, "plain"), count) for outcome, count in counts(found).items()],
+        counts=[(outcome, SEVERITIES.get(outcome, "plain"), count) for outcome, count in count_outcomes(found).items()],
         groups=groups,
     )
 
@@ -123,5 +123,5 @@ def _row(entry: Entry) -> dict[str, Any]:
         **row,
         "severity": SEVERITIES[result.word],
         "cost": format_duration(result.seconds),
-        "comparisons": [comparison(one) for one in result.comparisons],
+        "comparisons": [view_comparison(one) for one in result.comparisons],
     }

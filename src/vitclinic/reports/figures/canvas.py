@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from plotly.subplots import make_subplots
 
 from vitclinic._core.records import Measurement, Scalar
-from vitclinic.reports.formatting import plain
-from vitclinic.reports.theme import DASHES, MARKERS, of_network, with_opacity
+from vitclinic.reports.formatting import escape_plotly
+from vitclinic.reports.theme import DASHES, MARKERS, network_colour, with_opacity
 
 GREY = "rgba(128, 128, 128, 0.9)"
 GRID = "rgba(128, 128, 128, 0.22)"
@@ -58,7 +58,7 @@ _TEMPLATE = go.layout.Template(
 Floats = NDArray[np.float64]
 
 
-def canvas(
+def make_canvas(
     height: int, rows: int = 1, columns: int = 1, titles: Sequence[str] = (), *, legend: int = 0, **options: Any
 ) -> go.Figure:
     """An empty plot of so many panels; `titles` are those of the panels, safe for plotly, `options` make_subplots'.
@@ -78,7 +78,7 @@ def canvas(
     return figure
 
 
-def colours_below(figure: go.Figure, title: str, **axis: Any) -> None:
+def put_colours_below(figure: go.Figure, title: str, **axis: Any) -> None:
     """Put the bar of colours below the plot, where it takes no width from the panels; `axis` is the rest of it."""
     bar = {
         **{"orientation": "h", "x": 0.5, "xanchor": "center", "y": 0, "yanchor": "bottom", "yref": "container"},
@@ -99,23 +99,23 @@ def label(name: str, measurement: Measurement | None = None, numbers: str = "", 
     half = longest // 2
     cut = name if len(name) <= longest else f"{name[: half - 1]}…{name[-half:]}"
     unfinished = measurement is not None and measurement.status == "not_converged"
-    return plain(cut) + (" (not converged)" if unfinished else "") + (f"<br>{numbers}" if numbers else "")
+    return escape_plotly(cut) + (" (not converged)" if unfinished else "") + (f"<br>{numbers}" if numbers else "")
 
 
-def short(value: float, form: str = ".3g") -> str:
+def format_short(value: float, form: str = ".3g") -> str:
     """A number in a few characters: 0.0123, 12.3, 12,345."""
     return f"{value:,.0f}" if form == ".3g" and 1000 <= abs(value) < 1e6 else f"{value:{form}}"
 
 
-def number(scalar: Scalar | None, form: str = ".3g") -> str:
+def format_scalar(scalar: Scalar | None, form: str = ".3g") -> str:
     """A scalar in words: `3.2 [2.9, 3.5]`; a bound where its interval is open."""
     if scalar is None:
         return "unknown"
     if scalar.low is None or scalar.high is None or math.isnan(scalar.low) or math.isnan(scalar.high):
-        return short(scalar.value, form)
+        return format_short(scalar.value, form)
     if math.isinf(scalar.high):
-        return f"at least {short(scalar.low, form)}"
-    return f"{short(scalar.value, form)} [{short(scalar.low, form)}, {short(scalar.high, form)}]"
+        return f"at least {format_short(scalar.low, form)}"
+    return f"{format_short(scalar.value, form)} [{format_short(scalar.low, form)}, {format_short(scalar.high, form)}]"
 
 
 def finite(values: ArrayLike) -> Floats:
@@ -143,14 +143,14 @@ def scale_for(values: ArrayLike, title: str, to_zero: bool = False) -> dict[str,
 
 
 def line_style(place: int) -> dict[str, Any]:
-    return {"color": of_network(place), "dash": DASHES[place % len(DASHES)], "width": 2}
+    return {"color": network_colour(place), "dash": DASHES[place % len(DASHES)], "width": 2}
 
 
 def marker_style(place: int, size: int = 7) -> dict[str, Any]:
-    return {"color": of_network(place), "symbol": MARKERS[place % len(MARKERS)], "size": size}
+    return {"color": network_colour(place), "symbol": MARKERS[place % len(MARKERS)], "size": size}
 
 
-def of_one(place: int, label: str, shown: bool = True) -> dict[str, Any]:
+def trace_group(place: int, label: str, shown: bool = True) -> dict[str, Any]:
     """What all traces of one network share: one entry of the legend switches them together."""
     return {"name": label, "legendgroup": str(place), "showlegend": shown}
 
@@ -158,7 +158,7 @@ def of_one(place: int, label: str, shown: bool = True) -> dict[str, Any]:
 def line(place: int, label: str, x: ArrayLike, y: ArrayLike, shown: bool = True, **options: Any) -> go.Scatter:
     """A network's line, with markers."""
     style = {"mode": "lines+markers", "line": line_style(place), "marker": marker_style(place)}
-    return go.Scatter(x=finite(x), y=finite(y), **of_one(place, label, shown), **(style | options))
+    return go.Scatter(x=finite(x), y=finite(y), **trace_group(place, label, shown), **(style | options))
 
 
 def band(place: int, x: ArrayLike, low: ArrayLike, high: ArrayLike) -> go.Scatter:
@@ -195,7 +195,7 @@ def error_bars(values: ArrayLike, low: ArrayLike, high: ArrayLike, place: int | 
         "arrayminus": np.nan_to_num(np.maximum(middle - below, 0)),
         "thickness": 1.5,
         "width": 4,
-        "color": GREY if place is None else of_network(place),
+        "color": GREY if place is None else network_colour(place),
     }
 
 

@@ -12,32 +12,32 @@ import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement, Scalar
 from vitclinic.reports.figure import Table
-from vitclinic.reports.figures.drawing import (
-    canvas,
+from vitclinic.reports.figures.canvas import (
     ends,
     error_bars,
     finite,
+    format_short,
     is_wide,
     label,
+    make_canvas,
     marker_style,
-    of_one,
     scale_for,
-    short,
+    trace_group,
 )
-from vitclinic.reports.theme import of_network, with_opacity
+from vitclinic.reports.theme import network_colour, with_opacity
 
-Measured = Sequence[tuple[int, str, Measurement]]
+Measurements = Sequence[tuple[int, str, Measurement]]
 """Place, name and measurement of each network, as `measured` returns them."""
 
 COLUMNS = ("network", "measure", "value", "low", "high", "n")
 
 
-def known(found: Measured, groups: Mapping[str, str]) -> dict[str, str]:
+def select_known(found: Measurements, groups: Mapping[str, str]) -> dict[str, str]:
     """Those of the scalars, with their titles, that some network has."""
     return {key: title for key, title in groups.items() if any(key in one.scalars for _, _, one in found)}
 
 
-def scalar_table(found: Measured, groups: Mapping[str, str]) -> Table:
+def scalar_table(found: Measurements, groups: Mapping[str, str]) -> Table:
     """The scalars of these names, with their intervals."""
     rows = [
         (name, key, one.scalars[key].value, one.scalars[key].low, one.scalars[key].high, one.scalars[key].n)
@@ -48,7 +48,7 @@ def scalar_table(found: Measured, groups: Mapping[str, str]) -> Table:
     return Table(COLUMNS, rows)
 
 
-def beside(found: Measured, groups: Mapping[str, str], axis: str, share: bool = False) -> go.Figure:
+def compare_scalars(found: Measurements, groups: Mapping[str, str], axis: str, share: bool = False) -> go.Figure:
     """A plot of the scalars named by `groups` (with the titles of their rows), a bar a network.
 
     `axis` is the title of the values' axis; a `share` is shown in percent.
@@ -56,7 +56,7 @@ def beside(found: Measured, groups: Mapping[str, str], axis: str, share: bool = 
     scalars = [[one.scalars.get(key) for key in groups] for _, _, one in found]
     everything = np.concatenate([np.concatenate(ends(row)) for row in scalars])
     log = not share and is_wide(everything)
-    figure = canvas(64 + len(groups) * (12 + 20 * len(found)), legend=len(found))
+    figure = make_canvas(64 + len(groups) * (12 + 20 * len(found)), legend=len(found))
     titles = list(groups.values())
     for (place, name, one), row in zip(found, scalars, strict=True):
         if log:
@@ -78,19 +78,19 @@ def bars(
     bar = go.Bar(
         x=finite(values),
         error_x=error_bars(values, low, high, place),
-        marker={"color": with_opacity(place, 0.45), "line": {"color": of_network(place), "width": 1.5}},
+        marker={"color": with_opacity(place, 0.45), "line": {"color": network_colour(place), "width": 1.5}},
         hovertemplate=f"%{{y}}: %{{x:{form}}}",
         **one,
-        **of_one(place, text, shown),
+        **trace_group(place, text, shown),
     )
     written = go.Scatter(
         x=np.minimum(np.nan_to_num(finite(values)), 0.0),
         mode="text",
-        text=["" if scalar is None else f" {short(scalar.value, form)}" for scalar in scalars],
+        text=["" if scalar is None else f" {format_short(scalar.value, form)}" for scalar in scalars],
         textposition="middle right",
         hoverinfo="skip",
         **one,
-        **of_one(place, text, shown=False),
+        **trace_group(place, text, shown=False),
     )
     return [bar, written]
 
@@ -107,5 +107,5 @@ def points(place: int, text: str, titles: Sequence[str], scalars: Sequence[Scala
         marker=marker_style(place, 9),
         error_x=error_bars(values, low, high, place),
         hovertemplate="%{y}: %{x:.4g}",
-        **of_one(place, text),
+        **trace_group(place, text),
     )
