@@ -99,7 +99,7 @@ def test_more_images_than_there_are_means_all():
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"images": [1, 22]}, "lists image 22, and the test split has 22"), ({"layer": 3}, "the network has 3")],
+    [({"images": [1, 22]}, "asks for image 22, but the test split has 22"), ({"layer": 3}, "the network has 3")],
 )
 def test_what_is_not_there_is_a_sentence(options, reason):
     (measurement,) = measure(subject("vit"), parse_probes([{"attention_maps": options}]))

@@ -246,7 +246,7 @@ def test_against_torch_cka(name):
 def test_shares_too_small_for_a_mini_batch_do_not_apply():
     patient = subject("vit", count=8)
     tally = CKA().begin(patient)
-    with pytest.raises(DoesNotApply, match="no mini-batch has the 4 images"):
+    with pytest.raises(DoesNotApply, match="mini-batches of at least 4 images"):
         tally.finish()
 
 

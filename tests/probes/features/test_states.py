@@ -43,5 +43,5 @@ def test_states_of_all_layouts_lie_on_their_grids(name):
 
 def test_a_network_without_a_grid_has_no_states():
     anatomy = Anatomy("nothing", nn.Identity(), (), {})
-    with pytest.raises(DoesNotApply, match="on a grid"):
+    with pytest.raises(DoesNotApply, match="feature maps as its output"):
         spatial_states(anatomy)

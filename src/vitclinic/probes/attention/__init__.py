@@ -1,1 +1,1 @@
-"""Probes of attention maps: how dense they are, how far they reach, what they look at."""
+"""Probes of attention maps: how dense they are, how far they reach, and where they look."""

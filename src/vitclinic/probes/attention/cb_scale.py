@@ -1,4 +1,4 @@
-"""The learned scales of Context Broadcasting, layer by layer [hyeonwoo2023 Fig. 8]."""
+"""Learned scales of Context Broadcasting, layer by layer [hyeonwoo2023 Fig. 8]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitclinic.probes.subject import Subject
 
 
 def quantile_ratio(scale: NDArray[np.float64]) -> float | None:
-    """|lambda_0.1| / |lambda_0.9| of the quantiles of lambda; None where the latter is 0, as before training.
+    """Return |lambda_0.1| / |lambda_0.9|, a ratio of quantiles of lambda; None if the latter is 0, as before training.
 
     Example:
         >>> round(quantile_ratio(np.arange(1.0, 12.0)), 3)
@@ -31,11 +31,11 @@ def quantile_ratio(scale: NDArray[np.float64]) -> float | None:
 
 @register
 class CBScale(OwningProbe):
-    """Ratio of quantiles, and mean, of the learned scales of CB_S per layer [hyeonwoo2023 Fig. 8].
+    """Quantile ratio and mean of the learned scales of Context Broadcasting (CB_S) per layer [hyeonwoo2023 Fig. 8].
 
-    |lambda_0.1| / |lambda_0.9|, with the 10% and the 90% quantile of the scales lambda in R^D of one layer, and their
-    mean. Scales are those of modules with an attribute `context_scale`, as the treatment `context_broadcasting` with
-    `scaled: true` has them.
+    The ratio is |lambda_0.1| / |lambda_0.9|, with the 10% and 90% quantiles of the scales lambda in R^D of one layer.
+    Scales are read from modules with an attribute `context_scale`, which the treatment `context_broadcasting` with
+    `scaled: true` adds.
     """
 
     name = "cb_scale"
@@ -61,14 +61,14 @@ class CBScale(OwningProbe):
     by_default: ClassVar[bool] = False
 
     def forwards(self, subject: Subject) -> float:
-        """No image passes; sorting some hundred numbers a layer is less than one pass."""
+        """Return next to nothing: sorting a few hundred numbers per layer is less than a forward pass."""
         return 0.1
 
     def check(self, subject: Subject) -> None:
         if not any(_scales(subject.anatomy.units)):
             raise DoesNotApply(
                 "no layer has Context Broadcasting with learned scales"
-                " (the treatment context_broadcasting with scaled: true)."
+                " (treatment context_broadcasting with scaled: true)."
             )
 
     def measure(self, subject: Subject) -> Result:
@@ -76,7 +76,7 @@ class CBScale(OwningProbe):
         rows, ratios = [], []
         for unit, scale in found:
             if not np.isfinite(scale).all():
-                raise ModelError(f"the scales of {unit.name} are not finite.")
+                raise ModelError(f"the scales of {unit.name} are not finite (NaN or infinity).")
             values = {"mean": Scalar(value=float(scale.mean()))}
             ratio = quantile_ratio(scale)
             if ratio is not None:
@@ -90,7 +90,7 @@ class CBScale(OwningProbe):
 
 
 def _scales(units: tuple[Unit, ...]) -> Iterator[tuple[Unit, NDArray[np.float64]]]:
-    """The scales of each unit that has some, those of several modules one behind another."""
+    """Yield each unit that has scales with its scales, those of several modules concatenated."""
     for unit in units:
         scales = (getattr(module, "context_scale", None) for module in unit.module.modules())
         parts = [scale.detach().double().flatten() for scale in scales if isinstance(scale, Tensor)]
@@ -99,6 +99,6 @@ def _scales(units: tuple[Unit, ...]) -> Iterator[tuple[Unit, NDArray[np.float64]
 
 
 def _arrays(scales: list[NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """[layers, D]; NaN where a layer is narrower than another."""
+    """Return the scales as [layers, D], padded with NaN if layers differ in width."""
     width = max(len(scale) for scale in scales)
     return {"scales": np.stack([np.pad(s, (0, width - len(s)), constant_values=np.nan) for s in scales])}

@@ -1,4 +1,4 @@
-"""How far attention reaches: the mean distance of what it looks at [hyeonwoo2023 Fig. 7b].
+"""Attention distance: how far attention looks on average [hyeonwoo2023 Fig. 7b].
 
 Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys.
 """
@@ -40,7 +40,7 @@ from vitclinic.probes.subject import Subject
 
 
 def grid_distances(positions_wn2: Tensor, grid: tuple[int, int]) -> Tensor:
-    """|p_i - p_j|_1 between the tokens of each window, rows and columns in [0, 1]; 0 where one is padding, [W, N, N].
+    """Return |p_i - p_j|_1 between the tokens of each window, [W, N, N], positions being in [0, 1]; 0 for padding.
 
     Example:
         >>> grid_distances(torch.tensor([[[0, 0], [0, 1], [0, 2]]]), (1, 3))[0, 0]
@@ -54,12 +54,12 @@ def grid_distances(positions_wn2: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def total_distance(weights_bwhqk: Tensor, distances_wqk: Tensor) -> Tensor:
-    """sum over windows, queries and keys of a * |p_i - p_j|_1, for each image and head, [B, H]."""
+    """Return sum a_ij |p_i - p_j|_1 over windows, queries and keys, for each image and head, [B, H]."""
     weights_bwhn, distances_wn = weights_bwhqk.flatten(3), distances_wqk.flatten(1)
     wide = torch.promote_types(weights_bwhqk.dtype, torch.float32)
     distances_wn = distances_wn.to(wide)
     if weights_bwhqk.dtype == wide and bool((distances_wn == distances_wn[:1]).all()):
-        # A product of a matrix and a vector reads the map once, and makes nothing of its size.
+        # A matrix-vector product reads the map once and allocates nothing of its size.
         return (weights_bwhn @ distances_wn[0]).double().sum(1)
     sums = [(piece.to(wide) * distances_wn[:, None]).sum(-1) for piece in pieces(weights_bwhn)]
     return torch.cat(sums).double().sum(1)
@@ -69,8 +69,15 @@ def total_distance(weights_bwhqk: Tensor, distances_wqk: Tensor) -> Tensor:
 class AttentionDistance(StreamingProbe):
     """Mean relative distance of attention on the grid, per layer and head [hyeonwoo2023 Fig. 7b].
 
-    The mean over i != j of a_ij |p_i - p_j|_1 with positions p in [0, 1]^2, spatial tokens only; and the same summed
-    over j, which is how far a query looks on average and does not shrink with the number of tokens.
+    `relative_distance` is the mean over i != j of a_ij |p_i - p_j|_1, for spatial tokens with positions p in [0, 1]^2.
+    `distance` is the same summed over j: how far a query looks on average, whatever the number of tokens.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> AttentionDistance()(model, loader).arrays["head_distance"].shape  # [layers, heads]
+        (12, 3)
     """
 
     name = "attention_distance"
@@ -87,7 +94,7 @@ class AttentionDistance(StreamingProbe):
 
 
 class _Layer:
-    """The running means of one unit."""
+    """Running means of one layer."""
 
     def __init__(self, seen: AttentionMap) -> None:
         self.tokens = seen.grid[0] * seen.grid[1]
@@ -100,7 +107,7 @@ class _Layer:
         return {"distance": self.distance, "heads": self.heads}
 
     def add(self, seen: AttentionMap) -> Tensor:
-        """Take in a batch; returns the distance per query of each image."""
+        """Add a batch, and return the mean distance per query of each image."""
         by_head = total_distance(seen.by_image(), self.apart).cpu() / self.tokens
         check_finite(by_head, seen.unit)
         self.heads.add(by_head.numpy())
@@ -123,7 +130,7 @@ class _Tally(Tally):
 
     def update_attention(self, seen: AttentionMap) -> None:
         pairs = seen.grid != (1, 1) and seen.weights.shape[2] > seen.prefix_queries
-        if not pairs:  # one place alone, or only the class token asks
+        if not pairs:  # a single position, or only the class token has a query
             return
         layer = self.layers.get(seen.unit.name)
         if layer is None:
@@ -142,7 +149,7 @@ class _Tally(Tally):
 
     def finish(self) -> Result:
         if not self.layers:
-            raise DoesNotApply("no query on the grid has another place to look at, so that there is no distance.")
+            raise DoesNotApply("no query on the grid has another position to attend to, so there is no distance.")
         found = [(unit, self.layers[unit.name]) for unit in self.units if unit.name in self.layers]
         scalars = {
             "distance": mean_scalar(self.distance.running),

@@ -1,4 +1,4 @@
-"""How dense attention is: the entropy of its rows [hyeonwoo2023 Fig. 4, 7a].
+"""Density of attention: the entropy of its rows [hyeonwoo2023 Fig. 4, 7a].
 
 Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys.
 """
@@ -42,15 +42,15 @@ from vitclinic.probes.subject import Subject
 Values = NDArray[np.float64]
 
 UPPER = 85.0
-"""The percentile above which the upper 15% of entropies lie."""
+"""Percentile above which the upper 15% of the entropies lie."""
 
 
 def row_entropy(weights: Tensor, visible: Tensor | None = None) -> Tensor:
-    """-sum_k a_k log a_k of each row of `weights` [..., K] with the natural logarithm, in float32 at least.
+    """Return -sum_k a_k log a_k of each row of `weights` [..., K], with the natural logarithm, in float32 at least.
 
-    With `visible` (booleans that broadcast against `weights`) a row is first restricted to the keys that it may see and
-    made to sum to 1 again, and so are the rows of half-precision maps, which do not; a row of which nothing is left has
-    entropy 0. Beside the result, nothing of the size of `weights` is made.
+    With `visible` (booleans that broadcast against `weights`), each row is restricted to its visible keys and
+    renormalized to sum to 1; rows of half-precision maps are renormalized, too. A row without visible keys has entropy
+    0. No temporary tensor of the size of `weights` is allocated.
 
     Example:
         >>> row_entropy(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
@@ -76,10 +76,17 @@ def _visible_entropy(weights: Tensor, visible: Tensor | None) -> Tensor:
 
 @register
 class AttentionEntropy(StreamingProbe):
-    """Entropy of attention per layer and head, against that of uniform attention [hyeonwoo2023 Fig. 4, 7a].
+    """Entropy of attention per layer and head, relative to uniform attention [hyeonwoo2023 Fig. 4, 7a].
 
-    -sum_j a_ij log a_ij (natural logarithm) of every head and query, class token included: its mean and its 85th
-    percentile over the heads and queries of an image, averaged over images.
+    -sum_j a_ij log a_ij (natural logarithm) of every head and query, class token included. Reported are the mean and
+    the 85th percentile over the heads and queries of an image, averaged over images.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> 0 < AttentionEntropy()(model, loader).scalars["ratio"].value <= 1
+        True
     """
 
     name = "attention_entropy"
@@ -96,14 +103,14 @@ class AttentionEntropy(StreamingProbe):
 
 
 class _Layer:
-    """The running means of one unit."""
+    """Running means of one layer."""
 
     def __init__(self, seen: AttentionMap) -> None:
         visible = seen.visible()
         keys = visible.sum(-1)  # [W, Q]
         self.counted = (keys > 0).flatten()
-        """The queries that see a key: the others are padding."""
-        # None where there is nothing to leave out, which is quicker.
+        """Queries with at least one visible key; the others are padding."""
+        # None if all keys are visible, which is faster.
         self.visible = None if bool(visible.all()) else visible[:, None]
         self.maximum = float(keys.flatten()[self.counted].double().log().mean())
         self.class_maximum = float(keys[0, 0].double().log()) if seen.has_class else 0.0
@@ -114,7 +121,7 @@ class _Layer:
         return {part: getattr(self, part) for part in parts}
 
     def add(self, seen: AttentionMap) -> tuple[Values, Values, Values | None]:
-        """Take in a batch; returns the mean, the upper percentile and the class token's entropy of each image."""
+        """Add a batch, and return the mean, upper percentile and class-token entropy of each image."""
         entropies_bwhq = row_entropy(seen.by_image(), self.visible)
         values_bhn = entropies_bwhq.transpose(1, 2).flatten(2)
         if self.visible is not None:
@@ -139,7 +146,7 @@ class _Layer:
         if self.of_patches.n:
             values["patch_entropy"] = mean_scalar(self.of_patches)
         values["maximum"] = Scalar(value=self.maximum)
-        if self.maximum > 0:  # else there is one key, and nothing to spread over
+        if self.maximum > 0:  # with a single key, the entropy is always 0
             values["ratio"] = divide_scalar(values["entropy"], self.maximum)
         return unit_row(unit, **values)
 
@@ -174,7 +181,7 @@ class _Tally(Tally):
 
     def finish(self) -> Result:
         if not self.ratio.running.n:
-            raise DoesNotApply("every query sees a single key, so that attention has nothing to spread over.")
+            raise DoesNotApply("every query sees a single key, so the entropy of attention is always 0.")
         ratios = {"ratio": self.ratio, "upper_ratio": self.upper_ratio, "class_ratio": self.class_ratio}
         scalars = {name: mean_scalar(ratio.running) for name, ratio in ratios.items() if ratio.running.n}
         rows = [self.layers[unit.name].row(unit) for unit in self.units]

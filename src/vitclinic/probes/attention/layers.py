@@ -1,4 +1,4 @@
-"""What the attention probes share: the units that have a map, maps in pieces, and means over images."""
+"""Code shared by the attention probes: units with attention maps, maps in pieces, and means over images and layers."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from vitclinic.anatomy import Anatomy, Unit
 
 _CACHED = 2**17
 _ON_DEVICE = 2**26
-"""Numbers that are worked on at a time: on a CPU what its cache holds, elsewhere what is a small part of memory."""
+"""Numbers processed at a time: what fits the cache of a CPU, or a small part of a GPU's memory."""
 
 
 def attention_units(anatomy: Anatomy) -> list[Unit]:
-    """The units with an attention map, in order."""
+    """Return the units with an attention map, in order."""
     return [unit for unit in anatomy.units if unit.attention is not None]
 
 
 def pieces(x: Tensor) -> Iterator[Tensor]:
-    """`x` along its first axis in pieces small enough that what is made of one stays in the cache."""
+    """Yield `x` in pieces along its first axis, each small enough that temporaries stay in the cache."""
     numbers = _CACHED if x.device.type == "cpu" else _ON_DEVICE
     yield from torch.split(x, max(1, numbers // max(1, x[0].numel())))
 
 
 def divide_scalar(scalar: Scalar, by: float) -> Scalar:
-    """The scalar and its interval divided by a positive number."""
+    """Return a scalar and its interval, divided by a positive number."""
     low, high = (None if end is None else end / by for end in (scalar.low, scalar.high))
     return Scalar(value=scalar.value / by, low=low, high=high, n=scalar.n)
 
 
 def by_layer(means: Sequence[RunningMean]) -> NDArray[np.float64]:
-    """Means per head, [layers, heads]; NaN where a layer has fewer heads than another."""
+    """Return means per head as [layers, heads], padded with NaN if layers differ in their number of heads."""
     heads = max(mean.mean.size for mean in means)
     return np.stack([np.pad(mean.mean, (0, heads - mean.mean.size), constant_values=np.nan) for mean in means])
 
 
 class LayerSums(Protocol):
-    """What is summed over images of one layer."""
+    """A layer with sums over images."""
 
     def sums(self) -> dict[str, RunningMean]: ...
 
 
 def sums_by_layer(layers: Mapping[str, LayerSums]) -> dict[str, RunningMean]:
-    """All sums of all layers, by the names of both."""
+    """Return the sums of all layers, by the names of layer and sum."""
     return {f"{layer} {name}": mean for layer, sums in layers.items() for name, mean in sums.sums().items()}
 
 
 class MeanOverLayers:
-    """The mean over images of what is, for each image, a mean over layers; layers arrive one after another."""
+    """Mean over images of a per-image mean over layers; the layers of a batch are added one by one."""
 
     def __init__(self) -> None:
         self.running = RunningMean()
         self._layers: list[NDArray[np.float64]] = []
 
     def add(self, by_image: NDArray[np.float64]) -> None:
-        """What one layer has for each image of the current batch."""
+        """Add the values of one layer, one per image of the current batch."""
         self._layers.append(by_image)
 
     def end_batch(self) -> None:
-        """All layers have been added."""
+        """Average over the layers added since the last batch."""
         if self._layers:
             self.running.add(np.mean(self._layers, axis=0))
         self._layers = []

@@ -1,4 +1,4 @@
-"""What attention looks at in a handful of images [chen2022 Fig. 3, App. E.2].
+"""Attention maps of a handful of images [chen2022 Fig. 3, App. E.2].
 
 Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys, h x w the grid.
 """
@@ -26,10 +26,10 @@ from vitclinic.probes.subject import Subject
 
 
 def on_grid(seen: AttentionMap) -> Tensor:
-    """What each place of the grid gets of the attention, mean over heads, [B, h, w].
+    """Return the attention that each position of the grid receives, averaged over heads, [B, h, w].
 
-    The attention of the class token or, without one, the mean over all queries on the grid, of which those that may not
-    see the place give it nothing: uniform attention is flat, also in windows.
+    It is the attention of the class token or, without one, the mean over all queries on the grid. Queries that cannot
+    see a position count as 0, so that uniform attention gives a flat map, also in windows.
     """
     weights_bwhqk = seen.by_image()
     if seen.has_class:
@@ -48,14 +48,14 @@ def class_attention(weights_bwhqk: Tensor) -> Tensor:
 def mean_attention(weights_bwhqk: Tensor, sees_wqk: Tensor, first: int = 0) -> Tensor:
     """Return the attention averaged over heads and over queries from number `first` on, [B, W, K] in float64.
 
-    `sees_wqk` says of these queries which keys they may see; a query that sees none is padding and does not count.
+    `sees_wqk` says which keys each of these queries may see; a query that sees none is padding and does not count.
     """
     queries = int(sees_wqk.any(-1).sum())
     return (weights_bwhqk.mean(2)[:, :, first:].double() * sees_wqk).sum(2) / queries
 
 
 def _put_back(x_bwn: Tensor, seen: AttentionMap) -> Tensor:
-    """From windows to the grid; padding is left out."""
+    """Move values from windows back to the grid, without padding."""
     places_wn2 = seen.positions().to(x_bwn.device)
     real = places_wn2[..., 0] >= 0
     rows, columns = places_wn2[real].unbind(-1)
@@ -65,19 +65,26 @@ def _put_back(x_bwn: Tensor, seen: AttentionMap) -> Tensor:
 
 
 def _check_images(images: Any) -> Any:
-    """One sentence before the types are checked, which would answer for each of them."""
+    """Check the option before pydantic does, whose message would list each type of the union."""
     listed = isinstance(images, list) and images and all(type(each) is int and each >= 0 for each in images)
     if not listed and not (type(images) is int and images >= 1):
-        raise ValueError("takes a number of images, or a list of their numbers in the split, from 0")
+        raise ValueError("takes a number of images, or a list of their indices in the split, from 0")
     return images
 
 
 @register
 class AttentionMaps(OwningProbe):
-    """Where the class token looks, on a handful of images, with pictures [chen2022 Fig. 3].
+    """Attention of the class token on a handful of images, as arrays and pictures [chen2022 Fig. 3].
 
-    The class token's attention to the patches in the last attention layer, mean over heads, resized to the image
+    The class token's attention to the patches in the last attention layer, averaged over heads and resized to the image
     (bilinear); without a class token, the mean over queries.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> AttentionMaps(images=2)(model, loader).arrays["maps"].shape
+        (2, 32, 32)
     """
 
     name = "attention_maps"
@@ -91,9 +98,9 @@ class AttentionMaps(OwningProbe):
     by_default: ClassVar[bool] = False
 
     images: Annotated[int | list[int], BeforeValidator(_check_images)] = Field(
-        8, description="how many, the first of the split's stratified order; or a list of their numbers in the split"
+        8, description="number of images (first of the split's stratified order), or a list of indices in the split"
     )
-    layer: int = Field(-1, description="which attention layer, from 0; negative numbers count from the last")
+    layer: int = Field(-1, description="attention layer, from 0; negative numbers count from the last")
 
     def view(self, subject: Subject) -> Subject:
         if isinstance(self.images, int):
@@ -101,8 +108,8 @@ class AttentionMaps(OwningProbe):
         everything = subject.on(subject.split)
         if max(self.images) >= len(everything):
             raise RecipeError(
-                f"'probes.attention_maps.images' lists image {max(self.images)}, and the {subject.split} split has"
-                f" {len(everything)}."
+                f"'probes.attention_maps.images' asks for image {max(self.images)}, but the {subject.split} split has"
+                f" {len(everything)} images, from 0."
             )
         return everything.select(self.images)
 
@@ -121,7 +128,7 @@ class AttentionMaps(OwningProbe):
         check_finite(grids_nhw, unit)
         size = images_nchw.shape[-2:]
         resized = F.interpolate(grids_nhw[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
-        # Without intervals: a handful of images stands for itself.
+        # No intervals: a handful of images is not a sample.
         shares = {"on_grid": grids_nhw.sum((1, 2)), "peak": grids_nhw.amax((1, 2))}
         scalars = {name: Scalar(value=float(share.mean()), n=len(share)) for name, share in shares.items()}
         arrays: dict[str, NDArray[Any]] = {
@@ -133,7 +140,7 @@ class AttentionMaps(OwningProbe):
         return Result({**scalars, "images": Scalar(value=len(grids_nhw))}, [unit_row(unit, **scalars)], arrays)
 
     def pictures(self, measurement: Measurement) -> Mapping[str, Picture]:
-        """Each image with its map beside it, by the image's number in the split."""
+        """Return each image with its map beside it, by the image's index in the split."""
         arrays = measurement.arrays
         each = zip(arrays["numbers"], arrays["images"], arrays["maps"], strict=True)
         return {f"image-{number}": beside(image, attention) for number, image, attention in each}
@@ -142,12 +149,12 @@ class AttentionMaps(OwningProbe):
         units = attention_units(subject.anatomy)
         if not -len(units) <= self.layer < len(units):
             raise RecipeError(
-                f"'probes.attention_maps.layer' is {self.layer}, and the network has {len(units)} attention layers."
+                f"'probes.attention_maps.layer' is {self.layer}, but the network has {len(units)} attention layers."
             )
         return units[self.layer]
 
     def _numbers(self, subject: Subject) -> NDArray[np.int64]:
-        """Where each image is in the whole split."""
+        """Return the index of each image in the whole split."""
         if isinstance(self.images, list):
             return np.array(self.images)
         everything = subject.on(subject.split).images.rows
@@ -155,6 +162,6 @@ class AttentionMaps(OwningProbe):
 
 
 def _as_bytes(images_nchw: Tensor) -> Picture:
-    """Pixels in [0, 1] as [n, H, W, C] bytes; images of one channel as [n, H, W]."""
+    """Convert pixels in [0, 1] to bytes, [n, H, W, C], or [n, H, W] for one channel."""
     images = images_nchw.float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
     return images[..., 0] if images.shape[-1] == 1 else images

@@ -1,4 +1,4 @@
-"""How alike the states after a network's units are: mini-batch linear CKA [park2022 Fig. 10a, D.3]."""
+"""Similarity of a network's layers: mini-batch linear CKA of the states after its units [park2022 Fig. 10a, D.3]."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ from vitclinic.probes.subject import Subject
 
 @register
 class CKA(StreamingProbe):
-    """Similarity of the states after all pairs of units, mini-batch linear CKA [park2022 Fig. 10a, D.3].
+    """Mini-batch linear CKA between the states after all pairs of units [park2022 Fig. 10a, D.3].
 
-    CKA(i, j) = HSIC(i, j) / sqrt(HSIC(i, i) HSIC(j, j)), each HSIC the unbiased one of a mini-batch averaged over
-    mini-batches first (Nguyen et al. 2021). Features are a state's positions and channels, without prefix tokens.
+    CKA(i, j) = HSIC(i, j) / sqrt(HSIC(i, i) HSIC(j, j)), where each HSIC is the unbiased estimate of a mini-batch,
+    averaged over mini-batches before the ratio (Nguyen et al. 2021). Features are the positions and channels of a
+    state, without prefix tokens.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> CKA()(model, loader).arrays["cka"].shape  # stem, position embedding, 12 x (MSA, MLP), head
+        (27, 27)
     """
 
     name = "cka"
@@ -41,14 +49,14 @@ class CKA(StreamingProbe):
     key_scalars: ClassVar[KeyScalars] = {"cka_mean": None, "block_structure": None}
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
-    batch: Annotated[int, Field(ge=LEAST)] = Field(64, description="images of a mini-batch; at most the exam's batch")
+    batch: Annotated[int, Field(ge=LEAST)] = Field(64, description="images per mini-batch, at most those of a batch")
 
     parts: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="cut a network of one stage into so many equal parts, so that block_structure has a control"
+        None, description="cut a single-stage network into this many equal parts, as a control for block_structure"
     )
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """Mini-batches are cut out of the exam's batches, whose borders matter if `batch` does not divide them."""
+        """Return the batch size if it matters: mini-batches are cut from batches that `batch` may not divide."""
         size, processes = subject.batch_size, subject.distributed.size
         if processes > 1:
             return {"batch_size": size, "processes": processes}
@@ -57,7 +65,7 @@ class CKA(StreamingProbe):
     def begin(self, subject: Subject) -> Tally:
         at_once = min(self.batch, subject.batch_size, len(subject))
         if at_once < LEAST:
-            raise DoesNotApply(f"CKA needs mini-batches of at least {LEAST} images, and here they have {at_once}.")
+            raise DoesNotApply(f"CKA needs mini-batches of at least {LEAST} images, but here they have {at_once}.")
         return _Tally(subject.anatomy, self.batch, self.parts)
 
 
@@ -84,7 +92,7 @@ class _Tally(Tally):
     def finish(self) -> Result:
         units = self.anatomy.units
         if not self.hsic.images.sum():
-            raise DoesNotApply(f"no mini-batch has the {LEAST} images that CKA needs at least.")
+            raise DoesNotApply(f"CKA needs mini-batches of at least {LEAST} images, but all of them are smaller.")
         _check_finite(self.hsic, units)
         estimate = _Estimate(self.hsic)
         ours = np.eye(len(units))
@@ -107,7 +115,7 @@ class _Tally(Tally):
 
 
 class _Estimate:
-    """CKA with what it is without each group of mini-batches, from which its intervals are."""
+    """CKA with jackknife intervals over groups of mini-batches."""
 
     def __init__(self, sums: HSICSums) -> None:
         self.cka = sums.cka()
@@ -115,20 +123,20 @@ class _Estimate:
         self._without_each = sums.without_each()
 
     def weighted_sum(self, weights: Matrix) -> Scalar:
-        """The weighted sum of the matrix, by a jackknife over mini-batches."""
+        """Return the weighted sum of the CKA matrix, with a jackknife interval over mini-batches."""
         value = float((weights * self.cka).sum())
         if not len(self._without_each):
             return Scalar(value=value, n=self.images)
         half = float(jackknife_half_width((weights * self._without_each).sum((1, 2))))
-        bound = float(np.abs(weights).sum())  # that CKA is at most 1 is known without samples
+        bound = float(np.abs(weights).sum())  # |CKA| is at most 1 by definition
         low, high = max(value - half, -bound), min(value + half, bound)
         return Scalar(value=value, low=min(low, value), high=max(high, value), n=self.images)
 
 
 class _Grams:
-    """Reads the states after the units of a network and keeps, of one batch, the Gram matrices of its mini-batches.
+    """Gram matrices of the states after all units, for the mini-batches of the current batch.
 
-    A mini-batch has at most `batch` images, or is the whole batch.
+    A mini-batch has at most `batch` images; None makes it the whole batch.
     """
 
     def __init__(self, anatomy: Anatomy, batch: int | None = None) -> None:
@@ -144,13 +152,13 @@ class _Grams:
         self._seen[name] = [gram(part) for part in parts if len(part) >= LEAST]
 
     def take(self) -> list[Tensor]:
-        """Of each mini-batch of the last batch, [units, n, n], the units in order."""
+        """Return and forget the Gram matrices of the last batch, [units, n, n] for each mini-batch."""
         seen, self._seen = self._seen, {}
         return [torch.stack(grams) for grams in zip(*(seen[name] for name in self.sites), strict=True)]
 
 
 def flatten_state(anatomy: Anatomy, site: Site, activation: Tensor) -> Tensor:
-    """[B, positions * channels], in whatever order needs no copy: a Gram matrix does not know it."""
+    """Return a state as [B, positions * channels], in whichever order needs no copy (Gram matrices are the same)."""
     if not site.layout.spatial:
         return activation.flatten(1)
     maps_bchw = anatomy.grid(site, activation)
@@ -163,7 +171,7 @@ def _outer(one: Matrix, other: Matrix) -> Matrix:
 
 
 def _stages(units: Sequence[Unit], parts: int | None) -> list[int | None]:
-    """The stage of each unit on a grid; of a network that has only one, which of so many equal parts it is in."""
+    """Return the stage of each unit on a grid (None for the others); `parts` cuts a single-stage network into parts."""
     stages = [unit.stage if unit.output.layout.spatial else None for unit in units]
     if parts is None or len({stage for stage in stages if stage is not None}) != 1:
         return stages
@@ -173,7 +181,7 @@ def _stages(units: Sequence[Unit], parts: int | None) -> list[int | None]:
 
 
 def _block_weights(stages: Sequence[int | None]) -> Matrix:
-    """[L, L] such that the sum of the weighted CKA is `block_structure`; None stands for a unit that does not count."""
+    """Return the weights [L, L] with which CKA sums up to `block_structure`; units of stage None do not count."""
     at = np.arange(len(stages))
     apart = np.abs(at[:, None] - at[None, :])
     counts = np.array([stage is not None for stage in stages])
@@ -190,11 +198,19 @@ def _block_weights(stages: Sequence[int | None]) -> Matrix:
 
 
 def block_structure(cka: Matrix, stages: Sequence[int]) -> float:
-    """How much more alike units of one stage are than units of different stages that are as far apart in depth.
+    """Return how much more similar units of one stage are than units of different stages at the same distance in depth.
 
-    The mean CKA of pairs within a stage less that of pairs across stages, at each distance in depth at which there are
-    both, averaged over the distances. A similarity that only falls with distance has none, wherever it is cut; nor has
-    a network of one stage.
+    It is the mean CKA of pairs within a stage minus that of pairs across stages, at each distance in depth at which
+    both exist, averaged over distances. It is 0 for a similarity that only falls with distance, wherever stages are
+    cut, and for a network of one stage.
+
+    Args:
+        cka: CKA matrix, [L, L].
+        stages: Stage of each of the L units.
+
+    Example:
+        >>> block_structure(np.kron(np.eye(2), np.ones((3, 3))), [0, 0, 0, 1, 1, 1])
+        1.0
     """
     return float((_block_weights(stages) * cka).sum())
 
@@ -204,22 +220,31 @@ class Comparison:
     """CKA between the units of two networks."""
 
     cka: Matrix
-    """[units of the first, units of the second]."""
+    """[units of the first network, units of the second]."""
     first: tuple[Unit, ...]
     second: tuple[Unit, ...]
     images: int
-    """How many were used: those of batches with fewer than four were not."""
+    """Number of images used; batches of fewer than four are skipped."""
 
 
 def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) -> Comparison:
-    """CKA between all units of two networks, each batch [n, C, H, W] of pixels being a mini-batch that both see once.
+    """Return CKA between all units of two networks, in one pass of both over the same images.
+
+    Args:
+        first: A network.
+        second: Another network (or the same).
+        batches: Batches of pixels [n, C, H, W]; each batch is a mini-batch, and those of fewer than four are skipped.
+
+    Raises:
+        DataError: If the batches are not images, or all of them are too small.
 
     Example:
-        >>> batches = [torch.rand(16, 3, 224, 224) for _ in range(10)]  # doctest: +SKIP
-        >>> cka_between(vit, resnet, batches).cka.shape  # doctest: +SKIP
-        (27, 10)
+        >>> import timm
+        >>> deep, shallow = (timm.create_model("vit_tiny_patch16_224", img_size=32, depth=depth) for depth in (4, 2))
+        >>> cka_between(deep, shallow, [torch.rand(8, 3, 32, 32)]).cka.shape
+        (11, 7)
     """
-    networks = tuple(dict.fromkeys((first, second)))  # one, if it is compared with itself
+    networks = tuple(dict.fromkeys((first, second)))  # one if a network is compared with itself
     readers: list[_Grams] = []
     sums: HSICSums | None = None
     with ExitStack() as stack, torch.no_grad():
@@ -228,8 +253,8 @@ def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) 
         for images in batches:
             if not isinstance(images, Tensor) or images.ndim != 4:
                 raise DataError(
-                    f"CKA needs batches of images [n, C, H, W], not {type(images).__name__}; of a loader with labels:"
-                    " (images for images, _ in loader)."
+                    f"CKA needs batches of images [n, C, H, W] (got {type(images).__name__}). If your loader yields"
+                    " labels, too, pass (images for images, _ in loader)."
                 )
             if len(images) < LEAST:
                 continue
@@ -253,7 +278,7 @@ def _reader(network: nn.Module, images: Tensor, stack: ExitStack) -> _Grams:
 
 
 def _where(network: nn.Module, images: Tensor) -> Tensor:
-    """`images` where the network can take them."""
+    """Move images to the device and dtype of a network."""
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
     return images.to(like)
 
@@ -262,4 +287,4 @@ def _check_finite(sums: HSICSums, units: Sequence[Unit]) -> None:
     own = sums.hsic.sum(0).diagonal()
     for unit, value in zip(units, own, strict=True):
         if not np.isfinite(value):
-            raise ModelError(f"the state after {unit.name} is not finite for some images, or too large for a product.")
+            raise ModelError(f"the state after {unit.name} is not finite for some image, or too large to multiply.")

@@ -1,9 +1,9 @@
 """Fourier analysis of feature maps [park2022 Fig. 2a, 8, D.2].
 
-Frequencies are shares of pi, the highest that a grid can hold. Along the half-diagonal, from the spectrum's centre to
-its corner, both axes have the same frequency. Of a side of n positions the spectrum is known at the multiples of 2 / n,
-and so at pi only if n is even. Elsewhere (odd sides, the shorter side of a grid that is not square) the log amplitude
-is interpolated between the nearest bins, bilinearly, the spectrum being periodic.
+Frequencies are in units of pi, the highest that a grid can hold. Along the half-diagonal, from the centre of the
+spectrum to its corner, both axes have the same frequency. A side of n positions has bins at multiples of 2 / n, and so
+at pi only if n is even. Between bins (odd sides, the shorter side of a grid that is not square), the log amplitude is
+interpolated bilinearly from the nearest bins of the periodic spectrum.
 
 Shapes: B images, C channels, N = H * W positions, F frequencies, M bins of the spectrum.
 """
@@ -27,17 +27,25 @@ from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
 
 FLOOR = 1e-6
-"""What an amplitude below it counts as, before its logarithm is taken: maps of zeros have none."""
+"""Lower bound of amplitudes before the logarithm, since maps of zeros have an amplitude of 0."""
 
 Bin = tuple[int, int]
 
 
 @register
 class Fourier(StreamingProbe):
-    """Log amplitude of the state after each unit at high relative to zero frequency, and its change [park2022 Fig. 8].
+    """Log amplitude of the state after each unit at high frequency relative to zero, and its change [park2022 Fig. 8].
 
-    log |FFT2| of each feature map, averaged over channels and images, along the half-diagonal of the spectrum and
-    relative to frequency 0: Delta log amplitude. At frequency pi it is the unit's number.
+    Delta log amplitude is log |FFT2| of each feature map, averaged over channels and images, along the half-diagonal of
+    the spectrum and relative to frequency 0. The number of a unit is its value at frequency pi.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> measurement = Fourier()(model, loader)
+        >>> [row.name for row in measurement.units if row.kind == "msa"][:2]
+        ['blocks.0.msa', 'blocks.1.msa']
     """
 
     name = "fourier"
@@ -65,7 +73,7 @@ class _Tally(ChangesTally):
         return relative_log_amplitude(maps)
 
     def finish(self) -> Result:
-        """The curves, too: a row for each unit, NaN behind the end of one that is shorter than others."""
+        """Return the result with the curves: one row per unit, padded with NaN if grids differ in size."""
         units = self.find_units()
         diagonals = [half_diagonal(self.sizes[unit.output]) for unit in units]
         curves: dict[str, list[NDArray[Any]]] = {
@@ -78,7 +86,7 @@ class _Tally(ChangesTally):
 
 
 def log_amplitude(maps: Tensor) -> Tensor:
-    """log |FFT2| of feature maps [B, C, H, W] along the half-diagonal, averaged over channels: [B, F].
+    """Return log |FFT2| of feature maps [B, C, H, W] along the half-diagonal, averaged over channels, [B, F].
 
     `half_diagonal((H, W)).frequencies` are the frequencies, from 0 to 1 (times pi).
 
@@ -91,7 +99,7 @@ def log_amplitude(maps: Tensor) -> Tensor:
     x_bcn = maps.flatten(2)
     basis, weights = _tensors((maps.shape[2], maps.shape[3]), maps.dtype, maps.device)
     mean = x_bcn.mean(2, keepdim=True)
-    # Without their mean, which only frequency 0 has: it would drown what is small, and a constant map is exactly so.
+    # The mean only affects frequency 0. Subtracting it keeps small amplitudes precise, and constant maps exactly 0.
     parts = torch.bmm(basis.expand(len(x_bcn), -1, -1), (x_bcn - mean).transpose(1, 2))
     real, imaginary = parts.chunk(2, dim=1)
     constant = mean.transpose(1, 2) * x_bcn.shape[2]
@@ -106,21 +114,21 @@ def relative_log_amplitude(maps: Tensor) -> Tensor:
 
 
 class HalfDiagonal(NamedTuple):
-    """The half-diagonal of the spectrum of a grid."""
+    """Half-diagonal of the spectrum of a grid."""
 
     frequencies: NDArray[np.float64]
-    """[F], from 0 to 1, in units of pi: those of the longer side, and 1."""
+    """[F], from 0 to 1, in units of pi: the bins of the longer side, and 1."""
     interpolated: NDArray[np.bool_]
-    """[F], whether a frequency lies between bins."""
+    """[F], True if a frequency lies between bins."""
     basis: NDArray[np.float64]
     """[2 (M - 1), N], cosines and sines at all bins but frequency 0."""
     weights: NDArray[np.float64]
-    """[M, F], the share of each bin, frequency 0 first, in the value at each frequency."""
+    """[M, F], weight of each bin (frequency 0 first) in the value at each frequency."""
 
 
 @lru_cache(maxsize=16)
 def half_diagonal(size: tuple[int, int]) -> HalfDiagonal:
-    """The half-diagonal for a grid of (rows, columns)."""
+    """Return the half-diagonal for a grid of (rows, columns)."""
     longer = max(size)
     shares = [(k, longer) for k in range((longer + 1) // 2)] + [(1, 2)]  # of 2 pi
     corners = [_corners(size, numerator, denominator) for numerator, denominator in shares]
@@ -132,7 +140,7 @@ def half_diagonal(size: tuple[int, int]) -> HalfDiagonal:
 
 
 def _corners(size: tuple[int, int], numerator: int, denominator: int) -> dict[Bin, float]:
-    """The bins around the frequency 2 pi numerator / denominator on both axes, with their bilinear weights."""
+    """Return the bins around the frequency 2 pi numerator / denominator on both axes, with their bilinear weights."""
     ends: list[list[tuple[int, float]]] = []
     for side in size:
         low, rest = divmod(numerator * side, denominator)
@@ -141,13 +149,13 @@ def _corners(size: tuple[int, int], numerator: int, denominator: int) -> dict[Bi
     for row, row_weight in ends[0]:
         for column, column_weight in ends[1]:
             if row_weight * column_weight > 0:
-                opposite = (-row % size[0], -column % size[1])  # of the same amplitude, for maps of real numbers
+                opposite = (-row % size[0], -column % size[1])  # has the same amplitude, since maps are real
                 weights[min((row, column), opposite)] += row_weight * column_weight
     return weights
 
 
 def _waves(size: tuple[int, int], bins: list[Bin]) -> NDArray[np.float64]:
-    """Cosines, then sines, of the bins at all positions, row by row: [2 M, N]."""
+    """Return cosines, then sines, of the bins at all positions, row by row, [2 M, N]."""
     rows, columns = (axis.ravel() for axis in np.indices(size))
     picked = np.array(bins, dtype=np.int64).reshape(-1, 2, 1)
     turns = (picked[:, 0] * rows * size[1] + picked[:, 1] * columns * size[0]) % (size[0] * size[1])
@@ -164,7 +172,7 @@ def _tensors(size: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
 
 
 def _pad_rows(rows: list[NDArray[Any]]) -> NDArray[Any]:
-    """Rows of different lengths as a matrix, with NaN (False) behind the shorter ones."""
+    """Stack rows of different lengths, padded with NaN (or False)."""
     longest = max(len(row) for row in rows)
     filler = False if rows[0].dtype == np.bool_ else math.nan
     return np.array([np.pad(row, (0, longest - len(row)), constant_values=filler) for row in rows])

@@ -1,4 +1,4 @@
-"""Mini-batch CKA: the unbiased HSIC of Gram matrices, summed over mini-batches, and its ratio (Nguyen et al. 2021).
+"""Mini-batch CKA: the unbiased HSIC of Gram matrices, summed over mini-batches, and its ratio [Nguyen et al. 2021].
 
 Shapes: L layers (or units), n images of a mini-batch, G groups of mini-batches.
 """
@@ -13,17 +13,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 LEAST = 4
-"""Images of a mini-batch: the unbiased HSIC of fewer divides by zero."""
+"""Minimum size of a mini-batch: the unbiased HSIC of fewer images divides by zero."""
 GROUPS = 20
-"""The most groups that mini-batches are kept apart in, for intervals: memory does not grow with their number."""
+"""Maximum number of groups of mini-batches for intervals, so that memory does not grow with the images."""
 
 Matrix = NDArray[np.float64]
 
 
 def mini_batch_cka(batches: Iterable[Sequence[Tensor]]) -> Matrix:
-    """Linear CKA of all pairs of layers, [L, L]: a mini-batch is the features [n, ...] of each layer for n images.
+    """Return mini-batch linear CKA between all pairs of layers, [L, L] [Nguyen et al. 2021].
 
-    A mini-batch of fewer than four images is left out.
+    Args:
+        batches: Mini-batches, each a list with the features [n, ...] of each layer for n images. Those of fewer than
+            four images are skipped.
+
+    Raises:
+        ValueError: If no mini-batch has four images.
 
     Example:
         >>> features = torch.randn(8, 5)
@@ -37,15 +42,15 @@ def mini_batch_cka(batches: Iterable[Sequence[Tensor]]) -> Matrix:
             sums = sums or HSICSums(len(layers))
             sums.add(torch.stack([gram(features).double().cpu() for features in layers]))
     if sums is None:
-        raise ValueError(f"there is no mini-batch of at least {LEAST} images")
+        raise ValueError(f"no mini-batch has at least {LEAST} images")
     return sums.cka()
 
 
 def gram(features: Tensor) -> Tensor:
-    """The linear kernel [n, n] of `features` [n, ...] less their mean, in float32 or, of such features, float64.
+    """Return the linear kernel [n, n] of `features` [n, ...] minus their mean, in float32 (float64 for such features).
 
-    The unbiased HSIC does not change when features are translated, but float32 would lose what differs between images
-    beside a large mean. Features that differ by no more than the rounding of that mean give zero: they are constant.
+    Subtracting the mean does not change the unbiased HSIC, but keeps small differences beside a large mean in float32.
+    Features that differ by no more than the rounding of the mean are constant and give zero.
     """
     features = features.flatten(1)
     dtype = torch.promote_types(features.dtype, torch.float32)
@@ -57,10 +62,10 @@ def gram(features: Tensor) -> Tensor:
 
 
 def u_center(grams: Matrix) -> Matrix:
-    """Gram matrices [L, n, n] such that the inner product of two of them is n (n - 3) times their unbiased HSIC.
+    """Return U-centered Gram matrices [L, n, n]: the inner product of two is n (n - 3) times their unbiased HSIC.
 
     With K of zero diagonal, K_ij - (K1)_i / (n-2) - (K1)_j / (n-2) + 1'K1 / ((n-1)(n-2)) off the diagonal, and zero on
-    it (Szekely and Rizzo 2014). A self-HSIC is then a sum of squares and never negative, whatever rounding does.
+    it [Szekely and Rizzo 2014]. The HSIC of a layer with itself is then a sum of squares, and never negative.
     """
     n = grams.shape[-1]
     if n < LEAST:
@@ -75,9 +80,9 @@ def u_center(grams: Matrix) -> Matrix:
 
 
 def hsic(grams: Matrix) -> Matrix:
-    """The unbiased HSIC [L, L] of all pairs of Gram matrices [L, n, n]: one matrix product.
+    """Return the unbiased HSIC [L, L] of all pairs of Gram matrices [L, n, n], by one matrix product.
 
-    HSIC_1(K, L) = [tr(KL) + 1'K1 1'L1 / ((n-1)(n-2)) - 2/(n-2) 1'KL1] / (n (n-3)), diagonals being zero.
+    HSIC_1(K, L) = [tr(KL) + 1'K1 1'L1 / ((n-1)(n-2)) - 2/(n-2) 1'KL1] / (n (n-3)), for K and L with zero diagonals.
     """
     n = grams.shape[-1]
     flat = u_center(grams).reshape(len(grams), -1)
@@ -86,10 +91,10 @@ def hsic(grams: Matrix) -> Matrix:
 
 
 class HSICSums:
-    """Sums over mini-batches of their HSIC [L, L] times their images: of two processes they can be added.
+    """Sums of HSIC [L, L] over mini-batches, weighted by their number of images; sums of two processes can be added.
 
-    A mini-batch counts as often as it has images, so that a smaller last one does not weigh more than its share; of
-    mini-batches of one size this is the mean over mini-batches.
+    The weights keep a smaller last mini-batch from counting for more than its share; for mini-batches of one size, the
+    result is their plain mean.
     """
 
     def __init__(self, layers: int) -> None:
@@ -98,7 +103,7 @@ class HSICSums:
         self.batches = 0
 
     def add(self, grams: Tensor) -> None:
-        """Take in a mini-batch by its Gram matrices, [L, n, n]."""
+        """Add a mini-batch, given by its Gram matrices [L, n, n]."""
         n = grams.shape[-1]
         group = self.batches % GROUPS
         self.hsic[group] += n * hsic(grams.double().cpu().numpy())
@@ -106,17 +111,17 @@ class HSICSums:
         self.batches += 1
 
     def merge(self, other: HSICSums) -> None:
-        """Take in the mini-batches of another one, as if they had come after these."""
+        """Add the mini-batches of another process, as if they came after these."""
         self.hsic += np.roll(other.hsic, self.batches, axis=0)
         self.images += np.roll(other.images, self.batches)
         self.batches += other.batches
 
     def cka(self) -> Matrix:
-        """HSIC(i, j) / sqrt(HSIC(i, i) HSIC(j, j)), [L, L]."""
+        """Return HSIC(i, j) / sqrt(HSIC(i, i) HSIC(j, j)), [L, L]."""
         return ratio(self.hsic.sum(0))
 
     def without_each(self) -> Matrix:
-        """The same without each group of mini-batches in turn, [G, L, L]; empty if there is one mini-batch."""
+        """Return CKA without each group of mini-batches in turn, [G, L, L]; empty for a single mini-batch."""
         used = self.hsic[self.images > 0]
         if len(used) < 2:
             return np.empty((0, *self.hsic.shape[1:]))
@@ -124,9 +129,9 @@ class HSICSums:
 
 
 def ratio(summed: Matrix) -> Matrix:
-    """CKA from summed HSIC, [L, L]: 0 for a layer that is the same for all images, whose HSIC is 0.
+    """Return CKA from summed HSIC, [L, L]; 0 for a layer that is the same for all images, whose HSIC is 0.
 
-    Below 0 it is an unbiased estimate of about nothing in common, and stays: cut off, it would be biased.
+    Negative values are kept: they are unbiased estimates of a similarity near 0, and clipping would bias them.
     """
     scale = np.sqrt(summed.diagonal())
     scale = np.where(scale == 0, np.inf, scale)

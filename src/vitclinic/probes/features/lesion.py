@@ -1,4 +1,4 @@
-"""What a network loses without each of its units [park2022 Fig. 10b, D.4]."""
+"""Lesion study: the accuracy lost when each unit is removed [park2022 Fig. 10b, D.4]."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Res
 from vitclinic.probes.subject import Subject
 
 KEPT_BYTES = 2**29
-"""The most memory for what the blocks returned; where it would be more, fewer images go through at a time."""
+"""Maximum memory for recorded block outputs; beyond that, fewer images go through at a time."""
 SAVED_EVERY = 1.0
-"""Seconds of work that a killed exam may lose."""
+"""Seconds of work that a killed exam may lose at most."""
 
 
 @register
 class Lesion(OwningProbe):
-    """Accuracy lost, and NLL gained, when each unit is removed once [park2022 Fig. 10b, D.4].
+    """Drop in accuracy and rise in NLL when one unit at a time is removed [park2022 Fig. 10b, D.4].
 
-    An MSA or MLP has its branch set to zero, a bottleneck's 3 x 3 conv becomes the identity, or subsampling, a position
-    embedding becomes zero. All is measured on the same images, so that a difference is a paired one.
+    The branch of an MSA or MLP is set to zero, the 3 x 3 conv of a bottleneck becomes the identity (or subsampling),
+    and the position embedding is set to zero. All networks see the same images, so that differences are paired.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> [row.name for row in Lesion()(model, loader).units]
+        ['position', 'blocks.0.msa', 'blocks.0.mlp', 'blocks.1.msa', 'blocks.1.mlp']
     """
 
     name = "lesion"
@@ -66,8 +73,8 @@ class Lesion(OwningProbe):
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})
 
-    split: Literal["train", "val", "test"] = Field("test", description="which images")
-    images: Annotated[int, Field(ge=1)] = Field(512, description="how many of them")
+    split: Literal["train", "val", "test"] = Field("test", description="split of the images")
+    images: Annotated[int, Field(ge=1)] = Field(512, description="number of images")
 
     def view(self, subject: Subject) -> Subject:
         return subject.on(self.split, self.images)
@@ -95,7 +102,7 @@ class Lesion(OwningProbe):
         return _result(units, answers)
 
     def _examine(self, subject: Subject, units: Sequence[Unit], batch: Batch, replay: Replay, answers: Answers) -> None:
-        """The network's answers for one batch, whole and without each unit."""
+        """Run one batch through the network, intact and without each unit."""
         passes = (len(units) + 1) * len(subject)
         before = answers.done * (len(units) + 1)
         with replay.record():
@@ -109,16 +116,16 @@ class Lesion(OwningProbe):
 
 
 class Answers:
-    """Of each image, whether the network is right and its NLL; row 0 is the whole network, row k the k-th lesion."""
+    """Correctness and NLL of each image; row 0 is the intact network, row k the k-th lesion."""
 
     def __init__(self, lesions: int, images: int) -> None:
         self.correct = np.zeros((lesions + 1, images), dtype=bool)
         self.nll = np.full((lesions + 1, images), np.nan)
         self.done = 0
-        """Images that have been through all lesions."""
+        """Number of images that have been through all lesions."""
 
     def note(self, row: int, batch: Batch, logits: Tensor) -> None:
-        """Take in what came out for `batch`; an answer that is not a number is wrong."""
+        """Add the logits of a batch; an answer with NaN counts as wrong."""
         logits = logits.double()
         right = (logits.argmax(dim=1) == batch.targets) & ~logits.isnan().any(dim=1)
         self.correct[row, batch.indices.numpy()] = right.cpu().numpy()
@@ -128,7 +135,7 @@ class Answers:
         return {"correct": self.correct, "nll": self.nll, "done": np.array(self.done)}
 
     def take(self, arrays: dict[str, NDArray[Any]] | None) -> None:
-        """Go on from what `arrays()` was before."""
+        """Resume from the arrays of an earlier attempt."""
         if arrays is not None:
             self.correct[...], self.nll[...] = arrays["correct"], arrays["nll"]
             self.done = int(arrays["done"])
@@ -142,7 +149,7 @@ def _removable(anatomy: Anatomy) -> list[Unit]:
 
 
 def _share_behind(unit: Unit, anatomy: Anatomy) -> float:
-    """How much of the network is computed when `unit` is removed, all blocks counting the same."""
+    """Return the share of the network that is computed when `unit` is removed, if all blocks cost the same."""
     skippable = {stretch.last for stretch in stretches(anatomy) if stretch.last < unit.depth}
     blocks = [block.units[-1].depth in skippable for block in anatomy.blocks]
     return 1 - sum(blocks) / max(1, len(blocks))
@@ -156,7 +163,7 @@ def _images_at_a_time(subject: Subject, replay: Replay) -> int:
 
 def _result(units: Sequence[Unit], answers: Answers) -> Result:
     if not np.isfinite(answers.nll[0]).all():
-        raise ModelError("the network's answers are not finite for some image.")
+        raise ModelError("the network's logits are not finite (NaN or infinity) for some image.")
     scalars = {"accuracy": accuracy(answers.correct[0]), "nll": mean_over(answers.nll[0], least=0.0)}
     for kind in dict.fromkeys(unit.kind for unit in units):
         rows = [number for number, unit in enumerate(units, start=1) if unit.kind == kind]
@@ -166,11 +173,11 @@ def _result(units: Sequence[Unit], answers: Answers) -> Result:
 
 
 def _mean_drop(whole: Correct, lesioned: NDArray[np.bool_]) -> Scalar:
-    """The mean over lesions [R, n] of what is lost of the accuracy."""
+    """Return the drop in accuracy, averaged over lesions [R, n]."""
     if len(lesioned) == 1:
         return drop(whole, lesioned[0])
     drops = whole.astype(float) - lesioned.mean(axis=0)
-    if not drops.any():  # no variance to take an interval from, which does not mean that there is none
+    if not drops.any():  # no variance to compute an interval from, which does not make it exact
         return Scalar(value=0.0, n=len(drops))
     return mean_over(drops, least=-1.0, most=1.0)
 
@@ -185,5 +192,5 @@ def _row(unit: Unit, answers: Answers, number: int) -> UnitRow:
     if np.isfinite(rises).all():
         values["nll_rise"] = mean_over(rises)
     else:
-        notes.append("answers not finite for some image")
+        notes.append("logits not finite for some image")
     return unit_row(unit, "; ".join(notes) or None, **values)

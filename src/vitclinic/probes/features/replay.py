@@ -1,4 +1,4 @@
-"""The front part of a network from memory: what its blocks returned for the same images before."""
+"""Replaying the front part of a network: recorded outputs of its blocks for the same images."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vitclinic.anatomy.eager import eager
 
 
 class Stretch(NamedTuple):
-    """A module that is a part of the way through the network, and the depth of its last unit."""
+    """A module on the path through the network, and the depth of its last unit."""
 
     module: nn.Module
     last: int
 
 
 class Replay:
-    """Lets a network skip what lies before a unit. Inside the context, `record` one pass, then ask for parts of it.
+    """Context in which a network can skip everything before a unit, by replaying a recorded pass.
 
         with Replay(anatomy) as replay:
             with replay.record():
@@ -29,9 +29,9 @@ class Replay:
             with replay.skip_before(unit.depth), anatomy.remove(unit):
                 network(images)  # computes only from the unit's block on
 
-    The outputs are those of the whole network, bit for bit. What is skipped are blocks, stems and pools; modules that
-    run several times, or return something else than tensors, are computed anew. All that was recorded is kept, and
-    handed out in copies: the network may write into them.
+    The outputs are those of the full computation, bit for bit. Blocks, stems and pools can be skipped; modules that run
+    several times in a pass, or return more than tensors and plain values, are computed again. Recorded outputs are
+    returned as copies, since the network may write into them.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
@@ -54,7 +54,7 @@ class Replay:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Keep what comes out of the modules in the one pass of the network inside."""
+        """Record the outputs of the modules during one pass of the network."""
         self._kept.clear()
         self._unfit.clear()
         self._recording = True
@@ -65,7 +65,7 @@ class Replay:
 
     @contextmanager
     def skip_before(self, depth: int) -> Iterator[None]:
-        """The modules all of whose units come before `depth` return what was recorded."""
+        """Replay the modules whose units all come before `depth`."""
         self._skipping_before = depth
         try:
             yield
@@ -74,11 +74,11 @@ class Replay:
 
     @property
     def recorded_bytes(self) -> int:
-        """The memory of what was recorded."""
+        """Memory of the recorded outputs."""
         return sum(tensor.nbytes for value in self._kept.values() for tensor in _tensors(value))
 
     def _replace_forward(self, stretch: Stretch) -> None:
-        # A hook sees what goes in and what comes out, but cannot keep a module from computing.
+        # A hook sees inputs and outputs, but cannot keep a module from computing.
         module: Any = stretch.module
         own: Callable[..., Any] = module.forward
         before = vars(module).get("forward")
@@ -110,7 +110,7 @@ class Replay:
 
 
 def stretches(anatomy: Anatomy) -> list[Stretch]:
-    """The blocks of the network, and the modules of its stems and pools, each with no part of any later unit."""
+    """Return the blocks, stems and pools of the network that contain no part of a later unit."""
     found = [Stretch(unit.module, unit.depth) for unit in anatomy.of_kind("stem", "pool")]
     paths = dict(anatomy.network.named_modules())
     found += [Stretch(paths[block.name], block.units[-1].depth) for block in anatomy.blocks if block.name in paths]
@@ -123,7 +123,7 @@ def _reaches_beyond(stretch: Stretch, anatomy: Anatomy) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` is made of tensors, numbers and texts alone, so that a copy shares nothing with it."""
+    """Return True if `value` consists of tensors, numbers and strings only, so that a copy shares nothing with it."""
     if type(value) in (tuple, list):
         return all(map(_is_plain, value))
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Active neurons: how many values behind an activation function are positive [chen2022 Fig. 2]."""
+"""Active neurons: the share of positive values after an activation function [chen2022 Fig. 2]."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from vitclinic.probes.probe import (
 from vitclinic.probes.subject import Subject
 
 _VALUES = 2**18
-"""How many values are compared at once on a CPU: so few need no new memory from the system, which costs more than
-the comparison."""
+"""Values compared at once on a CPU: more would need fresh memory from the system, which costs more than comparing."""
 
 
 def active_share(activation: Tensor) -> Tensor:
-    """The share of values above zero of each image [B], in float32; NaN where a value is not finite.
+    """Return the share of values above zero in each image [B], in float32; NaN if a value is not finite.
 
     Example:
         >>> active_share(torch.tensor([[1.0, -0.1, 0.0, 2.0], [-1.0, -1.0, -1.0, 3.0]])).tolist()
@@ -50,16 +49,23 @@ def _shares(values: Tensor) -> Tensor:
 
 
 def _positive(values: Tensor) -> Tensor:
-    # Comparing into floats is twice as fast as summing truth values, and counts up to 2^24 are exact.
+    # Comparing into floats is twice as fast as summing booleans, and counts up to 2^24 are exact.
     return torch.gt(values, 0, out=torch.empty(values.shape, device=values.device)).sum(dim=1)
 
 
 @register
 class Sparsity(StreamingProbe):
-    """Share of active neurons behind the activation function of each MLP or conv block [chen2022 Fig. 2].
+    """Share of active neurons after the activation function of each MLP or conv block [chen2022 Fig. 2].
 
-    A neuron is one value, of one token (or position) and one hidden channel; it is active for an image if it is greater
-    than zero. Reported is the share that is active, averaged over images.
+    A neuron is one hidden channel of one token (or position); it is active for an image if its value is greater than 0.
+    The share of active neurons is averaged over images.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> 0 < Sparsity()(model, loader).scalars["active"].value < 1
+        True
     """
 
     name = "sparsity"
@@ -87,7 +93,7 @@ class Sparsity(StreamingProbe):
     def begin(self, subject: Subject) -> Tally:
         sites = {unit: unit.activation for unit in subject.anatomy.units if unit.activation is not None}
         if not sites:
-            raise DoesNotApply(f"no unit of this {subject.anatomy.family} is known to have an activation function.")
+            raise DoesNotApply(f"no unit of this {subject.anatomy.family} has a known activation function.")
         return _Tally(sites)
 
 

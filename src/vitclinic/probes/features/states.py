@@ -1,4 +1,4 @@
-"""The states of a network: what each unit hands on, after its residual addition, on its grid."""
+"""States of a network: the output of each unit after its residual addition, on its grid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitclinic.probes.probe import DoesNotApply, Result, Tally, check_finite, me
 
 
 class State(NamedTuple):
-    """What `unit` hands on, read at `site`."""
+    """State after a unit, read at `site`."""
 
     anatomy: Anatomy
     unit: Unit
@@ -30,36 +30,36 @@ class State(NamedTuple):
         return self.unit.output
 
     def maps(self, activation: Tensor) -> Tensor:
-        """What was read at `site` as feature maps [B, C, H, W]: prefix tokens are off the grid and left out."""
+        """Return the activation read at `site` as feature maps [B, C, H, W], without prefix tokens."""
         return self.anatomy.grid(self.site, activation)
 
     def tokens(self, activation: Tensor) -> Tensor:
-        """The same as tokens [B, H * W, C], the positions of a feature map row by row."""
+        """Return the activation as tokens [B, H * W, C], row by row."""
         return self.maps(activation).flatten(2).transpose(1, 2)
 
 
 def spatial_states(anatomy: Anatomy) -> tuple[State, ...]:
-    """The states that lie on a grid, in the order of the forward pass: not logits, not a class token alone."""
+    """Return the states on a grid, in the order of the forward pass; logits or a lone class token are not on a grid."""
     states = tuple(State(anatomy, unit) for unit in anatomy.units if unit.output.layout.spatial)
     if not states:
-        raise DoesNotApply(f"no unit of this {anatomy.family} has its output on a grid.")
+        raise DoesNotApply(f"no unit of this {anatomy.family} has feature maps as its output.")
     return states
 
 
 _COMPARED: tuple[Kind, ...] = ("msa", "mlp", "token_mlp", "conv")
-"""The kinds whose mean change is a scalar of the result [park2022 Fig. 8, 9]."""
+"""Kinds of units whose mean change is a scalar of the result [park2022 Fig. 8, 9]."""
 
 
 class ChangesTally(Tally):
-    """Running means over images of the numbers of each state, and of what each unit adds to the last of them.
+    """Running means over images of the numbers of each state, and of their change across each unit.
 
-    A subclass says what the numbers of a state are. A unit's change is that of its output minus that of its input for
-    the same image, so that its interval is one of paired differences. A stem has none: what enters it is an image.
-    Grids of a single position are left out.
+    A subclass implements `numbers`. The change is the last number of a unit's output minus that of its input for the
+    same image, so that its interval is one of paired differences. A stem has no change, since its input is an image.
+    Grids of a single position are skipped.
     """
 
     number: str
-    """What the last number of a state is called."""
+    """Name of the last number of a state."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
@@ -72,8 +72,8 @@ class ChangesTally(Tally):
         self._last: tuple[Site, Tensor, int | None] | None = None
 
     def numbers(self, maps: Tensor) -> Tensor:
-        """The numbers [B, K] of feature maps [B, C, H, W], in float32 or float64, of more than one position."""
-        raise TypeError(f"{type(self).__name__} does not say what the numbers of a state are.")
+        """Return the numbers [B, K] of feature maps [B, C, H, W] of more than one position, in float32 or float64."""
+        raise TypeError(f"{type(self).__name__} must implement numbers().")
 
     def taps(self) -> Mapping[Site, Site]:
         inputs = [unit.input for unit in self.units if unit.kind != "stem" and unit.input.layout.spatial]
@@ -89,7 +89,7 @@ class ChangesTally(Tally):
             self._batch[key] = self._batch[self._last[0]]
             return
         self._batch[key] = self.numbers(maps if maps.dtype in (torch.float32, torch.float64) else maps.float())
-        # Kept until the next state, lest another tensor takes its place in memory and seems the same.
+        # Kept until the next state, since another tensor at the same address would look the same.
         self._last = (key, maps, version_of(maps))
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
@@ -118,7 +118,7 @@ class ChangesTally(Tally):
         units = [unit for unit in self.units if unit.name in self.states]
         if not units:
             raise DoesNotApply(
-                "every state of the network has a single position, so that nothing varies over its grid."
+                "every feature map of the network has a single position, so nothing varies over its grid."
             )
         return units
 
@@ -136,7 +136,7 @@ class ChangesTally(Tally):
 
 
 def _is_same(maps: Tensor, last: Tensor, version: int | None) -> bool:
-    """Whether `maps` is the tensor `last`, unchanged: most units take what the unit before them gave."""
+    """Return True if `maps` is the unchanged tensor `last`: the input of most units is the output of the one before."""
     return (
         version is not None
         and version_of(maps) == version
@@ -145,7 +145,7 @@ def _is_same(maps: Tensor, last: Tensor, version: int | None) -> bool:
 
 
 def _to_host(numbers: Mapping[Site, Tensor]) -> dict[Site, NDArray[np.float64]]:
-    """All numbers of a batch, fetched at once: a GPU is waited for once."""
+    """Move all numbers of a batch to the CPU at once, so that a GPU is synchronized only once."""
     if not numbers:
         return {}
     together = torch.cat(list(numbers.values()), dim=1).cpu().double().numpy()

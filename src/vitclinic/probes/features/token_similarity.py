@@ -1,4 +1,4 @@
-"""How alike the tokens of an image are, layer by layer [gong2021 Sec. 3; wang2022 Eq. 5].
+"""Similarity of the tokens of an image, layer by layer [gong2021 Sec. 3; wang2022 Eq. 5].
 
 Shapes: B images, N patches (positions of the grid), D channels.
 """
@@ -26,41 +26,41 @@ from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, T
 from vitclinic.probes.subject import Subject
 
 _BLOCK = 128
-"""The most tokens whose products with one another are computed at once."""
+"""Maximum number of tokens whose pairwise products are computed at once."""
 
 
 class Directions(NamedTuple):
-    """Tokens seen as directions: u_i = h_i / |h_i|, and zero for those without a length."""
+    """Tokens as unit vectors, u_i = h_i / |h_i|; zero for tokens that are zero."""
 
     unit_bnd: Tensor
     defined_bn: Tensor
-    """Whether a token has a length."""
+    """True for tokens that are not zero."""
 
     @property
     def count_b(self) -> Tensor:
-        """How many tokens of each image have a length."""
+        """Number of nonzero tokens of each image."""
         return self.defined_bn.sum(dim=1).double()
 
 
 def directions(h_bnd: Tensor) -> Directions:
-    """The directions of tokens, in float32 at least."""
+    """Return tokens as unit vectors, in float32 at least."""
     h_bnd = h_bnd.float() if h_bnd.dtype.itemsize < 4 else h_bnd
     if h_bnd.stride(-1) == 1:
         lengths_bn: Tensor = torch.linalg.vector_norm(h_bnd, dim=-1)
-    else:  # positions of feature maps, over whose channels PyTorch takes norms slowly
+    else:  # feature maps: PyTorch is slow at norms over strided channels
         lengths_bn = (h_bnd * h_bnd).sum(dim=-1).sqrt()
     if not lengths_bn.isfinite().all():
-        raise ModelError("tokens of some image are not finite, or too large to be compared.")
+        raise ModelError("tokens of some image are not finite, or too large to normalize.")
     defined_bn = lengths_bn > 0
     return Directions(h_bnd * torch.where(defined_bn, 1 / lengths_bn, 0)[..., None], defined_bn)
 
 
 def cosine(tokens: Directions) -> Tensor:
-    """The mean cosine between two different tokens of each image [B] [wang2022 Eq. 5], in O(ND).
+    """Return the mean cosine between two different tokens of each image, [B] [wang2022 Eq. 5], in O(ND).
 
         1 / (n (n - 1)) sum_{i != j} u_i . u_j = (|sum_i u_i|^2 - n) / (n (n - 1))
 
-    over the n tokens that have a length; NaN where they are fewer than two.
+    over the n nonzero tokens; NaN if there are fewer than two.
 
     Example:
         >>> cosine(directions(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 0.0]]]))).item()
@@ -71,12 +71,11 @@ def cosine(tokens: Directions) -> Tensor:
 
 
 def absolute_cosine(tokens: Directions) -> Tensor:
-    """The mean absolute cosine between two different tokens of each image [B] [gong2021 Sec. 3].
+    """Return the mean absolute cosine between two different tokens of each image, [B] [gong2021 Sec. 3].
 
         1 / (n (n - 1)) sum_{i != j} |u_i . u_j|
 
-    over the n tokens that have a length; NaN where they are fewer than two. From the Gram matrix, of which never more
-    than a block is kept.
+    over the n nonzero tokens; NaN if there are fewer than two. The Gram matrix is computed block by block.
 
     Example:
         >>> tokens = directions(torch.tensor([[[1.0, 0.0], [-2.0, 0.0], [0.0, 3.0]]]))
@@ -87,12 +86,12 @@ def absolute_cosine(tokens: Directions) -> Tensor:
 
 
 def _per_pair(total_b: Tensor, count_b: Tensor) -> Tensor:
-    """From a sum over all pairs of tokens, in which each token with itself adds 1."""
+    """Return the mean over pairs of different tokens from a sum over all pairs, in which a token with itself adds 1."""
     return ((total_b - count_b) / (count_b * (count_b - 1))).masked_fill(count_b < 2, math.nan)
 
 
 def _gram_sum(unit_bnd: Tensor) -> Tensor:
-    """sum_ij |u_i . u_j| of each image [B]. The matrix is symmetric: of what is off its diagonal blocks, half does."""
+    """Return sum_ij |u_i . u_j| of each image, [B]; by symmetry, half of the off-diagonal blocks is enough."""
     tokens = unit_bnd.shape[1]
     if tokens <= _BLOCK:
         return _absolute_sum(unit_bnd, unit_bnd)
@@ -106,10 +105,18 @@ def _absolute_sum(first_bnd: Tensor, second_bnd: Tensor) -> Tensor:
 
 @register
 class TokenSimilarity(StreamingProbe):
-    """Cosine between the patches of an image, absolute [gong2021] and signed [wang2022 Eq. 5], after each unit.
+    """Cosine between the patches of an image after each unit, absolute [gong2021] and signed [wang2022 Eq. 5].
 
-    The stem and the position embedding are layers of their own. Prefix tokens do not count, nor do patches that are
-    zero. In a convolutional network the positions are the patches.
+    1 / (n (n - 1)) sum_{i != j} |u_i . u_j|, and the same without the absolute value, with u_i = h_i / |h_i|. The stem
+    and the position embedding count as units. Prefix tokens and patches that are zero are left out. In a convolutional
+    network, positions are the patches.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> 0 < TokenSimilarity()(model, loader).scalars["absolute_cosine_last"].value < 1
+        True
     """
 
     name = "token_similarity"
@@ -139,7 +146,7 @@ class TokenSimilarity(StreamingProbe):
 
     tokens: Annotated[int, Field(ge=2)] = Field(
         256,
-        description="the most patches of an image between which the absolute cosine is taken: others for each image",
+        description="maximum number of patches per image for the absolute cosine (a random sample for each image)",
     )
 
     def begin(self, subject: Subject) -> Tally:
@@ -183,7 +190,7 @@ class _Tally(Tally):
     def finish(self) -> Result:
         layers = self._layers()
         if not layers:
-            raise DoesNotApply("no image has two patches that are not zero, so that there is nothing to compare.")
+            raise DoesNotApply("no image has two nonzero patches to compare.")
         rows = [
             unit_row(
                 state.unit,
@@ -198,30 +205,30 @@ class _Tally(Tally):
         return Result(scalars, rows)
 
     def _layers(self) -> list[State]:
-        """The states in which an image has two patches to compare."""
+        """Return the states in which some image has two patches to compare."""
         return [state for state in self.states if self.absolute[state].n and self.signed[state].n]
 
 
 def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Those of the images in which there are two tokens to compare."""
+    """Return the values of images with two tokens to compare."""
     return values[~np.isnan(values)]
 
 
 class _Samples:
-    """For each image a random sample of its positions, where there are more than `most`.
+    """Random samples of at most `most` positions, one for each image.
 
-    Which ones depends on the seed, the number of positions and the image's place, not on the batch.
+    A sample depends on the seed, the number of positions and the image's index, not on the batch.
     """
 
     def __init__(self, seed: int, most: int) -> None:
         self.seed = seed
         self.most = most
         self.first = 0
-        """The place of the current batch's first image."""
+        """Index of the first image of the current batch."""
         self._places: dict[int, Tensor] = {}
 
     def of(self, tokens: Directions) -> Directions:
-        """`most` tokens of each image of the current batch, or all if there are no more."""
+        """Return `most` tokens of each image of the current batch, or all of them if there are no more."""
         batch, count = tokens.defined_bn.shape
         if count <= self.most:
             return tokens
@@ -230,12 +237,12 @@ class _Samples:
         return Directions(tokens.unit_bnd[rows_b1, places_bn], tokens.defined_bn[rows_b1, places_bn])
 
     def start(self, first: int) -> None:
-        """A batch begins whose first image has that place."""
+        """Start a batch whose first image has the index `first`."""
         self.first = first
         self._places = {}
 
     def _of_batch(self, batch: int, count: int) -> Tensor:
-        """The sampled positions of each image, [B, most]; the same for all states of as many positions."""
+        """Return the sampled positions of each image, [B, most]; the same for all states with `count` positions."""
         if count not in self._places:
             images = range(self.first, self.first + batch)
             orders = [generator("token_similarity", self.seed, count, image).permutation(count) for image in images]

@@ -1,4 +1,4 @@
-"""Variance of feature maps over their positions [park2022 Fig. 9, D.1]."""
+"""Variance of feature maps over positions [park2022 Fig. 9, D.1]."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from vitclinic.probes.subject import Subject
 
 @register
 class Variance(StreamingProbe):
-    """Variance of the state after each unit over its positions, and its change across units [park2022 Fig. 9].
+    """Variance of the state after each unit over positions, and its change across units [park2022 Fig. 9].
 
-    1/C sum_c 1/(N - 1) sum_p (x_cp - mean_p x_cp)^2 over the N positions of one image's C feature maps; reported is
-    its mean over images.
+    1/C sum_c 1/(N - 1) sum_p (x_cp - mean_p x_cp)^2 over the N positions of the C feature maps of an image, averaged
+    over images.
+
+    Example:
+        >>> import timm, torch
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> Variance()(model, loader).scalars["variance_last"].value > 0
+        True
     """
 
     name = "variance"
@@ -59,9 +66,9 @@ class _Tally(ChangesTally):
 
 
 def spatial_variance(maps: Tensor) -> Tensor:
-    """The variance over positions of feature maps [B, C, H, W], averaged over channels: [B].
+    """Return the variance over positions of feature maps [B, C, H, W], averaged over channels, [B].
 
-    Divided by the number of positions minus one, as by torch.var and the paper's notebook.
+    The denominator is the number of positions minus one, as in torch.var and the paper's notebook.
 
     Example:
         >>> import torch
@@ -70,6 +77,6 @@ def spatial_variance(maps: Tensor) -> Tensor:
         tensor([1.3333])
     """
     x_bcn = maps.flatten(2)
-    # Two passes, which do not cancel; torch.var over strided positions takes ten times as long.
+    # Two passes avoid cancellation; torch.var over strided positions takes ten times as long.
     centred = x_bcn - x_bcn.mean(2, keepdim=True)
     return centred.square_().sum(2).mean(1) / (x_bcn.shape[2] - 1)
