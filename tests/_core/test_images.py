@@ -17,7 +17,7 @@ def test_a_blend_is_light_where_attention_is_and_shows_the_image():
     assert (white.astype(int) - picture >= 100).all()
     grey = blend(image[..., 0], np.ones((4, 6)))  # one channel, and a map without contrast
     assert len(np.unique(grey.reshape(-1, 3), axis=0)) == 1
-    with pytest.raises(ValueError, match="do not lie on each other"):
+    with pytest.raises(ValueError, match="must have the same size"):
         blend(image, attention.T)
 
 

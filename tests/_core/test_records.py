@@ -83,7 +83,7 @@ def test_different_measurements_are_different():
 
 
 def test_whatever_is_not_ok_says_why():
-    with pytest.raises(ValueError, match="gives its reason"):
+    with pytest.raises(ValueError, match="needs a reason"):
         measurement(status="failed")
 
 
@@ -92,7 +92,7 @@ def test_whatever_is_not_ok_says_why():
     [
         ('{"schema": 2, "probe": "norms"}', "not a measurement of schema 1; update vitclinic"),
         ('{"probe": "norms"}', "not a measurement of schema 1"),
-        ('{"schema": 1, "probe": "norms"}', "not a whole measurement: 'config' is required"),
+        ('{"schema": 1, "probe": "norms"}', "not a complete measurement: 'config' is required"),
         ('{"schema": 1', "cannot be read"),
         ("[]", "is not a measurement"),
     ],

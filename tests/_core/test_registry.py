@@ -34,9 +34,9 @@ def test_a_broken_entry_point_is_left_out_with_one_warning(group, caplog):
         plugins.load_entry_points(group, take)
     assert len(taken) == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "The entry point broken = no_such_package:thing (some.group) is left out: ModuleNotFoundError: No module named"
+        "The entry point broken = no_such_package:thing (some.group) is skipped: ModuleNotFoundError: No module named"
         " 'no_such_package'",
-        "The entry point odd = math:pi (some.group) is left out: TypeError: too small",
+        "The entry point odd = math:pi (some.group) is skipped: TypeError: too small",
     ]
 
 

@@ -246,7 +246,7 @@ def test_a_consumer_that_writes_into_the_networks_own_map_is_an_error() -> None:
     unit = Anatomy.of(network).of_kind("msa")[0]
     unit.attention.module.fused_attn = False
     with (
-        pytest.raises(AnatomyError, match=r"blocks.0.msa was written into.*weights\.clone"),
+        pytest.raises(AnatomyError, match=r"blocks.0.msa was modified.*weights\.clone"),
         record_attention([unit], lambda shown: shown.weights.zero_()),
         torch.no_grad(),
     ):

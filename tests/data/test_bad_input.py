@@ -33,7 +33,7 @@ def test_a_plain_file(tmp_path):
 
 def test_class_with_no_image(photo_folder):
     (photo_folder / "emu").mkdir()
-    with pytest.raises(DataError, match=r"emu' holds no image.*on_error=skip"):
+    with pytest.raises(DataError, match=r"emu' contains no images.*on_error=skip"):
         open_data(str(photo_folder))
     assert open_data(DataConfig(source=str(photo_folder), on_error="skip")).classes == ("cat", "dog")
 

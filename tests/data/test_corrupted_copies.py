@@ -78,7 +78,7 @@ def test_a_copy_of_a_test_split_can_be_examined_and_says_that_it_cannot_be_train
         DataError, match=r"no images in its train split; it has test \(10\); choose --split test or all"
     ):
         corrupt_data(str(folder), tmp_path / "again", split="train")
-    with pytest.raises(DataError, match="no training images; it can be examined, not trained on"):
+    with pytest.raises(DataError, match="no training images; it can be examined but not trained on"):
         vitclinic.train(data=folder, steps=1, out=tmp_path / "run")
 
 
@@ -173,14 +173,14 @@ def test_what_is_there_is_never_overwritten(source, tmp_path):
     out = tmp_path / "c"
     (out / "fog-1").mkdir(parents=True)
     (out / "fog-1" / "mine.txt").write_text("mine")
-    with pytest.raises(RecipeError, match="is there and is something else"):
+    with pytest.raises(RecipeError, match="already exists and is not this copy"):
         corrupt_data(str(source), out, corruptions="snow,fog", severities=1)
     assert [path.name for path in out.rglob("*")] == ["fog-1", "mine.txt"]  # nothing was begun either
     (folder,) = corrupt_data(str(source), out, corruptions="snow", severities=1)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     corrupt_data(str(source), out, corruptions="snow", severities=1)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    with pytest.raises(RecipeError, match="something else"):
+    with pytest.raises(RecipeError, match="is not this copy"):
         corrupt_data(str(source), out, corruptions="snow", severities=1, seed=1)
 
 
@@ -189,17 +189,17 @@ def test_what_is_there_is_never_overwritten(source, tmp_path):
     [
         ({"corruptions": "fogg"}, RecipeError, "Did you mean 'fog'"),
         ({"severities": "6"}, RecipeError, "1, 2, 3, 4 or 5"),
-        ({"size": -5}, RecipeError, r"from 32 pixels a side \(got a size of -5\)"),
-        ({"severities": "high"}, RecipeError, "as in 1,3 or all"),
+        ({"size": -5}, RecipeError, r"at least 32 pixels per side \(got a size of -5\)"),
+        ({"severities": "high"}, RecipeError, "such as 1,3, or all"),
         ({"split": "tset"}, RecipeError, "There is no split 'tset'"),
         ({"limit": 0}, RecipeError, "at least 1"),
-        ({"form": "jpg"}, RecipeError, "There is no format 'jpg': write parquet or png"),
-        ({"corruptions": []}, RecipeError, r"Corruptions are names.*\(got \[\]\)"),
-        ({"corruptions": 7}, RecipeError, r"Corruptions are names.*\(got 7\)"),
-        ({"severities": []}, RecipeError, "as in 1,3 or all"),
-        ({"severities": None}, RecipeError, "as in 1,3 or all"),
-        ({"severities": [2.7]}, RecipeError, "as in 1,3 or all"),
-        ({"size": 31}, RecipeError, "from 32 pixels a side"),
+        ({"form": "jpg"}, RecipeError, "There is no format 'jpg': choose parquet or png"),
+        ({"corruptions": []}, RecipeError, r"Corruptions must be names.*\(got \[\]\)"),
+        ({"corruptions": 7}, RecipeError, r"Corruptions must be names.*\(got 7\)"),
+        ({"severities": []}, RecipeError, "such as 1,3, or all"),
+        ({"severities": None}, RecipeError, "such as 1,3, or all"),
+        ({"severities": [2.7]}, RecipeError, "such as 1,3, or all"),
+        ({"size": 31}, RecipeError, "at least 32 pixels per side"),
     ],
 )
 def test_mistakes_are_sentences_and_leave_nothing(source, tmp_path, options, error, message):
@@ -212,14 +212,14 @@ def test_mistakes_are_sentences_and_leave_nothing(source, tmp_path, options, err
 def test_a_copy_that_has_lost_a_file_is_not_taken_for_whole(source, tmp_path, form, lost):
     (folder,) = corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1, form=form)
     next(folder.rglob(f"*.{form}")).unlink()
-    with pytest.raises(RecipeError, match=f"has lost {lost}"):
+    with pytest.raises(RecipeError, match=f"is missing {lost}"):
         corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1, form=form)
 
 
 def test_copies_do_not_go_into_the_data_itself(photo_folder):
     before = sorted(photo_folder.rglob("*"))
     for out in (photo_folder, photo_folder / "cat", photo_folder / "new"):
-        with pytest.raises(RecipeError, match="the data's own folder"):
+        with pytest.raises(RecipeError, match="is inside the data folder"):
             corrupt_data(str(photo_folder), out, corruptions="fog", severities=1)
     assert sorted(photo_folder.rglob("*")) == before
 

@@ -311,7 +311,7 @@ def test_a_batch_is_corrupted_by_its_indices():
 
 @pytest.mark.parametrize("images", [torch.rand(1, 3, 32, 32) * 255, torch.rand(1, 3, 32, 32) - 1.6])
 def test_images_that_are_not_in_the_unit_interval_are_refused(images):
-    with pytest.raises(DataError, match=r"takes images in \[0, 1\] \(got values from"):
+    with pytest.raises(DataError, match=r"need images in \[0, 1\] \(got values from"):
         corrupt(images, "fog", 1)
     with pytest.raises(DataError, match="from nan to nan"):
         corrupt(images * float("nan"), "shot_noise", 1)
@@ -331,7 +331,7 @@ def test_mistakes_are_sentences():
         corrupt(images, "fogg", 1)
     with pytest.raises(RecipeError, match="1, 2, 3, 4 or 5"):
         corrupt(images, "fog", 6)
-    with pytest.raises(DataError, match="from 32 pixels a side; these images are 31 x 40"):
+    with pytest.raises(DataError, match="at least 32 pixels per side; these are 31 x 40"):
         corrupt(torch.rand(1, 3, 31, 40), "fog", 1)
     with pytest.raises(DataError, match=r"\[B, 1 or 3, H, W\]"):
         corrupt(torch.rand(1, 4, 32, 32), "fog", 1)

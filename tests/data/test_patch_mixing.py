@@ -116,7 +116,7 @@ def test_other_augmentation_has_no_patch_targets():
 
 
 def test_images_that_do_not_divide_are_a_sentence():
-    with pytest.raises(RecipeError, match="8 x 8 pixels do not divide into cells of 3 x 3"):
+    with pytest.raises(RecipeError, match="8 x 8 pixels cannot be divided into cells of 3 x 3"):
         TrainingStream(open_data("digits"), Augment(cutmix=1.0, cutmix_cell=3), seed=0)
 
 

@@ -135,7 +135,7 @@ def test_torchvision_set_on_disk(tmp_path):
 
 
 def test_torchvision_set_that_is_not_there(tmp_path):
-    with pytest.raises(DataError, match="does not find CIFAR10"):
+    with pytest.raises(DataError, match="cannot find CIFAR10"):
         open_data(f"torchvision:CIFAR10@{tmp_path}")
     with pytest.raises(DataError, match="Did you mean 'CIFAR10'"):
         open_data(f"torchvision:CIFAR11@{tmp_path}")
@@ -210,7 +210,7 @@ def test_subsets_limit_training_images_only(change):
 
 
 def test_asking_for_too_many_images():
-    with pytest.raises(DataError, match=r"9999 training images and there are 1437"):
+    with pytest.raises(DataError, match=r"data.limit is 9999, but there are only 1437 training images"):
         open_data(DataConfig(source="digits", limit=9999))
 
 

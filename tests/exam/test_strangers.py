@@ -78,7 +78,7 @@ def test_an_unknown_block_is_a_sentence_and_behaviour_and_curvature_are_measured
             assert measured["status"] == "does_not_apply"
             assert "no family is known for mine.Own" in measured["reason"]
             assert "blocks (2 x Gate)" in measured["reason"]
-            assert "register one as docs/anatomy.md shows" in measured["reason"]
+            assert "register one as shown in docs/anatomy.md" in measured["reason"]
     found = statuses(exam)
     measurable = {"accuracy", "cost", "train_nll", "corruptions", "frequency_noise", "fgsm", "pgd", "occlusion"}
     measurable |= {"missing_rate", "shape_bias", "hessian_spectrum", "sharpness", "landscape", "flatness", "ntk"}

@@ -165,10 +165,10 @@ def test_the_networks_own_preprocessing_is_used_when_told(images, labels):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x * 4 - 2, "pixels go from -2 to 2, and pixels in .0, 1. are expected"),
+        (lambda x: x * 4 - 2, "pixels range from -2 to 2; expected .0, 1."),
         (lambda x: (x * 255).byte(), "divide them by 255"),
         (lambda x: x.index_fill(0, torch.tensor([3]), torch.nan), "not finite"),
-        (lambda x: x[:, 0], "images .B, C, h, w. are expected"),
+        (lambda x: x[:, 0], "instead of images .B, C, h, w."),
     ],
 )
 def test_a_wrong_range_is_told(images, labels, change, message):
@@ -177,7 +177,7 @@ def test_a_wrong_range_is_told(images, labels, change, message):
 
 
 def test_a_wrong_mean_is_told(images, labels):
-    with pytest.raises(DataError, match="Without this mean and std"):
+    with pytest.raises(DataError, match="After undoing mean and std"):
         Norms()(build(), [(images * 10 - 5, labels)], mean=MEAN, std=STD)
 
 

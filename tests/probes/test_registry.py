@@ -55,5 +55,5 @@ def test_a_probe_of_another_package_is_found_by_its_entry_point(monkeypatch):
 
 
 def test_a_probe_is_of_one_of_two_kinds():
-    with pytest.raises(TypeError, match="is no probe: derive it from"):
+    with pytest.raises(TypeError, match="is not a probe: derive it from"):
         register(type("Neither", (Probe,), {"name": "neither", "__module__": __name__}))

@@ -136,7 +136,7 @@ def test_a_tap_that_nothing_passes_is_borne_by_its_probe_alone():
 
     elsewhere, mean = measure(subject(Counting()), [Elsewhere(), Mean()])
     assert elsewhere.status == "failed"
-    assert "nothing passed the taps" in elsewhere.reason
+    assert "were never reached" in elsewhere.reason
     assert mean.scalars == measure(subject(Counting()), [Mean()])[0].scalars
 
 
@@ -183,7 +183,7 @@ class Broken(OwningProbe):
         ("forwards", "ZeroDivisionError: division by zero"),
         ("conditions", "ZeroDivisionError: division by zero"),
         ("odd conditions", "'conditions.device' is of type object, which cannot be stored"),
-        ("no reason", "A measurement that is not_converged gives its reason"),
+        ("no reason", "A measurement that is not_converged needs a reason"),
         ("no scalar", "'scalars.x'"),
         ("no array", "'arrays.x'"),
         ("objects", "arrays of Python objects cannot be stored: x"),

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _WELL, _STOP, _FAILED = range(3)
 _TOLD = "told to all processes"
-"""The mark of an error that came from a meeting."""
+"""Mark of an error that was received in a meeting."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Distributed:
             return part()
         try:
             result = part()
-        except Exception as error:  # whatever it is, the others must hear of it
+        except Exception as error:  # any error must be reported to the others
             if not _is_known(error):
                 self._meet(_FAILED, error)
             raise
@@ -182,9 +182,9 @@ def pick_device(wanted: str) -> torch.device:
     try:
         device = torch.device(wanted)
     except RuntimeError:
-        raise RecipeError(f"'device': there is no device '{wanted}'; write auto, cpu, cuda or cuda:1.") from None
+        raise RecipeError(f"'device': there is no device '{wanted}'; use auto, cpu, cuda or cuda:1.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("'device': torch finds no CUDA here; write auto or cpu.")
+        raise RecipeError("'device': torch finds no CUDA device; use auto or cpu.")
     if wanted == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

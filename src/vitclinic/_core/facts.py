@@ -49,7 +49,7 @@ class FigureSpec(Config):
     """
 
     name: str
-    """Of letters, digits and hyphens; `Exam.figure` finds it by this."""
+    """Name for `Exam.figure`: letters, digits and hyphens."""
     kind: Literal["states", "units", "layers", "scalars"]
     values: dict[str, str]
     """The values or scalars to plot, each with the title of its axis (of `scalars`: of its row)."""
@@ -60,7 +60,7 @@ class FigureSpec(Config):
     """Two sentences on how to read it."""
     paper: str = ""
     share: bool = False
-    """Whether the values are shares, to be shown in percent."""
+    """True if the values are shares, shown in percent."""
     table: list[str] = Field(default_factory=list)
     """Further values that the figure's table has."""
 

@@ -14,9 +14,9 @@ Picture = NDArray[np.uint8]
 _COLOURS = np.array([(0, 0, 20), (80, 20, 110), (190, 55, 85), (250, 145, 10), (255, 255, 165)], dtype=np.float64)
 """From nothing to the maximum: dark blue, violet, red, orange, light yellow; lightness grows all along."""
 _SHARE = 0.6
-"""Of the map's colours in the blend; the image, in grey, has the rest."""
+"""Share of the map's colours in the blend; the grey image has the rest."""
 _SIDE = 224
-"""Smaller pictures are enlarged to at least so many pixels: a map on 32 x 32 cannot be looked at."""
+"""Smaller pictures are enlarged to at least this many pixels: a 32 x 32 map is too small to see."""
 
 
 def blend(image: Picture, attention: NDArray[np.floating]) -> Picture:
@@ -26,7 +26,7 @@ def blend(image: Picture, attention: NDArray[np.floating]) -> Picture:
     """
     grey = _grey(image)
     if grey.shape != attention.shape:
-        raise ValueError(f"an image of {grey.shape} and a map of {attention.shape} pixels do not lie on each other")
+        raise ValueError(f"an image of {grey.shape} pixels and a map of {attention.shape} must have the same size")
     low, high = float(attention.min()), float(attention.max())
     level = (attention - low) / (high - low) if high > low else np.zeros(attention.shape)
     anchors = np.linspace(0, 1, len(_COLOURS))

@@ -21,7 +21,7 @@ _REASONS = {
     errno.EACCES: "you may not write there",
     errno.EPERM: "you may not write there",
     errno.ENOTDIR: "a part of the path is a file",
-    errno.ENOENT: "the folder cannot be made there",
+    errno.ENOENT: "the folder cannot be created",
 }
 
 
@@ -33,8 +33,8 @@ def write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = _REASONS.get(error.errno or 0, str(error))
         raise RunError(
-            f"Cannot write '{path}': {reason}. What was written before is whole; make room or choose another"
-            " place (out), then go on."
+            f"Cannot write '{path}': {reason}. Files written so far are intact; free some space or choose another"
+            " folder (out), then resume."
         ) from error
 
 

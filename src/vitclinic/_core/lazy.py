@@ -51,7 +51,7 @@ def make_lazy(package: str) -> None:
     loader: Any = module.__spec__.loader if module.__spec__ is not None else None
     source = loader.get_source(package)
     if source is None:
-        raise ImportError(f"{package} is installed without its source, which says where its names are.")
+        raise ImportError(f"{package} is installed without its source, which lists its public names.")
     module.__dict__["_homes"] = _homes(source)
     module.__class__ = LazyPackage
 

@@ -16,7 +16,7 @@ from vitclinic._core.io import write_errors
 log = logging.getLogger(__name__)
 
 FOREVER = -1.0
-"""The patience of those who wait however long it takes."""
+"""Patience without a limit."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -47,7 +47,7 @@ def hold_lock(path: Path, busy: str, *, patience: float = 0.1, reentrant: bool =
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            log.warning("'%s' cannot be locked (%s): see to it that no other process works there.", path, error)
+            log.warning("'%s' cannot be locked (%s): make sure that no other process uses it.", path, error)
     try:
         yield
     finally:

@@ -118,7 +118,7 @@ class Provenance(Config):
     date: str
     versions: dict[str, str]
     images: int
-    """How many images there were to measure on."""
+    """The number of images available to measure on."""
 
 
 class Measurement(Config):
@@ -128,14 +128,14 @@ class Measurement(Config):
 
     probe: str
     revision: int = 1
-    """Of the probe's definition: a result of another revision is another result."""
+    """Revision of the probe's definition: results of different revisions are not comparable."""
     config: dict[str, Any]
     subject: str
     """Digest of the network: its structure and its weights."""
     data: str
     """Digest of the images and labels it was measured on."""
     conditions: dict[str, Any] = Field(default_factory=dict)
-    """What else the result depends on: for timings, the machine."""
+    """Further conditions of the result: for timings, the machine."""
     status: Status = "ok"
     reason: str | None = None
     scalars: dict[str, Scalar] = Field(default_factory=dict)
@@ -156,13 +156,13 @@ class Measurement(Config):
         if objects := [name for name, array in arrays.items() if array.dtype.hasobject]:
             raise ValueError(f"arrays of Python objects cannot be stored: {', '.join(objects)}")
         if odd := [name for name in arrays if "\0" in name]:
-            raise ValueError(f"an array's name must not hold a zero byte: {odd[0]!r}")
+            raise ValueError(f"an array's name must not contain a zero byte: {odd[0]!r}")
         return arrays
 
     @model_validator(mode="after")
     def _says_why(self) -> Measurement:
         if self.status != "ok" and not self.reason:
-            raise ValueError(f"a measurement that is {self.status} gives its reason")
+            raise ValueError(f"a measurement that is {self.status} needs a reason")
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -205,14 +205,14 @@ class Measurement(Config):
         record = _read_json(path)
         if record.pop("schema", None) != SCHEMA:
             raise RunError(
-                f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or remove it to measure anew."
+                f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or delete it to measure again."
             )
         listed = record.pop("arrays", None)
         arrays = {} if listed is None else _read_arrays(path, listed)
         try:
             return validate(cls, {**record, "arrays": arrays})
         except RecipeError as error:
-            raise RunError(f"'{path}' is not a whole measurement: {error}") from error
+            raise RunError(f"'{path}' is not a complete measurement: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _read_arrays(path: Path, listed: Any) -> dict[str, NDArray[Any]]:
     try:
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
-            raise RunError(f"'{file}' does not belong to '{path.name}'; remove both to measure anew.")
+            raise RunError(f"'{file}' does not belong to '{path.name}'; delete both to measure again.")
         return {name: _unpack(content, name) for name in listed["names"]}
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise RunError(f"The arrays of '{path}' cannot be read: {error}.") from error
@@ -269,9 +269,9 @@ class Suggestion(Config):
     """A treatment to try, and the reason."""
 
     treatment: str
-    """As `vitclinic list treatments` names it, or the change of a recipe, such as `data.augment=deit`."""
+    """Its name in `vitclinic list treatments`, or a change to the recipe, such as `data.augment=deit`."""
     paper: str
-    """Whose remedy it is, such as "Chen et al. 2022 (SAM)"."""
+    """Source of the remedy, such as "Chen et al. 2022 (SAM)"."""
     why: str
     """One sentence."""
 
@@ -287,8 +287,8 @@ class Finding(Config):
     statement: str
     """One or two sentences, with the numbers."""
     numbers: dict[str, Scalar]
-    """What it rests on, by PROBE.NAME (or `training.NAME`)."""
+    """The numbers it is based on, by PROBE.NAME (or `training.NAME`)."""
     threshold: str
-    """The comparison that it makes, and where that comes from."""
+    """The comparison, and the source of its threshold."""
     basis: Basis
     suggestions: tuple[Suggestion, ...] = ()

@@ -68,7 +68,7 @@ class Registry(Generic[T]):
         """Register a class under its `name`; can be used as a decorator."""
         if not isinstance(cls, type) or not issubclass(cls, self.bases):
             expected = " or ".join(base.__name__ for base in self.bases)
-            raise TypeError(f"{getattr(cls, '__name__', repr(cls))} is no {self.noun}: derive it from {expected}")
+            raise TypeError(f"{getattr(cls, '__name__', repr(cls))} is not a {self.noun}: derive it from {expected}")
         if cls.__module__.startswith(f"{self.group}."):  # imported late, it must not replace a user's own
             self._known.setdefault(cls.name, cls)  # type: ignore[attr-defined,arg-type]
         else:
@@ -173,7 +173,7 @@ def load_entry_points(group: str, register: Callable[[Any], object]) -> None:
             register(point.load())
         except Exception as error:  # another package's code may raise anything; ours must still work
             log.info("%s cannot be used", point, exc_info=error)
-            log.warning("The entry point %s is left out: %s: %s", _describe(point), type(error).__name__, error)
+            log.warning("The entry point %s is skipped: %s: %s", _describe(point), type(error).__name__, error)
 
 
 def _describe(point: EntryPoint) -> str:

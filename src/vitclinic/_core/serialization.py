@@ -14,7 +14,7 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key '{key.value}'", problem_mark=key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return node
 
@@ -33,6 +33,6 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key '{key}' is there twice")
+            raise ValueError(f"duplicate key '{key}'")
         found[key] = value
     return found

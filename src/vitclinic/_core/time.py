@@ -47,7 +47,7 @@ def format_duration(span: float) -> str:
 
 def _check_time(value: str | int | float) -> str | int | float:
     if seconds(value) <= 0:
-        raise ValueError("the time must be longer than nothing")
+        raise ValueError("the time must be positive")
     return value
 
 

@@ -76,8 +76,8 @@ class Anatomy:
         except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError, ValueError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise AnatomyError(
-                f"{type(core).__name__} is of the family {family.name} and is not built like it ({reason});"
-                " if parts of it were replaced, register a family of its own (docs/anatomy.md)."
+                f"{type(core).__name__} belongs to the family {family.name} but is not built like it ({reason});"
+                " if parts of it were replaced, register a family for it (docs/anatomy.md)."
             ) from error
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class Anatomy:
         names: dict[int, str] = {id(candidate): name for name, candidate in self.network.named_modules()}
         if id(module) not in names:
             kind = type(module).__name__
-            raise AnatomyError(f"this {kind} is no longer part of the network; make its anatomy anew.")
+            raise AnatomyError(f"this {kind} is not part of the network any more; create a new anatomy.")
         return names[id(module)]
 
     def size(self, layout: Layout) -> Size:
@@ -151,7 +151,7 @@ class Anatomy:
             AnatomyError: The activation is not a sequence of tokens.
         """
         if activation.ndim != 3:
-            raise AnatomyError(f"an activation of shape {tuple(activation.shape)} holds no prefix tokens.")
+            raise AnatomyError(f"an activation of shape {tuple(activation.shape)} has no prefix tokens.")
         return activation[:, : site.layout.prefix]
 
     def remove(self, unit: Unit) -> AbstractContextManager[None]:
@@ -164,7 +164,7 @@ class Anatomy:
             AnatomyError: The unit cannot be removed, because it changes the shape of the features.
         """
         if unit.removal is None:
-            raise AnatomyError(f"{unit.name} cannot be removed: what follows needs the shape that it makes.")
+            raise AnatomyError(f"{unit.name} cannot be removed: the layers after it need its output shape.")
         return unit.removal.apply()
 
 
@@ -195,7 +195,7 @@ def _check_residual(unit: Unit, skip: Tensor, branch: Tensor, total: Tensor) -> 
     """Check that total = skip + branch; libraries reshape between steps, so only the number of values must agree."""
     tolerance = max(1e-5, 8 * torch.finfo(total.dtype).eps)
     if not total.isfinite().all():
-        raise AnatomyError(f"the values after {unit.name} are not finite, so that nothing can be checked or measured.")
+        raise AnatomyError(f"the values after {unit.name} are not finite, so nothing can be checked or measured.")
     if skip.numel() == branch.numel() == total.numel():
         difference = (total.flatten() - skip.flatten() - branch.flatten()).abs().max()
         if difference <= tolerance * total.abs().max():
@@ -204,8 +204,8 @@ def _check_residual(unit: Unit, skip: Tensor, branch: Tensor, total: Tensor) -> 
     else:
         found = f"their shapes are {tuple(total.shape)}, {tuple(skip.shape)} and {tuple(branch.shape)}"
     raise AnatomyError(
-        f"in {unit.name} the state after is not the state before plus the branch ({found}), so its family "
-        "does not fit this network; register one that does (docs/anatomy.md)."
+        f"in {unit.name} the output is not skip + branch ({found}), so its family does not fit this "
+        "network; register one that does (docs/anatomy.md)."
     )
 
 
@@ -225,4 +225,4 @@ def _measure_grids(layouts: set[Layout]) -> Iterator[dict[Layout, Size]]:
         for handle in handles:
             handle.remove()
     if unseen := {type(site.module).__name__ for layout, site in seen_at.items() if layout not in grids}:
-        raise AnatomyError(f"no grid was seen at {', '.join(sorted(unseen))}, so the family does not fit.")
+        raise AnatomyError(f"no grid could be read at {', '.join(sorted(unseen))}, so the family does not fit.")

@@ -41,7 +41,7 @@ from vitclinic.anatomy.windows import Windows
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 _showing = threading.local()
-"""Has `now` while a map is computed and consumed, which is no attention of the network's, whoever else records."""
+"""Has `now` while a map is computed and consumed: attention calls made then are not the network's, for any recorder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +122,12 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
         yield
     if idle := [recorder.unit.name for recorder in recorders if not recorder.called]:
         raise AnatomyError(
-            f"the attention of {', '.join(idle)} never ran: call the network inside the context, and make its anatomy "
-            "anew if its modules have been replaced since."
+            f"the attention of {', '.join(idle)} never ran: call the network inside the context, and create a new "
+            "anatomy if its modules were replaced."
         )
     if unseen := [recorder.unit.name for recorder in recorders if not recorder.seen]:
         raise NoAttentionMapError(
-            f"no attention was seen in {', '.join(unseen)}: it uses no softmax that vitclinic knows; leave it out."
+            f"no attention was seen in {', '.join(unseen)}: it uses no softmax that vitclinic recognises; leave it out."
         )
 
 
@@ -214,18 +214,18 @@ class _Recorder(TorchFunctionMode):
             self._emit(result.detach(), _hidden(args[0]) if args else None)
             if version_of(result) != version:
                 raise AnatomyError(
-                    f"the attention map of {self.unit.name} was written into, and the network goes on with it; a "
-                    "consumer must change a copy (weights.clone())."
+                    f"the attention map of {self.unit.name} was modified, but the network still uses it; modify a copy "
+                    "instead (weights.clone())."
                 )
 
     def _emit(self, weights: Tensor, hidden: Tensor | None = None) -> None:
         if self._grid is None:
-            raise AnatomyError(f"{self.unit.name} ran before its grid was seen: its family does not fit the network.")
+            raise AnatomyError(f"{self.unit.name} ran before its grid was known: its family does not fit the network.")
         self._maps_in_call += 1
         if self._maps_in_call > 1 or weights.ndim != 4:
             raise NoAttentionMapError(
                 f"the attention of {self.unit.name} is not one softmax of shape [B, heads, queries, keys], "
-                "so that it has no map; leave the unit out."
+                "so it has no map; leave the unit out."
             )
         self.seen = True
         batch, _, queries, keys = weights.shape

@@ -40,7 +40,7 @@ class Layout:
     grid_at: Site | None = None
     spatial: bool = True
     has_class: bool = True
-    """Of no account without a prefix."""
+    """Ignored without a prefix."""
 
 
 NCHW = Layout()
@@ -149,8 +149,8 @@ def onto_grid(layout: Layout, activation: Tensor, size: Size | None) -> Tensor:
     tokens_bnc = activation[:, layout.prefix :]
     if size is None or tokens_bnc.shape[1] != size[0] * size[1]:
         raise AnatomyError(
-            f"{tokens_bnc.shape[1]} spatial tokens do not fit the grid {size} that was seen when the network "
-            "was examined; for images of another size make a new Anatomy.of(network, example=images)."
+            f"{tokens_bnc.shape[1]} spatial tokens do not fit the grid {size} found when the network was examined; "
+            "for images of another size, call Anatomy.of(network, example=images)."
         )
     batch, _, channels = tokens_bnc.shape
     return tokens_bnc.reshape(batch, *size, channels).permute(0, 3, 1, 2)

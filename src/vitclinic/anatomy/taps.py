@@ -51,8 +51,8 @@ def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *
         yield
     if silent:
         raise AnatomyError(
-            f"nothing passed the taps {', '.join(map(repr, silent))}: call the network inside the context, "
-            "and make its anatomy anew if its modules have been replaced since."
+            f"the taps {', '.join(map(repr, silent))} were never reached: call the network inside the context, "
+            "and create a new anatomy if its modules were replaced."
         )
 
 
@@ -74,7 +74,7 @@ class Activations(Mapping[Key, Tensor]):
     def __getitem__(self, key: Key) -> Tensor:
         activation, version = self._seen[key]
         if version_of(activation) != version:
-            raise AnatomyError(f"the network wrote into the activation {key!r} in place; mark its site `overwritten`.")
+            raise AnatomyError(f"the network changed the activation {key!r} in place; mark its site `overwritten`.")
         return activation
 
     def __iter__(self) -> Iterator[Key]:

@@ -112,7 +112,9 @@ class RandAugment:
         try:
             self.transform = rand_augment_transform(policy, hparams)
         except (AssertionError, ValueError) as error:
-            raise RecipeError(f"'data.augment.randaugment': timm does not know '{policy}' ({error}).") from error
+            raise RecipeError(
+                f"'data.augment.randaugment': timm cannot parse the policy '{policy}' ({error})."
+            ) from error
         keep_a_bit(self.transform)
 
     def __call__(self, x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:

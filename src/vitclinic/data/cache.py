@@ -46,7 +46,7 @@ def cache_limit() -> int:
     try:
         return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
     except ValueError:
-        raise DataError(f"VITCLINIC_CACHE_SIZE is '{text}'; write a size such as 5G.") from None
+        raise DataError(f"VITCLINIC_CACHE_SIZE is '{text}'; set it to a size such as 5G.") from None
 
 
 class CachedImages:
@@ -82,7 +82,7 @@ def open_cached_images(
             _decode_all(records, staging, size, channels, on_error, progress)
             _publish(staging, folder)
         except OSError as error:
-            raise DataError(f"The cache '{folder.parent}' cannot be written ({error}); set VITCLINIC_CACHE.") from error
+            raise DataError(f"Cannot write to the cache '{folder.parent}' ({error}); set VITCLINIC_CACHE.") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         _evict(folder.parent)
@@ -109,7 +109,7 @@ def _make_parent(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"The cache folder '{folder}' cannot be made ({error}); set VITCLINIC_CACHE.") from error
+        raise DataError(f"Cannot create the cache folder '{folder}' ({error}); set VITCLINIC_CACHE.") from error
 
 
 def _decode_all(records: Records, folder: Path, size: Size, channels: int, on_error: str, progress: Progress) -> None:

@@ -114,4 +114,4 @@ DATASETS = {
     "torchvision:NAME@FOLDER": "a torchvision set that is already on disk",
     "hf:NAME": "a set of the Hugging Face hub (pip install 'vitclinic[hf]')",
 }
-"""What `source` takes."""
+"""The forms of `source`, with descriptions."""

@@ -40,7 +40,7 @@ class Store(Protocol):
     digest: str
     skipped: list[str]
     kept: NDArray[np.int64]
-    """Which of the source's records are in it."""
+    """Indices of the source's records that it contains."""
 
     def read(self, indices: NDArray[np.int64]) -> Images: ...
 
@@ -85,7 +85,7 @@ class Dataset:
     digest: str
     skipped: list[str] = field(default_factory=list)
     undivided: bool = False
-    """Its splits are all the same images: nobody said which a network was trained on."""
+    """True if all splits are the same images, because the loader was not divided into splits."""
 
     @property
     def spec(self) -> ImageSpec:
@@ -113,7 +113,7 @@ class Dataset:
             DataError: There are none, as in a copy of a test split.
         """
         if not len(self.train):
-            raise DataError(f"'{self.name}' has no training images; it can be examined, not trained on.")
+            raise DataError(f"'{self.name}' has no training images; it can be examined but not trained on.")
 
     @property
     def train(self) -> Split:
@@ -209,7 +209,7 @@ def open_source(config: DataConfig) -> Source:
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         return _open_parquet(path)
     if path.is_file():
-        raise DataError(f"'{spec}' is a file; expected a folder of class folders, or parquet.")
+        raise DataError(f"'{spec}' is a file; expected a folder with one sub-folder per class, or parquet.")
     return open_folder(path, config.on_error)
 
 
@@ -261,6 +261,6 @@ def _limit_train(train: Split, config: DataConfig) -> Split:
     if count is None:
         return train
     if count > len(train):
-        raise DataError(f"data.limit asks for {count} training images and there are {len(train)}.")
+        raise DataError(f"data.limit is {count}, but there are only {len(train)} training images.")
     rows = subset(train.labels, count, config.split_seed)
     return Split(train.images, train.rows[rows], train.labels[rows])

@@ -26,7 +26,7 @@ Size = tuple[int, int]
 """(height, width)."""
 
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
-"""What Pillow raises for files that are not images, are cut off, or would not fit into memory."""
+"""Exceptions that Pillow raises for files that are not images, are truncated, or would not fit into memory."""
 
 # Pillow warns above 89 million pixels and refuses above 179 million: the first are only large photographs.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -64,7 +64,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def with_channels(image: Image.Image, channels: int) -> Pixels:
     """Return the image, without rotating it, as uint8 [height, width, channels]."""
     if image.mode == "F":
-        raise DataError("floating-point pixels have no agreed range: save the image with 8 or 16 bits")
+        raise DataError("floating-point pixels have no defined range: save the image with 8 or 16 bits")
     if image.mode.startswith("I"):
         image = Image.fromarray(_eight_bits(np.asarray(image), sixteen=image.mode.startswith("I;16")))
     if "A" in image.mode or "a" in image.mode or "transparency" in image.info:

@@ -23,7 +23,7 @@ class ArrayRecords(NumberedRecords):
     """Images in an array, [n, height, width] or [n, height, width, 3], one label each."""
 
     computed = True
-    """Reading is no decoding of a file, which threads could share."""
+    """Reading decodes no file, so threads would not speed it up."""
 
     def __init__(self, source: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
         super().__init__(source, labels)
@@ -37,7 +37,7 @@ class ShapesRecords:
     """Images of the procedural set, drawn as they are read."""
 
     computed = True
-    """Reading is no decoding of a file, which threads could share."""
+    """Reading decodes no file, so threads would not speed it up."""
 
     def __init__(self, seed: int, split: str, count: int, texture_cue: float) -> None:
         self.seed, self.split, self.count, self.texture_cue = seed, split, count, texture_cue
@@ -84,7 +84,7 @@ def _shapes_options(spec: str) -> dict[str, float]:
     for item in filter(None, spec.partition(":")[2].split(",")):
         match = re.fullmatch(r"(?:(n|texture)=)?([0-9.]+)", item.strip())
         if match is None:
-            raise DataError(f"'{spec}': '{item}' is not understood; write shapes:2000 or shapes:n=2000,texture=0.8.")
+            raise DataError(f"'{spec}': cannot parse '{item}'; write shapes:2000 or shapes:n=2000,texture=0.8.")
         options[match[1] or "n"] = float(match[2])
     if options["n"] < 1 or not 0 <= options["texture"] <= 1:
         raise DataError(f"'{spec}': n must be at least 1 and texture between 0 and 1.")

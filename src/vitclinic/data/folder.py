@@ -76,7 +76,7 @@ def _read_classes(path: Path) -> dict[str, str] | None:
     except ValueError as error:
         raise DataError(f"'{file}' is not JSON: {error}.") from error
     if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
-        raise DataError(f"'{file}' must be an object of folders and class names.")
+        raise DataError(f"'{file}' must be a JSON object {{folder: class name}}.")
     return stated
 
 
@@ -93,7 +93,7 @@ def _split_roots(path: Path, classes_are_stated: bool) -> dict[str, Path]:
 def _no_class_folders(path: Path) -> str:
     loose = sum(1 for _ in _images(path))
     found = f"{loose} images and no sub-folders" if loose else "no images and no sub-folders"
-    return f"'{path}' holds {found}; expected one sub-folder per class, with that class's images in it."
+    return f"'{path}' contains {found}; expected one sub-folder per class with its images."
 
 
 def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ...]:
@@ -101,10 +101,10 @@ def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ..
     names = [folder.name for folder in _folders(roots["train"])]
     empty = [name for name in names if not any(_images(roots["train"] / name))]
     if empty and len(empty) == len(names):
-        raise DataError(f"'{path}' has {len(names)} sub-folders, and none of them holds an image.")
+        raise DataError(f"'{path}' has {len(names)} sub-folders, none of which contains an image.")
     if empty and on_error != "skip":
         raise DataError(
-            f"Class folder '{roots['train'] / empty[0]}' holds no image; add some, remove the folder,"
+            f"Class folder '{roots['train'] / empty[0]}' contains no images; add some, delete the folder,"
             " or pass data.on_error=skip."
         )
     if not names:
@@ -113,7 +113,7 @@ def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ..
     for split, root in roots.items():
         for folder in _folders(root):
             if folder.name not in names:
-                raise DataError(f"'{folder}' is a class of the {split} folder that the train folder lacks.")
+                raise DataError(f"'{folder}' is a class of the {split} folder that is missing from the train folder.")
     return kept
 
 

@@ -20,11 +20,11 @@ from vitclinic.data.dataset import Dataset, Split
 from vitclinic.data.source import SPLITS
 
 LOADER = "loader"
-"""The name of a data set that came from one."""
+"""The name of a data set that was read from a loader."""
 LARGEST = 4 * 2**30
-"""Bytes of images that are kept in memory at most."""
+"""Maximum bytes of images kept in memory."""
 TOLERANCE = 1e-3
-"""How far rounding may take a pixel out of [0, 1]."""
+"""Distance from [0, 1] that rounding may cause."""
 
 _IMAGES = ("pixel_values", "images", "image", "x")
 _LABELS = ("labels", "label", "targets", "target", "y")
@@ -123,7 +123,7 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
         labels = next((batch[key] for key in _LABELS if key in batch), None)
         if images is None:
             raise DataError(
-                f"A batch has the keys {', '.join(map(str, batch))}; images are looked for under {_IMAGES}."
+                f"A batch has the keys {', '.join(map(str, batch))}; expected images under one of {', '.join(_IMAGES)}."
             )
     elif isinstance(batch, Sequence) and len(batch):
         images, labels = batch[0], batch[1] if len(batch) > 1 else None
@@ -132,8 +132,8 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(images, Tensor) or images.ndim not in (3, 4):
         shape = f" of shape {tuple(images.shape)}" if isinstance(images, Tensor) else ""
         raise DataError(
-            f"A batch has {type(images).__name__}{shape} where images [B, C, h, w] are expected:"
-            " let the loader yield (images, labels)."
+            f"A batch has {type(images).__name__}{shape} instead of images [B, C, h, w]:"
+            " make the loader yield (images, labels)."
         )
     single = images.ndim == 3
     return images[None] if single else images, None if labels is None else _class_numbers(labels, single)
@@ -144,7 +144,7 @@ def _class_numbers(labels: Any, single: bool) -> Tensor:
     if y_b.ndim == 2 and y_b.shape[1] == 1:
         y_b = y_b[:, 0]
     if y_b.ndim != 1 or y_b.is_floating_point():
-        raise DataError(f"Labels must be class numbers [B] (got {y_b.dtype} of shape {tuple(y_b.shape)}).")
+        raise DataError(f"Labels must be class indices [B] (got {y_b.dtype} of shape {tuple(y_b.shape)}).")
     return y_b.long()
 
 
@@ -159,13 +159,14 @@ def _read(
         batches = iter(loader)
     except TypeError:
         raise DataError(
-            f"{type(loader).__name__} is no data: give a folder, a name of `vitclinic list datasets`, or a loader."
+            f"Cannot read data from {type(loader).__name__}: pass a folder, a name from `vitclinic list datasets`,"
+            " or a loader."
         ) from None
     for batch in batches:
         x_bchw, y_b = split_batch(batch)
         x_bchw = x_bchw.detach().cpu()[: None if limit is None else limit - count]
         if images and x_bchw.shape[1:] != images[0].shape[1:]:
-            raise DataError(f"Images of one size are expected (got {_shape(images[0])} and then {_shape(x_bchw)}).")
+            raise DataError(f"All images must have the same size (got {_shape(images[0])}, then {_shape(x_bchw)}).")
         images.append(x_bchw)
         if y_b is not None:
             labels.append(y_b.cpu()[: len(x_bchw)])
@@ -174,14 +175,14 @@ def _read(
         if count == limit:
             break
         if size > LARGEST:
-            raise DataError(f"The loader has more than {LARGEST / 2**30:.0f} GiB of images: give limit={count // 2}.")
+            raise DataError(f"The loader has more than {LARGEST / 2**30:.0f} GiB of images: pass limit={count // 2}.")
     if not count:
         raise DataError("The loader has no images.")
     if labels and sum(map(len, labels)) != count:
         raise DataError(f"The loader has {count} images and {sum(map(len, labels))} labels.")
     y_n = torch.cat(labels).numpy() if labels else None
     if y_n is not None and y_n.min() < 0:
-        raise DataError(f"Labels must be class numbers from 0 on (got {y_n.min()}).")
+        raise DataError(f"Labels must be class indices from 0 (got {y_n.min()}).")
     x_nchw = _in_unit_interval(torch.cat(images), normalization, normalized)
     digest = hashlib.sha256(x_nchw.numpy().tobytes() + (b"" if y_n is None else y_n.tobytes())).hexdigest()
     return LoadedImages(x_nchw, digest), y_n
@@ -193,23 +194,23 @@ def _in_unit_interval(x_nchw: Tensor, normalization: Normalization | None, norma
         raise DataError("The images are uint8: divide them by 255, as ToTensor does, so that pixels are in [0, 1].")
     x_nchw = x_nchw.float()
     if not bool(x_nchw.isfinite().all()):
-        raise DataError("Some image has a pixel that is not finite.")
+        raise DataError("An image has a pixel that is not finite.")
     inside = _is_inside(x_nchw)
     if normalization is None:
         if not inside:
             low, high = x_nchw.min().item(), x_nchw.max().item()
             raise DataError(
-                f"The loader's pixels go from {low:.3g} to {high:.3g}, and pixels in [0, 1] are expected. If it"
-                " normalizes them for the network, say by what (mean=, std=), or normalized=True for the network's own"
-                " preprocessing; else scale them."
+                f"The loader's pixels range from {low:.3g} to {high:.3g}; expected [0, 1]. If they are normalized,"
+                " pass mean= and std=, or normalized=True if the network's own preprocessing was used; otherwise scale"
+                " them to [0, 1]."
             )
         return x_nchw
     if not (not inside if normalized is None else normalized):
-        return _inside(x_nchw, "The loader's pixels go")
+        return _inside(x_nchw, "The loader's pixels range")
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in normalization)
     if mean.numel() not in (1, x_nchw.shape[1]):
         raise DataError(f"mean and std have {mean.numel()} values and the images {x_nchw.shape[1]} channels.")
-    return _inside(x_nchw * std + mean, "Without this mean and std the loader's pixels go")
+    return _inside(x_nchw * std + mean, "After undoing mean and std, the loader's pixels range")
 
 
 def _is_inside(x_nchw: Tensor) -> bool:
@@ -218,7 +219,7 @@ def _is_inside(x_nchw: Tensor) -> bool:
 
 def _inside(x_nchw: Tensor, what: str) -> Tensor:
     if not _is_inside(x_nchw):
-        raise DataError(f"{what} from {x_nchw.min():.3g} to {x_nchw.max():.3g}, and pixels in [0, 1] are expected.")
+        raise DataError(f"{what} from {x_nchw.min():.3g} to {x_nchw.max():.3g}; expected [0, 1].")
     return x_nchw.clamp(0, 1)
 
 

@@ -98,7 +98,7 @@ class PatchMixing:
         height, width = (cell, cell) if isinstance(cell, int) else cell
         if size[0] % height or size[1] % width:
             raise RecipeError(
-                f"'data.augment.cutmix_cell': images of {size[0]} x {size[1]} pixels do not divide into cells of"
+                f"'data.augment.cutmix_cell': images of {size[0]} x {size[1]} pixels cannot be divided into cells of"
                 f" {height} x {width}."
             )
         self.grid = size[0] // height, size[1] // width

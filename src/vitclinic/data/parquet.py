@@ -45,7 +45,7 @@ class TableRecords(NumberedRecords):
     def read(self, index: int) -> Image.Image:
         record = self.images[index].as_py()
         if not record or record.get("bytes") is None:
-            raise OSError("the row holds no image bytes")
+            raise OSError("the row contains no image bytes")
         return Image.open(io.BytesIO(record["bytes"]))
 
     def contents(self) -> list[Any]:
@@ -139,7 +139,7 @@ def _classes(tables: dict[str, pa.Table], column: str, path: Path) -> tuple[tupl
             names = [str(label) for label in range(top + 1)]
         return tuple(names), {}
     if not pa.types.is_string(schema.field(column).type):
-        raise DataError(f"'{path}': the label column '{column}' holds neither integers nor strings.")
+        raise DataError(f"'{path}': the label column '{column}' contains neither integers nor strings.")
     found = sorted({str(v) for table in tables.values() for v in table.column(column).unique().to_pylist()})
     return tuple(names or found), {name: code for code, name in enumerate(names or found)}
 
@@ -147,7 +147,7 @@ def _classes(tables: dict[str, pa.Table], column: str, path: Path) -> tuple[tupl
 def _codes(column: pa.ChunkedArray, code: dict[str, int], path: Path) -> np.ndarray[Any, Any]:
     if column.null_count:
         row = next(i for i, value in enumerate(column) if not value.is_valid)
-        raise DataError(f"{path} row {row}: the label is missing ({column.null_count} such).")
+        raise DataError(f"{path} row {row}: the label is missing ({column.null_count} rows in total).")
     if not code:
         return np.asarray(column.to_numpy())
     return np.asarray([code.get(value, -1) for value in column.to_pylist()])

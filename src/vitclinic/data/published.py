@@ -113,9 +113,9 @@ def open_torchvision(spec: str) -> Source:
     """Open `torchvision:NAME@FOLDER`."""
     name, _, root = spec.removeprefix("torchvision:").partition("@")
     if name not in KNOWN_SETS:
-        raise DataError(f"'{name}' is not a torchvision set we read.{did_you_mean(name, KNOWN_SETS)}")
+        raise DataError(f"'{name}' is not a supported torchvision data set.{did_you_mean(name, KNOWN_SETS)}")
     if not root or not Path(root).is_dir():
-        raise DataError(f"'{spec}': name the folder that holds the set, as in torchvision:{name}@/path/to/it.")
+        raise DataError(f"'{spec}': add the folder that contains the data set, as in torchvision:{name}@/path/to/it.")
     from torchvision import datasets
 
     factory = getattr(datasets, name)
@@ -125,7 +125,7 @@ def open_torchvision(spec: str) -> Source:
         split: TorchvisionRecords(f"{name} {split}", dataset) for split, dataset in found.items() if dataset
     }
     if "train" not in splits:
-        raise DataError(f"torchvision does not find {name} in '{root}'; it must be there already.")
+        raise DataError(f"torchvision cannot find {name} in '{root}'; download it there first.")
     files = sorted((str(p), p.stat().st_size) for p in Path(root).rglob("*") if p.is_file())
     return Source(spec, _torchvision_classes(found["train"], splits), splits, fingerprint("torchvision", name, files))
 

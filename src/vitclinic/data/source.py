@@ -58,7 +58,7 @@ class Source:
     classes: tuple[str, ...]
     splits: Mapping[str, Records]
     fingerprint: str
-    """Changes whenever the source changes; cheap, so it may stand for a machine's own paths and times."""
+    """Changes whenever the source changes; cheap to compute, so it may use local paths and modification times."""
     uniform: tuple[Size, int] | None = None
     """Size and channels of all images, where the source knows them beforehand."""
 
@@ -80,7 +80,7 @@ def _check_labels(records: Records, classes: int, split: str) -> None:
         first = int(wrong[0])
         raise DataError(
             f"{records.name(first)}: label {records.labels[first]} is out of range for {classes} classes"
-            f" ({wrong.size} such in the {split} split)."
+            f" ({wrong.size} such labels in the {split} split)."
         )
 
 

@@ -1,8 +1,8 @@
 """The endless stream of training samples, and batches cut from it.
 
 Epoch after epoch of shuffled images, one after the other: place p of the stream is in epoch p // n. A step
-takes the next `batch_size` places; no image is ever dropped, and a batch may span two epochs. What stands at
-a place, and what random numbers it gets, depends on (seed, place) alone: a run can start anywhere in the
+takes the next `batch_size` places; no image is ever dropped, and a batch may span two epochs. The sample at
+a place, and its random numbers, depend on (seed, place) alone: a run can start anywhere in the
 stream, and any division of it into batches, processes and workers gives the same samples.
 """
 

@@ -254,7 +254,7 @@ def test_a_word_that_a_study_would_ignore_is_refused(tmp_path, word):
 def test_a_key_that_is_there_twice_is_not_read_as_its_last(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(STUDY) + "seeds: 7\n")
-    with pytest.raises(RecipeError, match=r"mine\.yaml' is not YAML: the key 'seeds' is there twice"):
+    with pytest.raises(RecipeError, match=r"mine\.yaml' is not YAML: duplicate key 'seeds'"):
         open_study(file)
 
 

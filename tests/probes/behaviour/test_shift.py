@@ -170,7 +170,7 @@ def test_several_right_outputs_for_one_image(tmp_path):
 )
 def test_a_class_that_is_there_twice_is_an_error(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match="the key 'b' is there twice"):
+    with pytest.raises(DataError, match="duplicate key 'b'"):
         read_map(str(tmp_path / name))
 
 

@@ -1,4 +1,4 @@
-"""Families of networks: where the insides of timm, torchvision and Hugging Face are known."""
+"""Families of networks: the structure of the networks of timm, torchvision and Hugging Face."""
 
 from vitclinic.anatomy.families.family import Family, list_families, recognise, register_family
 from vitclinic.anatomy.families.huggingface import HUGGINGFACE

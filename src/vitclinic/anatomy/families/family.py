@@ -21,7 +21,7 @@ from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
 
 ENTRY_POINTS = "vitclinic.families"
 WRAPPERS = ("_orig_mod", "module", "backbone")
-"""Where torch.compile, DDP and a network with its own normalisation keep what they wrap."""
+"""Attributes in which torch.compile, DDP and a network with its own normalization keep the wrapped network."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def _unknown(network: nn.Module) -> str:
         and len({type(child) for child in module}) == 1
     ]
     return (
-        f"no family is known for {type(network).__module__}.{type(network).__qualname__}, whose children "
-        f"are {children or 'none'} and whose blocks may be in {', '.join(lists[:8]) or 'none of them'}; "
-        "register one as docs/anatomy.md shows "
+        f"no family is known for {type(network).__module__}.{type(network).__qualname__} "
+        f"(children: {children or 'none'}; possible blocks: {', '.join(lists[:8]) or 'none'}); "
+        "register one as shown in docs/anatomy.md "
         f"(known: {', '.join(sorted(family.name for family in list_families()))})."
     )
 
@@ -122,8 +122,8 @@ def _unknown(network: nn.Module) -> str:
 def unknown_block(name: str, block: nn.Module) -> UnknownStructureError:
     """Return the error for a block whose units a family does not know."""
     return UnknownStructureError(
-        f"{name} is a {type(block).__name__}, for which no units with a state between them are known; "
-        "register a family that says what its units are (docs/anatomy.md)."
+        f"{name} is a {type(block).__name__}, whose units are not known; "
+        "register a family that defines them (docs/anatomy.md)."
     )
 
 

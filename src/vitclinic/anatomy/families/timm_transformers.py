@@ -139,7 +139,7 @@ SWIN_V2 = Family(
 
 
 _POSITION_BEFORE = 2
-"""timm adds the position embedding before this entry of the network's list, whatever the stages are."""
+"""timm adds the position embedding before this entry of the network's list, for any number of stages."""
 
 
 def volo_units(network: Any) -> list[Unit]:

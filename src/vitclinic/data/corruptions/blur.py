@@ -16,7 +16,7 @@ from vitclinic.data.corruptions.parameters import Setting
 from vitclinic.data.corruptions.sampling import Draws
 
 _NEGLIGIBLE = 1e-6
-"""Of a kernel's weights, what may be left out: a thousandth of a level."""
+"""Share of a kernel's weights that may be dropped: less than a thousandth of a level."""
 
 
 def gaussian_blur(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:

@@ -45,7 +45,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 DESCRIPTION = "corruption.json"
 _PIECE_BYTES = 32 * 2**20
-"""Pixels of a piece: what a killed command may have to do again, and what is held in memory."""
+"""Bytes of pixels per piece: what is held in memory, and what a killed command may have to redo."""
 _BATCH_VALUES = 2**20
 """Values of the images that are corrupted at a time."""
 
@@ -90,15 +90,15 @@ def corrupt_data(
     out = Path(out).expanduser()
     cells = [Corruption(name, s, seed) for name in _names(corruptions) for s in _severities(severities)]
     if form not in FORMS:
-        raise RecipeError(f"There is no format '{form}': write {' or '.join(FORMS)}.")
+        raise RecipeError(f"There is no format '{form}': choose {' or '.join(FORMS)}.")
     if form == "parquet" and find_spec("pyarrow") is None:
         raise MissingExtraError("The format parquet (png does not)", "parquet")
     if split not in (*SPLITS, "all"):
-        raise RecipeError(f"There is no split '{split}': write train, val, test or all.")
+        raise RecipeError(f"There is no split '{split}': choose train, val, test or all.")
     if limit is not None and limit < 1:
         raise RecipeError(f"The limit must be at least 1 (got {limit}).")
     if size is not None and size < SMALLEST:
-        raise RecipeError(f"Corruptions are defined from {SMALLEST} pixels a side (got a size of {size}).")
+        raise RecipeError(f"Corruptions need images of at least {SMALLEST} pixels per side (got a size of {size}).")
     _check_place(data, out)
     dataset = data if isinstance(data, Dataset) else open_data(data, size=size, progress=progress)
     setting(cells[0].name, cells[0].severity, dataset.size)  # images that are too small are an error now
@@ -127,7 +127,7 @@ def _names(given: str | int | Sequence[str]) -> list[str]:
         return list(FIFTEEN if str(given) == "15" else NINETEEN)
     names = [name.strip() for name in given.split(",")] if isinstance(given, str) else _as_list(given)
     if not names:
-        raise RecipeError(f"Corruptions are names, as in fog,snow, or all or 15 (got {given!r}).")
+        raise RecipeError(f"Corruptions must be names such as fog,snow, or all or 15 (got {given!r}).")
     return list(dict.fromkeys(names))
 
 
@@ -140,7 +140,7 @@ def _severities(given: str | int | Sequence[int]) -> list[int]:
         if not found or any(float(part) != int(part) for part in parts):
             raise ValueError
     except (TypeError, ValueError):
-        raise RecipeError(f"Severities are 1 to 5, as in 1,3 or all (got {given!r}).") from None
+        raise RecipeError(f"Severities must be numbers from 1 to 5 such as 1,3, or all (got {given!r}).") from None
     return found
 
 
@@ -153,7 +153,7 @@ def _check_place(data: str | DataConfig | Dataset, out: Path) -> None:
     source = data if isinstance(data, str) else data.source if isinstance(data, DataConfig) else data.name
     origin = Path(source).expanduser()
     if origin.is_dir() and out.resolve().is_relative_to(origin.resolve()):
-        raise RecipeError(f"'{out}' is in the data's own folder '{origin}'; choose another place for the copies.")
+        raise RecipeError(f"'{out}' is inside the data folder '{origin}'; choose another output folder.")
 
 
 def _select_splits(dataset: Dataset, split: str, limit: int | None) -> Dataset:
@@ -178,7 +178,7 @@ class Piece:
     split: str
     number: int
     count: int
-    """How many pieces the split has."""
+    """The number of pieces of the split."""
     rows: range
 
     @property
@@ -215,9 +215,11 @@ class Copy:
     def check(self) -> None:
         """Raise a RecipeError if something else is in the copy's place."""
         if self.folder.exists() and not self._is_described(self.folder):
-            raise RecipeError(f"'{self.folder}' is there and is something else; choose another place, or remove it.")
+            raise RecipeError(
+                f"'{self.folder}' already exists and is not this copy; choose another output folder, or delete it."
+            )
         if self.folder.exists() and (gone := self._gone()):
-            raise RecipeError(f"'{self.folder}' has lost {gone}; remove the folder, and it is made again.")
+            raise RecipeError(f"'{self.folder}' is missing {gone}; delete the folder to have it written again.")
 
     def _gone(self) -> str | None:
         """Return a file or folder that a finished copy should have and that is missing."""

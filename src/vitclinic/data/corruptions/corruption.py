@@ -46,15 +46,15 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Setting, Draws], Tensor]] = {
 }
 
 _ON_LEVELS = frozenset({"motion_blur", "pixelate"})
-"""Those whose results have 256 levels already."""
+"""Corruptions whose results already have 256 levels."""
 
 _BESIDE = 0.5
-"""How far beside [0, 1] a value may be, as interpolation brings it, and is clipped; images of 255 levels, or those that
-are normalised already, are not meant."""
+"""Distance from [0, 1] within which values are clipped, as interpolation causes them; images in 0..255 or normalized
+ones lie farther out and are an error."""
 
 _AT_ONCE, _ON_GPU = 2**19, 2**26
-"""Values that are corrupted at a time: what so many need stays in a CPU's cache, and in memory that is mapped already
-(page faults take as long as the work, otherwise)."""
+"""Values that are corrupted at a time: few enough to stay in a CPU's cache and in memory that is already mapped
+(otherwise page faults take as long as the work)."""
 
 
 class Corruption:
@@ -85,10 +85,10 @@ class Corruption:
 
     def __init__(self, name: str, severity: int, seed: int = 0) -> None:
         if name not in NINETEEN:
-            hint = did_you_mean(name, NINETEEN) or f" There are {', '.join(NINETEEN)}."
+            hint = did_you_mean(name, NINETEEN) or f" Choose from {', '.join(NINETEEN)}."
             raise RecipeError(f"There is no corruption '{name}'.{hint}")
         if severity not in SEVERITIES:
-            raise RecipeError(f"A severity is 1, 2, 3, 4 or 5 (got {severity}).")
+            raise RecipeError(f"The severity must be 1, 2, 3, 4 or 5 (got {severity}).")
         self.name, self.severity, self.seed = name, int(severity), seed  # of 3.0 the same random numbers as of 3
 
     @torch.no_grad()
@@ -104,15 +104,15 @@ class Corruption:
         """
         if images.ndim != 4 or images.shape[1] not in (1, 3) or not images.is_floating_point():
             got = f"{images.dtype}, {tuple(images.shape)}"
-            raise DataError(f"A corruption takes floating-point images [B, 1 or 3, H, W] (got {got}).")
+            raise DataError(f"Corruptions need floating-point images [B, 1 or 3, H, W] (got {got}).")
         if len(indices) != len(images):
-            raise DataError(f"{len(images)} images and {len(indices)} indices: each image needs its own.")
+            raise DataError(f"Got {len(images)} images and {len(indices)} indices; pass one index per image.")
         chosen = setting(self.name, self.severity, (images.shape[2], images.shape[3]))
         if not len(images):
             return images.clone()
         least, most = (float(end) for end in images.aminmax())
         if not (least >= -_BESIDE and most <= 1 + _BESIDE):
-            raise DataError(f"A corruption takes images in [0, 1] (got values from {least:g} to {most:g}).")
+            raise DataError(f"Corruptions need images in [0, 1] (got values from {least:g} to {most:g}).")
         if self.name == "jpeg_compression":  # has no use for random numbers, nor for parts
             return jpeg_compression(images.detach().float(), chosen).to(images.dtype)
         rows = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices, dtype=np.int64)

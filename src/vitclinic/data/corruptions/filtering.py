@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _SLACK = 1e-4
-"""Levels that a value may lie below a whole one and still count as it: rounding errors of float32 are far smaller."""
+"""Tolerance in levels: a value this far below an integer level counts as it; float32 rounding is far smaller."""
 
 
 def floor_to_level(x: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class Setting:
 
     parameters: Any
     scale: float
-    """What lengths in pixels are multiplied by."""
+    """Factor for lengths in pixels."""
     parameter_set: ParameterSet
 
 
@@ -130,7 +130,7 @@ def setting(name: str, severity: int, size: Size) -> Setting:
     side = min(size)
     if side < SMALLEST:
         raise DataError(
-            f"Corruptions are defined from {SMALLEST} pixels a side; these images are {size[0]} x {size[1]}."
+            f"Corruptions need images of at least {SMALLEST} pixels per side; these are {size[0]} x {size[1]}."
         )
     if side < BOUNDARY:
         return Setting(_CIFAR[name][severity - 1], side / 32, "cifar10-c")

@@ -23,7 +23,7 @@ SPLITS = ("train", "val", "test")
 _CONFLICT = len(SPLITS)  # the stream of the cue-conflict images, apart from every split
 
 VERSION = 1
-"""Counts changes of the drawing: a new one makes every stored set, and every digest, anew."""
+"""Version of the drawing code: a new one invalidates every stored set and changes every digest."""
 
 __all__ = ["CLASSES", "SPLITS", "TEXTURES", "cue_conflict", "draw", "example", "labels", "mask"]
 

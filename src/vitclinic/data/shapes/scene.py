@@ -103,7 +103,7 @@ def _fragments(chance: NDArray[np.float64], size: int) -> Field:
 def _palette(chance: NDArray[np.float64]) -> tuple[Field, Field, Field]:
     """Return colours of any hue, each as (3, 1, 1): two of the background, two of the fill, one of the plain clutter.
 
-    The fill is lighter than the ground, or where all is inverted darker. Its second tone lies about half the
+    The fill is lighter than the background, or darker if inverted. Its second tone is about half the
     spread from its first in each channel, so that the texture shows.
     """
     ground, (fill, step), (plain, _) = chance[:18].astype(np.float32).reshape(3, 2, 3, 1, 1)
