@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import vitclinic
 from vitclinic._core.errors import DataError, RecipeError
 from vitclinic.models import Normalized
 from vitclinic.probes import (
@@ -220,3 +221,17 @@ def test_a_limit_reads_no_more_of_an_endless_loader(images, labels):
 
     subject: Subject = load_subject(build(), endless(), limit=30)
     assert len(subject) == 30
+
+
+def test_examine_takes_a_loader_normalized_as_the_network_wants_it(images, labels, tmp_path):
+    model = build()
+    model.pretrained_cfg = {"mean": MEAN, "std": STD}
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    outside = [((images - mean) / std, labels)]
+    options = {"probes": ["norms", "accuracy"], "out": tmp_path}
+    with pytest.raises(DataError, match="normalized=True"):
+        vitclinic.examine(model, data=outside, **options)
+    told = vitclinic.examine(model, data=outside, normalized=True, **options)
+    given = vitclinic.examine(model, data=outside, mean=MEAN, std=STD, **options)
+    assert numbers(told["norms"]) == numbers(given["norms"])
+    assert told["accuracy"].provenance.images == 20

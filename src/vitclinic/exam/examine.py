@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -18,8 +18,7 @@ from vitclinic._core.distributed import ALONE, Distributed, pick_device
 from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic._core.records import Measurement
 from vitclinic._core.time import format_duration
-from vitclinic.data import DataConfig, Dataset, load_batches, open_data
-from vitclinic.data.decoding import Size
+from vitclinic.exam.data import ExamData
 from vitclinic.exam.exam import Exam, Exams, Measured
 from vitclinic.exam.pictures import draw
 from vitclinic.exam.planner import Entry, Plan, Planner, parse_request
@@ -27,7 +26,7 @@ from vitclinic.exam.schedule import Schedule, Step, TimeBudget
 from vitclinic.exam.store import ExamRecord, Store
 from vitclinic.exam.targets import Target, open_subject
 from vitclinic.probes import Probe, StreamingProbe, Subject, find_normalization, measure
-from vitclinic.probes.loading import Data, is_loader
+from vitclinic.probes.loading import Data
 from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
@@ -146,7 +145,6 @@ class Examination:
     ) -> None:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
             _check_count(name, count)
-        self.data = str(data) if isinstance(data, Path) else data
         self.probes, self.budget = parse_request(
             [probes] if isinstance(probes, str) else probes, budget, quick, full, settings or {}
         )
@@ -159,8 +157,9 @@ class Examination:
         self.out = None if out is None else Path(out)
         self.callback = CallbackList(callbacks)
         self.distributed = Distributed.current() if together else ALONE
-        self._open_source = cache(self._open_uncached)
-        self._loaded: dict[str, Dataset] = {}
+        self.images = ExamData(
+            data, size=size, limit=limit, normalized=normalized, distributed=self.distributed, callback=self.callback
+        )
 
     def open(self, target: Target) -> Subject:
         """Return the subject that a target names: its network, with the images that it will be measured on."""
@@ -169,7 +168,7 @@ class Examination:
             normalization = find_normalization(target, self.mean, self.std, self.normalized)
         subject = open_subject(
             target,
-            self._open_data,
+            partial(self.images.open, normalization=normalization),
             device=self.device,
             random_weights=self.random_weights,
             normalization=normalization,
@@ -310,43 +309,6 @@ class Examination:
             left_out=record.skipped | {name: _explain_no_time(seconds) for name, seconds in schedule.left_out.items()},
         )
 
-    def _open_data(self, own: DataConfig | None, name: str, size: Size | None, channels: int | None) -> Dataset:
-        """Open the data for a network that was trained on `own`, and takes images of that size and depth."""
-        data = self.data if self.data is not None else own
-        if data is None:
-            raise RecipeError(f"Say on which data to examine '{name}' (--data; a run has its own).")
-        if is_loader(data):
-            return self._read_loader(data)
-        if isinstance(data, Dataset):
-            return data
-        if isinstance(data, str) and own is not None and _same_place(data, own.source):
-            data = own  # with the run's own splits: its test images are then those it has not seen
-        config = data if isinstance(data, DataConfig) else DataConfig(source=str(data))
-        wanted = size if size is not None else self.size and (self.size, self.size)
-        return self._open_source(config.model_dump_json(), wanted or None, channels)
-
-    def _read_loader(self, data: Any) -> Dataset:
-        """Read a loader once for all targets."""
-        if "loader" not in self._loaded:
-            normalization = None
-            if self.mean is not None and self.std is not None:
-                normalization = find_normalization(nn.Module(), self.mean, self.std, None)
-            self._loaded["loader"] = load_batches(
-                data, limit=self.limit, normalization=normalization, normalized=self.normalized
-            )
-        return self._loaded["loader"]
-
-    def _open_uncached(self, config: str, size: Size | None, channels: int | None) -> Dataset:
-        """Open a source once for all targets that see it alike."""
-        opened = partial(
-            open_data,
-            DataConfig.model_validate_json(config),
-            size=size,
-            channels=channels,
-            progress=self.callback.on_progress,
-        )
-        return self.distributed.leader_first(opened)
-
 
 def _total(seconds: Sequence[float]) -> float:
     return sum(each for each in seconds if math.isfinite(each))
@@ -369,7 +331,3 @@ def _check_count(name: str, count: Any) -> None:
         raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
     if int(count) < 1:
         raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
-
-
-def _same_place(one: str, other: str) -> bool:
-    return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()

@@ -1,4 +1,12 @@
-"""The weights that a run went through, for the probes that ask for them."""
+"""TARGETs: what can be examined, from what a user wrote.
+
+    runs/photos            a run directory (its best checkpoint); runs/photos@epoch-3 for another
+    timm:NAME              with the published weights; timm:NAME@FILE with a checkpoint's
+    torchvision:NAME[@FILE], hf:NAME
+    module:function        a function that returns a network taking pixels in [0, 1]
+
+Keywords for the network follow its name: timm:vit_tiny_patch16_224?img_size=32&patch_size=4.
+"""
 
 from __future__ import annotations
 
@@ -33,40 +41,9 @@ from vitclinic.training.network import adapt_augmentation
 from vitclinic.training.optimizer import decayed_parameters
 from vitclinic.training.overrides import parse_yaml
 
-
-def past_weights(run: Run) -> PastWeights:
-    """Return the weights of the checkpoints epoch-N and `last`, and the projections of `logging.trajectory`."""
-    names = {float(match[1]): name for name in run.checkpoints.names() if (match := re.fullmatch(r"epoch-(\d+)", name))}
-    if "last" in run.checkpoints.names():
-        names[_epochs_done(run)] = "last"
-    names = dict(sorted(names.items()))
-
-    def digest() -> str:
-        checksums = [run.checkpoints.model_checksum(name) for name in names.values()]
-        return fingerprint(checksums, {step: row.tolist() for step, (_, row) in read_projections(run.path).items()})
-
-    return PastWeights(
-        weights={epoch: partial(run.checkpoints.read_model, name) for epoch, name in names.items()},
-        projections=partial(_projections, run),
-        digest=digest,
-        finished=run.status["status"] == "finished",
-    )
-
-
-def _epochs_done(run: Run) -> float:
-    """How many epochs the checkpoint `last` has seen."""
-    return float(run.status["step"] * run.recipe.batch_size / run.data_facts["counts"]["train"])
-
-
-def _projections(run: Run) -> dict[float, NDArray[np.float64]]:
-    return dict(read_projections(run.path).values())
-
-
 RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
 """Keywords of the libraries' factories, which say what the rest of a target says already."""
 
-
-OpenDataset = Callable[[DataConfig | None, str, Size | None, int | None], Dataset]
 
 Target = str | Path | Run | Checkpoint | nn.Module
 """What can be examined."""
@@ -106,7 +83,7 @@ class Network:
 
 def open_subject(
     target: Target,
-    open_dataset: OpenDataset,
+    open_dataset: Callable[[Network], Dataset],
     *,
     device: torch.device,
     random_weights: bool = False,
@@ -117,15 +94,14 @@ def open_subject(
 
     Args:
         target: A network, which stays as it is, or whatever names one; that is then in eval mode on `device`.
-        open_dataset: Opens the data, given what a run was trained on, the network's name, and the size and channels of
-            its images where these are fixed.
+        open_dataset: Opens the images for a network.
         device: Where to put the network.
         random_weights: Do not ask for pretrained weights of a library's network.
         normalization: What the input of a network given as a module is normalized by, if it does not do it itself.
         options: Other arguments of `Subject`.
     """
     found = resolve(target, device, random_weights)
-    dataset = open_dataset(found.data, found.name, found.size, found.channels)
+    dataset = open_dataset(found)
     network = found.network if normalization is None else Normalized(found.network, *normalization)
     return Subject(
         network,
@@ -235,3 +211,31 @@ def _channels(network: nn.Module) -> int | None:
     """Grey or coloured images, by the network's first convolution; None where that does not tell."""
     first = next((module for module in network.modules() if isinstance(module, nn.Conv2d)), None)
     return first.in_channels if first is not None and first.in_channels in (1, 3) else None
+
+
+def past_weights(run: Run) -> PastWeights:
+    """Return the weights of the checkpoints epoch-N and `last`, and the projections of `logging.trajectory`."""
+    names = {float(match[1]): name for name in run.checkpoints.names() if (match := re.fullmatch(r"epoch-(\d+)", name))}
+    if "last" in run.checkpoints.names():
+        names[_epochs_done(run)] = "last"
+    names = dict(sorted(names.items()))
+
+    def digest() -> str:
+        checksums = [run.checkpoints.model_checksum(name) for name in names.values()]
+        return fingerprint(checksums, {step: row.tolist() for step, (_, row) in read_projections(run.path).items()})
+
+    return PastWeights(
+        weights={epoch: partial(run.checkpoints.read_model, name) for epoch, name in names.items()},
+        projections=partial(_projections, run),
+        digest=digest,
+        finished=run.status["status"] == "finished",
+    )
+
+
+def _epochs_done(run: Run) -> float:
+    """Return how many epochs the checkpoint `last` has seen."""
+    return float(run.status["step"] * run.recipe.batch_size / run.data_facts["counts"]["train"])
+
+
+def _projections(run: Run) -> dict[float, NDArray[np.float64]]:
+    return dict(read_projections(run.path).values())
