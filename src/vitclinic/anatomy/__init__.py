@@ -1,8 +1,14 @@
 """Anatomy: a network as a list of units, with sites to read each, ways to remove it, and its attention maps.
 
-anatomy = Anatomy.of(network)
-with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
-    network(images)
+Example:
+    >>> import timm, torch
+    >>> from vitclinic.anatomy import Anatomy, taps
+    >>> network = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)
+    >>> anatomy = Anatomy.of(network)
+    >>> with taps({unit.name: unit.output for unit in anatomy.units}) as seen:
+    ...     logits = network(torch.rand(1, 3, 32, 32))
+    >>> seen["blocks.0.mlp"].shape
+    torch.Size([1, 5, 192])
 """
 
 from typing import TYPE_CHECKING

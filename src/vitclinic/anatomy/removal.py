@@ -31,6 +31,7 @@ class Silence:
 
     @property
     def how(self) -> str:
+        """Description of the removal."""
         return "branch set to zero"
 
     @contextmanager
@@ -48,6 +49,7 @@ class Bypass:
 
     @property
     def how(self) -> str:
+        """Description of the removal."""
         return "conv replaced by " + ("the identity" if self.conv.stride == (1, 1) else "subsampling")
 
     @contextmanager
@@ -72,6 +74,7 @@ class Erase:
 
     @property
     def how(self) -> str:
+        """Description of the removal."""
         return "parameter set to zero"
 
     @contextmanager

@@ -117,14 +117,17 @@ class Dataset:
 
     @property
     def train(self) -> Split:
+        """Training images."""
         return self.splits["train"]
 
     @property
     def val(self) -> Split:
+        """Validation images."""
         return self.splits["val"]
 
     @property
     def test(self) -> Split:
+        """Test images."""
         return self.splits["test"]
 
     @property

@@ -54,6 +54,7 @@ class TableRecords(NumberedRecords):
 
 
 def open_parquet(path: Path) -> Source:
+    """Open a parquet file, or a folder of them, as a source."""
     files = _files_by_split(path)
     tables = {split: _read(paths) for split, paths in files.items()}
     first = next(iter(tables.values()))

@@ -183,6 +183,7 @@ class Piece:
 
     @property
     def name(self) -> str:
+        """Name of the piece, as in the parquet files of the Hugging Face hub."""
         return f"{self.split}-{self.number:05}-of-{self.count:05}"
 
 
