@@ -101,9 +101,9 @@ def list_recipes(pattern: str | None = None) -> list[str]:
         >>> list_recipes()
         ['cifar10', 'digits', 'shapes']
     """
-    from vitclinic.training.overrides import shipped_recipes
+    from vitclinic.training.overrides import read_shipped_recipes
 
-    return _matching(shipped_recipes(), pattern)
+    return _matching(read_shipped_recipes(), pattern)
 
 
 def list_studies(pattern: str | None = None) -> list[str]:

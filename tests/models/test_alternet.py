@@ -14,7 +14,7 @@ from tests.models.test_preact_resnet import conv_parameters
 from vitclinic import load_model, train
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy, record_attention
-from vitclinic.models import alternating, create_model
+from vitclinic.models import create_model, msa_pattern
 from vitclinic.models.msa_block import MsaBlock, PostActMsaBlock, WindowAttention
 
 LAYERS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 4), 50: (3, 4, 6, 4), 101: (3, 4, 23, 4)}
@@ -90,7 +90,7 @@ def test_the_pattern_of_each_stage(name, keywords, stages):
 @given(blocks=st.integers(1, 40), data=st.data())
 def test_from_the_end_of_a_stage_blocks_alternate(blocks, data):
     msas = data.draw(st.integers(0, blocks // 2))
-    from_end = alternating(blocks, msas)[::-1]
+    from_end = msa_pattern(blocks, msas)[::-1]
     assert len(from_end) == blocks
     assert from_end[: 2 * msas] == [True, False] * msas
     assert not any(from_end[2 * msas :])

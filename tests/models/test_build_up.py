@@ -84,7 +84,7 @@ def test_the_paper_s_alternet_for_cifar_comes_out_of_its_findings():
     helps = {"layer4.3", "layer4.1", "layer3.5", "layer2.3"}
     while rule.proposal is not None:
         (rule.accept if rule.proposal in helps else rule.reject)()
-    found = rule.applied_to(baseline)
+    found = rule.apply_to(baseline)
     published = timm.create_model("alternet50", channels=(8, 8, 8, 8), stem="cifar")
     assert str(found).partition("\n")[2] == str(published).partition("\n")[2]
     found.load_state_dict(published.state_dict())
@@ -118,7 +118,7 @@ def test_a_proposal_changes_its_block_only(name):
     before = {key: value.clone() for key, value in network.state_dict().items()}
     rule = BuildUp(network, **OPTIONS)
     rule.accept()
-    candidate = rule.applied_to(network)
+    candidate = rule.apply_to(network)
     assert network.state_dict().keys() == before.keys(), "the network itself is as it was"
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
     blocks = {"layer4.3", "layer4.1"}
@@ -142,7 +142,7 @@ def test_a_proposal_changes_its_block_only(name):
     candidate.train()
     candidate(x).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in candidate.parameters())
-    again = rule.applied_to(build())
+    again = rule.apply_to(build())
     again.load_state_dict(candidate.state_dict())
     with torch.no_grad():
         assert torch.equal(again.eval()(x), candidate.eval()(x))
@@ -153,14 +153,14 @@ def test_a_proposal_changes_its_block_only(name):
 def test_accepted_blocks_keep_what_they_learned_and_rejected_ones_are_convs_again():
     network = NETWORKS["timm basic"][0]()
     rule = BuildUp(network, **OPTIONS)
-    learned = rule.applied_to(network)
+    learned = rule.apply_to(network)
     rule.accept()
-    further = rule.applied_to(learned)
+    further = rule.apply_to(learned)
     assert torch.equal(further.layer4[3].conv.weight, learned.layer4[3].conv.weight)
     assert isinstance(further.layer4[1], PostActMsaBlock)
     rule.reject()
     assert rule.proposal == "layer3.2"
-    assert not isinstance(rule.applied_to(learned).layer4[1], PostActMsaBlock)
+    assert not isinstance(rule.apply_to(learned).layer4[1], PostActMsaBlock)
 
 
 def test_the_pattern_on_a_post_activation_resnext():

@@ -3,7 +3,7 @@ import torch
 
 from vitclinic._core.errors import ModelError
 from vitclinic.models import check_fit, create_model
-from vitclinic.models.factory import fitted_patch
+from vitclinic.models.factory import fit_patch_size
 
 SMALL = {
     "vit_tiny_patch16_224": {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2},
@@ -55,7 +55,7 @@ def test_our_patch_gives_way_to_a_given_one():
 
 @pytest.mark.parametrize("side", range(1, 300))
 def test_the_fitted_patch_divides_every_image(side):
-    patch = fitted_patch(side)
+    patch = fit_patch_size(side)
     assert side % patch == 0
     assert side // patch >= min(side, 8)
 

@@ -3,7 +3,7 @@ import torch
 
 from vitclinic.models import create_model
 from vitclinic.tasks import Classification, Learner
-from vitclinic.training.optimizer import OptimizerConfig, build_optimizer, decayed_parameters
+from vitclinic.training.optimizer import OptimizerConfig, build_optimizer, weight_decay_parameters
 from vitclinic.treatments import Objective
 
 
@@ -14,7 +14,7 @@ def names(network, parameters):
 
 def test_biases_norms_and_tokens_are_not_decayed():
     network = create_model("vit_tiny_patch16_224", depth=1, reg_tokens=2)
-    decayed = names(network, decayed_parameters(network))
+    decayed = names(network, weight_decay_parameters(network))
     assert decayed == {
         "patch_embed.proj.weight",
         "blocks.0.attn.qkv.weight",
@@ -33,7 +33,7 @@ def test_agrees_with_timm_s_own_grouping(name):
     listed = getattr(network.backbone, "no_weight_decay", set)()
     groups = param_groups_weight_decay(network.backbone, 0.1, no_weight_decay_list=listed)
     theirs = names(network, next(g["params"] for g in groups if g["weight_decay"] > 0))
-    ours = names(network, decayed_parameters(network))
+    ours = names(network, weight_decay_parameters(network))
     assert ours <= theirs
     assert all("token" in name or "embed" in name or "relative_position" in name for name in theirs - ours)
 

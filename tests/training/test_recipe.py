@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.time import seconds
-from vitclinic.training import Recipe, build_recipe, shipped_recipes
+from vitclinic.training import Recipe, build_recipe, read_shipped_recipes
 from vitclinic.treatments import Treatment, parse_treatments
 
 
@@ -82,11 +82,11 @@ def test_nothing_is_constructed_from_yaml():
         build_recipe(None, ["seed=!!python/object/apply:os.getcwd []"])
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", read_shipped_recipes())
 def test_shipped_recipes_are_valid_and_tell_their_command_time_and_score(name):
     from vitclinic.cli.list import recipe_header
 
-    header = recipe_header(shipped_recipes()[name])
+    header = recipe_header(read_shipped_recipes()[name])
     assert header["command"].startswith(f"vitclinic train {name}")
     assert all(header.values())
     build_recipe(name)

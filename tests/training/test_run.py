@@ -71,7 +71,7 @@ def test_not_a_run(tmp_path):
 def test_two_processes_in_one_directory(tiny, tmp_path):
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom vitclinic.training import Run\n"
-        "with Run(Path(sys.argv[1])).locked():\n    print('held', flush=True)\n    time.sleep(60)\n"
+        "with Run(Path(sys.argv[1])).lock():\n    print('held', flush=True)\n    time.sleep(60)\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     try:

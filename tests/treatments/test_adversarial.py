@@ -16,14 +16,14 @@ from tests.treatments.passes import Counted, batch, grads, loss_and_gradient, ne
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.data import Batch
 from vitclinic.training import train
-from vitclinic.training.trainer import InputAscentStep, _one_rule
+from vitclinic.training.trainer import InputAscentStep, choose_step_rule
 from vitclinic.treatments import FastGradientSign, StepRule, Treatment, parse_treatments
 
 ATTACK = FastGradientSign(epsilon=0.1, step=0.125)
 
 
 def rule(*entries) -> StepRule:
-    return _one_rule(parse_treatments(entries))
+    return choose_step_rule(parse_treatments(entries))
 
 
 def image_gradient(network, part, images):
@@ -170,7 +170,7 @@ def test_what_does_not_go_together_is_a_sentence():
             return PlainStep()
 
     with pytest.raises(RecipeError, match="has no pass by which the images can climb"):
-        _one_rule([Other(), *parse_treatments(["adversarial"])])
+        choose_step_rule([Other(), *parse_treatments(["adversarial"])])
 
 
 def test_division_keeps_every_part_of_a_batch_together():

@@ -278,7 +278,7 @@ def explode_at(trainer, steps):
 def tensors(trainer):
     """Everything that a step may change, the loss scale aside."""
     optimizer, state = trainer.optimizer.state_dict()["state"], trainer.rule.state_dict()
-    found = [*trainer.network.state_dict().values(), *trainer.evaluated.state_dict().values()]
+    found = [*trainer.network.state_dict().values(), *trainer.evaluation_network.state_dict().values()]
     found += [value for entry in optimizer.values() for value in entry.values()]
     found += [torch.tensor(state.get("steps", 0)), *(state.get("direction") or [])]
     return [value.clone() for value in found]

@@ -225,7 +225,7 @@ def straight_and_resumed(rank: int, folder: str) -> dict[str, Tensor]:
         first.advance()
     checkpoints = Checkpoints(Path(folder) / "checkpoints")
     if rank == 0:
-        checkpoints.save(["last"], first.evaluated.state_dict(), first.state_dict())
+        checkpoints.save(["last"], first.evaluation_network.state_dict(), first.state_dict())
     dist.barrier()
     second = trainer()
     second.load_state_dict(*checkpoints.read("last"))

@@ -17,7 +17,7 @@ from tests.anatomy.networks import cut, shaken, tiny_vit
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, AttentionMap, record_attention
 from vitclinic.treatments import UniformHeadAttention, treat
-from vitclinic.treatments.uniform_heads import grown
+from vitclinic.treatments.uniform_heads import grow
 
 VARIANTS = ["replace", "adjust", "append"]
 
@@ -136,7 +136,7 @@ def test_what_is_new_starts_as_the_network_starts() -> None:
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 3))
 def test_what_is_grown_begins_with_the_old(shape: list[int], by: int) -> None:
     old = torch.randn(shape)
-    new = grown(old, [length + by for length in shape])
+    new = grow(old, [length + by for length in shape])
     assert list(new.shape) == [length + by for length in shape]
     assert torch.equal(new[tuple(slice(length) for length in shape)], old)
 

@@ -19,9 +19,9 @@ Rows = list[dict[str, Any]]
 
 def describe_recipes() -> Rows:
     """Return the shipped recipes with what their headers say: a description, then `key: value` lines."""
-    from vitclinic.training.overrides import shipped_recipes
+    from vitclinic.training.overrides import read_shipped_recipes
 
-    return [{"name": name, **recipe_header(text)} for name, text in shipped_recipes().items()]
+    return [{"name": name, **recipe_header(text)} for name, text in read_shipped_recipes().items()]
 
 
 def recipe_header(text: str) -> dict[str, str]:

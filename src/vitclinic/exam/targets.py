@@ -38,7 +38,7 @@ from vitclinic.probes.subject import check_ready
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import adapt_augmentation
-from vitclinic.training.optimizer import decayed_parameters
+from vitclinic.training.optimizer import weight_decay_parameters
 from vitclinic.training.overrides import parse_yaml
 
 RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
@@ -76,7 +76,7 @@ class Network:
             return None
         recipe = self.run.recipe
         augment, _ = adapt_augmentation(recipe.data.augment, recipe.treatments, self.network.backbone, self.run.spec)
-        decayed = {id(parameter) for parameter in decayed_parameters(self.network)}
+        decayed = {id(parameter) for parameter in weight_decay_parameters(self.network)}
         names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
         return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))
 

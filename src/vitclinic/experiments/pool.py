@@ -54,7 +54,7 @@ class Pool:
         if found is not None:
             return found
         path = self.path(recipe)
-        with Run(path).locked():  # before another look: until then, another process may have trained it
+        with Run(path).lock():  # before another look: until then, another process may have trained it
             return self.find(recipe) or self._train(recipe, path, callbacks)
 
     def _train(self, recipe: Recipe, path: Path, callbacks: Sequence[Callback]) -> Run:

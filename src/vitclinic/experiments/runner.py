@@ -172,7 +172,7 @@ def attempt(pool: Pool, recipe: Recipe, callbacks: Sequence[Callback], after: Af
 
 def _measure(run: Run, recipe: Recipe, after: After) -> Measured:
     """Measure a run under its lock: two at a time would do the work twice and write the same files."""
-    with run.locked():
+    with run.lock():
         return after(run, recipe.data)
 
 

@@ -1,7 +1,7 @@
 """Networks: one factory over timm, and what no library has."""
 
 from vitclinic.models import factory as _fitted  # noqa: F401  (registers its network with timm)
-from vitclinic.models.alternet import AlterNet, BuildUp, alternate, alternating
+from vitclinic.models.alternet import AlterNet, BuildUp, alternate, msa_pattern
 from vitclinic.models.factory import Normalized, check_fit, create_model
 from vitclinic.models.preact_resnet import PreActResNet
 
@@ -11,7 +11,7 @@ __all__ = [
     "Normalized",
     "PreActResNet",
     "alternate",
-    "alternating",
     "check_fit",
     "create_model",
+    "msa_pattern",
 ]

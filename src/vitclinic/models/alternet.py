@@ -12,7 +12,7 @@ from torch import nn
 
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy
-from vitclinic.models.msa_block import Activation, MsaBlock, MsaOptions, PostActMsaBlock, msa_in_place_of
+from vitclinic.models.msa_block import Activation, MsaBlock, MsaOptions, PostActMsaBlock, build_msa_block
 from vitclinic.models.preact_resnet import (
     PUBLISHED,
     PreActBasicBlock,
@@ -29,13 +29,13 @@ _MSAS: dict[str, tuple[int, ...]] = {"imagenet": (0, 1, 3, 2), "cifar": (0, 1, 1
 _WINDOW = {"imagenet": 7, "cifar": 4}
 
 
-def alternating(blocks: int, msas: int) -> list[bool]:
+def msa_pattern(blocks: int, msas: int) -> list[bool]:
     """Return which blocks of a stage are MSAs: counted from its end, MSA, Conv, MSA, Conv ... until there are `msas`.
 
     The first block of a stage subsamples and stays a Conv.
 
     Example:
-        >>> ["MSA" if msa else "Conv" for msa in alternating(6, 2)]
+        >>> ["MSA" if msa else "Conv" for msa in msa_pattern(6, 2)]
         ['Conv', 'Conv', 'Conv', 'MSA', 'Conv', 'MSA']
     """
     if not 0 <= msas <= blocks // 2:
@@ -76,10 +76,10 @@ class AlterNet(PreActResNet):
             "shared_bias": shared_bias,
             "msa_act": msa_act,
         }
-        for stage, pattern in enumerate(map(alternating, layers, msas)):
+        for stage, pattern in enumerate(map(msa_pattern, layers, msas)):
             blocks = self.stage(stage)
             for index in (index for index, is_msa in enumerate(pattern) if is_msa):
-                blocks[index] = msa_in_place_of(blocks[index], MsaBlock, heads[stage], **options)
+                blocks[index] = build_msa_block(blocks[index], MsaBlock, heads[stage], **options)
 
 
 default_cfgs = generate_default_cfgs({f"alternet{depth}.untrained": PUBLISHED for depth in (18, 34, 50, 101)})
@@ -134,7 +134,7 @@ class BuildUp:
     MSAs of late stages have more heads and so a larger hidden width (heads x head_width).
 
     Works on timm's and torchvision's ResNet and ResNeXt and on pre-activation ResNets, with or without a wrapper.
-    `applied_to(network)` is a copy that differs in the accepted and the proposed blocks only, and every step of the
+    `apply_to(network)` is a copy that differs in the accepted and the proposed blocks only, and every step of the
     rule is plain data: `state_dict()`, `load_state_dict()`.
 
     Example:
@@ -144,7 +144,7 @@ class BuildUp:
         >>> network = timm.create_model("resnet18", layers=(2, 2, 2, 4))
         >>> rule, best = BuildUp(network, window=4), score(network)
         >>> while rule.proposal is not None:
-        ...     candidate = rule.applied_to(network)
+        ...     candidate = rule.apply_to(network)
         ...     accuracy = score(candidate)
         ...     if accuracy > best:
         ...         best = accuracy
@@ -153,7 +153,7 @@ class BuildUp:
         ...         rule.reject()
         >>> rule.accepted
         ['layer4.3', 'layer4.1']
-        >>> network = rule.applied_to(network)
+        >>> network = rule.apply_to(network)
     """
 
     def __init__(self, network: nn.Module, heads: Sequence[int] = HEADS, **options: Unpack[MsaOptions]) -> None:
@@ -180,14 +180,14 @@ class BuildUp:
         """Leave the Conv, since the proposed MSA block did not improve the network, and go to the stage before."""
         self._propose(self._place(self._pending())[0] - 1)
 
-    def applied_to(self, network: Network) -> Network:
+    def apply_to(self, network: Network) -> Network:
         """Return a copy of `network` in which the accepted blocks and the proposed one are MSA blocks.
 
         Blocks that are already keep their weights, as do all others.
         """
         names = [*self.accepted, *([] if self.proposal is None else [self.proposal])]
         heads = {name: self._heads[self._place(name)[0]] for name in names}
-        return _with_msas(copy.deepcopy(network), heads, self._options)
+        return _insert_msas(copy.deepcopy(network), heads, self._options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the rule stands, as plain data."""
@@ -232,11 +232,11 @@ def alternate(
     chosen: dict[str, int] = {}
     for blocks, count, of_stage in zip(stages, msas, heads, strict=True):
         try:
-            pattern = alternating(len(blocks), count)
+            pattern = msa_pattern(len(blocks), count)
         except ValueError as error:
             raise ModelError(f"This pattern does not fit: {error}") from error
         chosen |= {name: of_stage for name, is_msa in zip(blocks, pattern, strict=True) if is_msa}
-    return _with_msas(copy.deepcopy(network), chosen, options)
+    return _insert_msas(copy.deepcopy(network), chosen, options)
 
 
 def _stages(network: nn.Module) -> list[list[str]]:
@@ -246,13 +246,13 @@ def _stages(network: nn.Module) -> list[list[str]]:
     return [[block.name for block in blocks] for _, blocks in groupby(anatomy.blocks, lambda block: block.stage)]
 
 
-def _with_msas(network: Network, heads: dict[str, int], options: MsaOptions) -> Network:
+def _insert_msas(network: Network, heads: dict[str, int], options: MsaOptions) -> Network:
     """`network`, with the blocks named in `heads` replaced, if they are Convs, by MSA blocks with so many heads."""
     anatomy = Anatomy.of(network)
     for block in anatomy.blocks:
         if block.name in heads and block.unit("msa") is None:
             replaced = anatomy.network.get_submodule(block.name)
-            msa = msa_in_place_of(replaced, _arrangement(anatomy), heads[block.name], **options)
+            msa = build_msa_block(replaced, _arrangement(anatomy), heads[block.name], **options)
             anatomy.network.set_submodule(block.name, msa)
     return network
 

@@ -42,11 +42,11 @@ class Normalized(nn.Module):
 _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
-def fitted_patch(side: int) -> int:
+def fit_patch_size(side: int) -> int:
     """Return the largest patch, up to 16, that divides an image of `side` pixels into at least 8 x 8 patches.
 
     Example:
-        >>> [fitted_patch(side) for side in (8, 28, 32, 64, 96, 224)]
+        >>> [fit_patch_size(side) for side in (8, 28, 32, 64, 96, 224)]
         [1, 2, 4, 8, 12, 16]
     """
     return next(patch for patch in range(min(16, max(1, side // 8)), 0, -1) if side % patch == 0)
@@ -59,7 +59,7 @@ def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
         keywords.pop(name, None)
     size = keywords.setdefault("img_size", 224)
     side = size if isinstance(size, int) else min(size)
-    defaults = {"patch_size": fitted_patch(side), "embed_dim": 192, "depth": 12, "num_heads": 3}
+    defaults = {"patch_size": fit_patch_size(side), "embed_dim": 192, "depth": 12, "num_heads": 3}
     return VisionTransformer(**{**defaults, **keywords})
 
 

@@ -63,17 +63,17 @@ class WindowAttention(nn.Module):
         batch, *grid = x_bhwc.shape[:3]
         window = (min(self.window, grid[0]), min(self.window, grid[1]))
         pad = (-grid[0] % window[0], -grid[1] % window[1])
-        x_gnc = _cut(F.pad(x_bhwc, (0, 0, 0, pad[1], 0, pad[0])), window)
+        x_gnc = _cut_windows(F.pad(x_bhwc, (0, 0, 0, pad[1], 0, pad[0])), window)
         q_gtnd, k_gtnd, v_gtnd = self.qkv(x_gnc).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         added = self._bias(window)
         if any(pad):
             seen_hw = torch.ones(grid, device=x_bhwc.device).bool()
-            seen_wn = _cut(F.pad(seen_hw, (0, pad[1], 0, pad[0]))[None, :, :, None], window)[..., 0]
+            seen_wn = _cut_windows(F.pad(seen_hw, (0, pad[1], 0, pad[0]))[None, :, :, None], window)[..., 0]
             added = added.masked_fill(~seen_wn[:, None, None, :], -torch.inf).repeat(batch, 1, 1, 1)
         mixed_gtnd = F.scaled_dot_product_attention(q_gtnd, k_gtnd, v_gtnd, attn_mask=added.to(q_gtnd.dtype))
         x_gnc = self.proj(mixed_gtnd.transpose(1, 2).flatten(2))
         padded = (grid[0] + pad[0], grid[1] + pad[1])
-        return _joined(x_gnc, padded, window)[:, : grid[0], : grid[1]]
+        return _join_windows(x_gnc, padded, window)[:, : grid[0], : grid[1]]
 
     def _bias(self, window: Size) -> Tensor:
         """The bias of each (query, key) of a window, [1, T or 1, N, N]."""
@@ -83,15 +83,15 @@ class WindowAttention(nn.Module):
         return bias_thwhw.flatten(3, 4).flatten(1, 2)[None]
 
 
-def _cut(x_bhwc: Tensor, window: Size) -> Tensor:
+def _cut_windows(x_bhwc: Tensor, window: Size) -> Tensor:
     """[B, H, W, C] as windows [G, N, C], the windows of an image one after the other, row by row."""
     batch, height, width, channels = x_bhwc.shape
     x_brhkwc = x_bhwc.reshape(batch, height // window[0], window[0], width // window[1], window[1], channels)
     return x_brhkwc.transpose(2, 3).reshape(-1, window[0] * window[1], channels)
 
 
-def _joined(x_gnc: Tensor, grid: Size, window: Size) -> Tensor:
-    """The inverse of `_cut`."""
+def _join_windows(x_gnc: Tensor, grid: Size, window: Size) -> Tensor:
+    """The inverse of `_cut_windows`."""
     x_brkhwc = x_gnc.reshape(-1, grid[0] // window[0], grid[1] // window[1], *window, x_gnc.shape[-1])
     return x_brkhwc.transpose(2, 3).reshape(-1, *grid, x_gnc.shape[-1])
 
@@ -164,7 +164,7 @@ class PostActMsaBlock(nn.Module):
         return out
 
 
-def msa_in_place_of(
+def build_msa_block(
     block: Any, arrangement: type[MsaBlock] | type[PostActMsaBlock], heads: int, **options: Unpack[MsaOptions]
 ) -> MsaBlock | PostActMsaBlock:
     """Return a new MSA block with the channels, the bottleneck's width and the stochastic depth of a block of a ResNet.

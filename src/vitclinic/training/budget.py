@@ -94,7 +94,7 @@ def measure_costs(
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:
     """Seconds an image, without gradients."""
     batch = next(evaluation_batches(dataset, "train", trainer.recipe.batch_size)).to(trainer.device, trainer.dtype)
-    network = trainer.evaluated.eval()
+    network = trainer.evaluation_network.eval()
     with torch.no_grad():
         network(batch.images)
         started = time.perf_counter()

@@ -100,7 +100,7 @@ class TrajectoryRecorder(Callback):
     def _keep(self, trainer: Trainer) -> None:
         if trainer.step in self.rows:
             return
-        row = projection(trainer.evaluated.named_parameters(), self.size, trainer.recipe.seed)
+        row = projection(trainer.evaluation_network.named_parameters(), self.size, trainer.recipe.seed)
         self.rows[trainer.step] = (trainer.step / trainer.steps_per_epoch, row)
         buffer = io.BytesIO()
         epochs, rows = zip(*self.rows.values(), strict=True)

@@ -40,11 +40,11 @@ class Checkpoints:
                 staging = self._staging(name)
                 try:
                     _write(staging, model, state)
-                    publish(staging, self.folder / name, self._retired(name))
+                    publish(staging, self.folder / name, self._backup_path(name))
                 finally:
                     shutil.rmtree(staging, ignore_errors=True)
                 if name != "last":
-                    shutil.rmtree(self._retired(name), ignore_errors=True)
+                    shutil.rmtree(self._backup_path(name), ignore_errors=True)
 
     def newest_whole(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return model and state to resume from: `last`, or `previous` (with a message) if `last` is damaged.
@@ -110,9 +110,9 @@ class Checkpoints:
             known = ", ".join(self.names()) or "none"
             raise RunError(f"'{self.folder.parent}' has no checkpoint '{name}'; it has {known}.")
         # While it is being replaced, or after a kill in between, the one before it is there under another name.
-        return self.folder / name if (self.folder / name).exists() else self._retired(name)
+        return self.folder / name if (self.folder / name).exists() else self._backup_path(name)
 
-    def _retired(self, name: str) -> Path:
+    def _backup_path(self, name: str) -> Path:
         return self.folder / ("previous" if name == "last" else f".{name}.old")
 
     def _staging(self, name: str) -> Path:

@@ -42,7 +42,7 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         )
         # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
         # process looks for it and makes it, since the others would find it made.
-        path = Path(distributed.leader_only(lambda: str(_checked_path(recipe, run, dataset))))
+        path = Path(distributed.leader_only(lambda: str(_choose_path(recipe, run, dataset))))
         if recipe.logging.tensorboard and distributed.is_leader:
             callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
         if recipe.logging.trajectory is not None and distributed.is_leader:
@@ -54,7 +54,7 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         return _fit(Run(path), trainer, CallbackList(callbacks))
 
 
-def _checked_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
+def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
     """The directory to work in: the run's own, or a new one (never one that already holds a run)."""
     if run is None:
         return _new_path(recipe, dataset)
@@ -65,7 +65,7 @@ def _checked_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
 
 def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> None:
     """Lock the directory for as long as `stack` is open, and make it a run where it is new."""
-    stack.enter_context(Run(path).locked())
+    stack.enter_context(Run(path).lock())
     if run is None:
         Run.create(path, recipe, dataset)
 

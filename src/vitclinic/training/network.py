@@ -39,7 +39,7 @@ def adapt_augmentation(
     for treatment in treatments:
         changed = treatment.augmentation(augment, network, spec)
         parts = [
-            f"{name} is {_said(getattr(changed, name))} instead of {_said(value)}"
+            f"{name} is {_describe(getattr(changed, name))} instead of {_describe(value)}"
             for name, value in augment
             if value != getattr(changed, name)
         ]
@@ -49,7 +49,7 @@ def adapt_augmentation(
     return augment, notices
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A part of the augmentation, as a notice says it."""
     if value is None:
         return "off"

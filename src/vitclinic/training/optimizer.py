@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(steps?|epochs?|%)?")
 
 
-def _checked(value: str | int | float) -> str | int | float:
+def _check_duration(value: str | int | float) -> str | int | float:
     match = _PATTERN.fullmatch(str(value).strip())
     if match is None:
         raise ValueError("write a number of epochs, or such as '500 steps' or '5%'")
     return value
 
 
-Duration = Annotated[str | int | float, AfterValidator(_checked)]
+Duration = Annotated[str | int | float, AfterValidator(_check_duration)]
 """A stretch of training: `5` (epochs), `"5 epochs"`, `"500 steps"` or `"5%"` of the run."""
 
 
@@ -112,13 +112,13 @@ def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) 
     """
     from timm.optim import param_groups_weight_decay
 
-    exempt = {id(p) for p in network.backbone.parameters()} - {id(p) for p in decayed_parameters(network)}
+    exempt = {id(p) for p in network.backbone.parameters()} - {id(p) for p in weight_decay_parameters(network)}
     names = [name for name, parameter in task.named_parameters() if id(parameter) in exempt]
     groups = param_groups_weight_decay(task, 1.0, no_weight_decay_list=names)
     return [{**group, "weight_decay": weight_decay * group["weight_decay"]} for group in reversed(groups)]
 
 
-def decayed_parameters(network: Normalized) -> list[nn.Parameter]:
+def weight_decay_parameters(network: Normalized) -> list[nn.Parameter]:
     """Return the parameters of a network that weight decay acts on: matrices and kernels that are not tokens.
 
     What a network lists in `no_weight_decay()`, as timm's do, is left alone, and so is every parameter whose

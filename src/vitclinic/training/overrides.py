@@ -16,7 +16,7 @@ from vitclinic.training.recipe import LENGTHS, Recipe
 from vitclinic.treatments import Treatments
 
 
-def shipped_recipes() -> dict[str, str]:
+def read_shipped_recipes() -> dict[str, str]:
     """Return the recipes that come with the package: their texts by name."""
     folder = resources.files("vitclinic") / "recipes"
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
@@ -160,7 +160,7 @@ def merge(config: type[Config], lower: dict[str, Any], upper: Mapping[str, Any])
 def _read(base: str | Path | None) -> dict[str, Any]:
     if base is None:
         return {}
-    shipped = shipped_recipes()
+    shipped = read_shipped_recipes()
     if str(base) in shipped:
         text = shipped[str(base)]
     elif Path(base).is_file():

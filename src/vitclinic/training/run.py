@@ -137,7 +137,7 @@ class Run:
             raise RunError(f"'{self.path}' is not empty; choose another out=.")
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Hold the directory for this process; a second one gets a sentence instead."""
         with write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)

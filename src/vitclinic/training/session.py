@@ -40,17 +40,17 @@ class Session:
             names = ["last"] if self._due(trainer.recipe.checkpoint.every) else []
             validates = len(trainer.dataset.val) > 0 and self._due(trainer.recipe.validation.every)
             row = trainer.advance()
-            reason = trainer.diverged(row)
+            reason = trainer.find_divergence(row)
             if reason or validates or names or trainer.step % trainer.recipe.logging.every == 0:
                 self._record(row)
             if reason:
-                return self._diverged(reason)
+                return self._end_diverged(reason)
             self.callback.on_step(trainer)
             if validates:
                 score = self._score("val")
-                if reason := trainer.diverged(score):
-                    return self._diverged(reason)
-                names += self._improved(score)
+                if reason := trainer.find_divergence(score):
+                    return self._end_diverged(reason)
+                names += self._update_best(score)
             names += self._epochs_done(epochs_before)
             stopping = self._signal()
             self._save([*names, "last"] if stopping else names)
@@ -59,7 +59,7 @@ class Session:
                 return self._end("interrupted", step=trainer.step, reason=reason, signal=stopping)
         return self._end("finished", step=trainer.step, results=self._results())
 
-    def _diverged(self, reason: str) -> str:
+    def _end_diverged(self, reason: str) -> str:
         """End; a checkpoint of the very weights whose loss went wrong gives way to the one before it."""
         if self.distributed.is_leader:
             self.run.checkpoints.withdraw_last(from_step=self.trainer.step - 1)
@@ -89,7 +89,7 @@ class Session:
         mine = int(self.interrupt.signal or 0)
         return max(self.distributed.gather(lambda: mine)) if self.distributed.any(mine > 0) else 0
 
-    def _improved(self, score: Row) -> list[str]:
+    def _update_best(self, score: Row) -> list[str]:
         """The checkpoint to write if this validation score is the best so far."""
         if not self.trainer.task.improves(score, self.best):
             return []
@@ -99,9 +99,9 @@ class Session:
     def _score(self, split: str) -> Row:
         started = time.perf_counter()
         trainer = self.trainer
-        self.distributed.share_buffers(trainer.evaluated)
+        self.distributed.share_buffers(trainer.evaluation_network)
         task = trainer.task
-        score = task.evaluate(trainer.evaluated, trainer.dataset, split, self.distributed)
+        score = task.evaluate(trainer.evaluation_network, trainer.dataset, split, self.distributed)
         rate = score["count"] / (time.perf_counter() - started)
         row = {
             "kind": split,
@@ -121,7 +121,7 @@ class Session:
         rows: dict[str, Row] = {}
         if self.best is not None:
             self.distributed.wait()
-            self.trainer.evaluated.load_state_dict(self.run.checkpoints.read_model("best"))
+            self.trainer.evaluation_network.load_state_dict(self.run.checkpoints.read_model("best"))
             rows["val"] = self.best
         if self.trainer.recipe.test and len(self.trainer.dataset.test):
             rows["test"] = {**self._score("test"), "step": rows.get("val", {}).get("step", self.trainer.step)}
@@ -140,7 +140,7 @@ class Session:
         state = {**self.trainer.state_dict(), "best": self.best}
         # `last` comes last: a kill in between repeats the step that leads to the others.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
-        self.run.checkpoints.save(ordered, self.trainer.evaluated.state_dict(), state)
+        self.run.checkpoints.save(ordered, self.trainer.evaluation_network.state_dict(), state)
         self.run.write_status("running", step=self.trainer.step)
 
     def _epochs_done(self, before: int) -> list[str]:

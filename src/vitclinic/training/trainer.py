@@ -112,9 +112,9 @@ class InputAscentStep(PlainStep):
         self.inputs = inputs
 
     def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
-        return super().__call__([self._climbed(batch, losses_and_gradients) for batch in batches], losses_and_gradients)
+        return super().__call__([self._climb(batch, losses_and_gradients) for batch in batches], losses_and_gradients)
 
-    def _climbed(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
+    def _climb(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
         started = self.inputs.start(batch)
         with keep_buffers(losses_and_gradients.module), freeze(losses_and_gradients.module):
             losses_and_gradients(started, sync=False)
@@ -156,7 +156,7 @@ class Trainer:
             torch.manual_seed(torch_seed("objectives", recipe.seed))
             for treatment in treatments:
                 objectives.update(treatment.objectives(network.backbone, spec))
-        self.rule = _one_rule(treatments)
+        self.rule = choose_step_rule(treatments)
         transforms = (t.batch_transform(network.backbone, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
         augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.backbone, spec)
@@ -182,7 +182,7 @@ class Trainer:
         self._batches: Iterator[Batch] | None = None
 
     @property
-    def evaluated(self) -> nn.Module:
+    def evaluation_network(self) -> nn.Module:
         """The network to evaluate and export: with averaged weights where there are any."""
         return self.network if self.ema is None else self.ema.module
 
@@ -200,7 +200,7 @@ class Trainer:
         if self._batches is None:
             self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
         started = time.perf_counter()
-        batches = [self._prepared(next(self._batches)) for _ in range(self.recipe.accumulate)]
+        batches = [self._prepare(next(self._batches)) for _ in range(self.recipe.accumulate)]
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
         losses = self.rule(batches, self.passes)
@@ -225,7 +225,7 @@ class Trainer:
         """Let the reading processes go; a later `advance` starts new ones."""
         self._batches = None
 
-    def diverged(self, row: Row) -> str | None:
+    def find_divergence(self, row: Row) -> str | None:
         """Return why a row of metrics shows a divergence, or None."""
         if not math.isfinite(row["loss"]):
             return f"the {row['kind']} loss became {row['loss']} at step {row['step']}"
@@ -254,7 +254,7 @@ class Trainer:
 
     def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Go on from a checkpoint: its exported network, and what `state_dict` returned."""
-        self.evaluated.load_state_dict(model)
+        self.evaluation_network.load_state_dict(model)
         if self.ema is not None:
             self.network.load_state_dict(state["raw_network"])
         self.learner.objectives.load_state_dict(state["objectives"])
@@ -271,7 +271,7 @@ class Trainer:
                 start = step * self.recipe.batch_size + part * self.micro_batch
                 yield range(start, start + self.micro_batch)
 
-    def _prepared(self, batch: Batch) -> Batch:
+    def _prepare(self, batch: Batch) -> Batch:
         batch = self.task.read(batch.to(self.device, self.dtype))
         for transform in self.transforms:
             batch = transform(batch)
@@ -309,7 +309,7 @@ def _micro_batch(recipe: Recipe, distributed: Distributed) -> int:
     return recipe.batch_size // parts
 
 
-def _one_rule(treatments: Sequence[Treatment]) -> StepRule:
+def choose_step_rule(treatments: Sequence[Treatment]) -> StepRule:
     """The step rule of a run; an input ascent takes part in its first pass, and has a rule of its own without one."""
     rules = [rule for t in treatments if (rule := t.step_rule()) is not None]
     ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]

@@ -12,16 +12,16 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
+from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, mean_over_tokens, place
 from vitclinic.treatments.treatment import Treatment, register
 
 
 def broadcast_context(x_bnd: Tensor, scale_d: Tensor | None = None) -> Tensor:
     """Return CB of the tokens, (x_i + mean_j x_j) / 2; with a scale CB_S, x_i + Lambda * mean_j x_j."""
     if scale_d is None:
-        return (x_bnd + over_tokens(x_bnd)).mul_(0.5)  # in place on the sum, which nobody else has
+        return (x_bnd + mean_over_tokens(x_bnd)).mul_(0.5)  # in place on the sum, which nobody else has
     # Under autocast the scale is wider than the tokens, which must keep their type.
-    return x_bnd + (scale_d * over_tokens(x_bnd)).to(x_bnd.dtype)
+    return x_bnd + (scale_d * mean_over_tokens(x_bnd)).to(x_bnd.dtype)
 
 
 class ContextBroadcasting(nn.Module):
@@ -71,7 +71,7 @@ class ContextBroadcastingTreatment(Treatment):
     initial_scale: float = Field(0.0, description="the value at which the scales of CB_S start")
 
     @model_validator(mode="after")
-    def _used(self) -> ContextBroadcastingTreatment:
+    def _check_unused_options(self) -> ContextBroadcastingTreatment:
         if self.initial_scale != 0 and not self.scaled:
             raise ValueError("initial_scale is where the scales of CB_S start: give scaled: true, too")
         return self

@@ -86,13 +86,13 @@ class ExtraBlock(Treatment):
                     " list extra_block before the treatments of attention."
                 )
             check_untouched(self.name, last.attn, f"{name}.msa", act="copy")
-            module: nn.Module = _fresh(last.attn)
+            module: nn.Module = _copy_initialized(last.attn)
         else:
-            module = _mlp_like(last)
-        norm = _fresh(last.norm1)
+            module = _build_mlp(last)
+        norm = _copy_initialized(last.norm1)
         if post_norm and last.init_values is not None:  # timm's layer scale of such blocks
             nn.init.constant_(norm.weight, last.init_values)
-        scale = nn.Identity() if post_norm else _fresh(last.ls1)
+        scale = nn.Identity() if post_norm else _copy_initialized(last.ls1)
         block = (MsaBlock if self.kind == "msa" else MlpBlock)(
             module, norm, scale, copy.deepcopy(last.drop_path1), post_norm
         )
@@ -100,7 +100,7 @@ class ExtraBlock(Treatment):
         return network
 
 
-def _mlp_like(block: Any) -> nn.Module:
+def _build_mlp(block: Any) -> nn.Module:
     """An MLP of ratio 2 with the activation, dropout and precision of a block's own, where that has them."""
     like: Tensor = block.norm1.weight
     mlp: nn.Module = Mlp(
@@ -113,10 +113,10 @@ def _mlp_like(block: Any) -> nn.Module:
     )
     if isinstance(getattr(block.mlp, "act", None), nn.Module):
         mlp.act = copy.deepcopy(block.mlp.act)
-    return _fresh(mlp)
+    return _copy_initialized(mlp)
 
 
-def _fresh(module: M) -> M:
+def _copy_initialized(module: M) -> M:
     """A copy at timm's initial values for ViTs: matrices from a normal of 0.02 cut at 2, biases zero."""
     module = copy.deepcopy(module)
     for part in module.modules():

@@ -92,7 +92,7 @@ class FFNVariant(Treatment):
             replaced: dict[nn.Module, nn.Module] = {_norm(unit): nn.Identity() for unit in units}
         else:
             self._check_activations(network, units)
-            replaced = {old: new for unit in units for old, new in self._rewritten(unit).items()}
+            replaced = {old: new for unit in units for old, new in self._rewrite(unit).items()}
         paths = {anatomy.path(old): new for old, new in replaced.items()}
         for path, new in paths.items():
             network.set_submodule(path, new)
@@ -110,7 +110,7 @@ class FFNVariant(Treatment):
                 " undo."
             )
 
-    def _rewritten(self, unit: Unit) -> dict[nn.Module, nn.Module]:
+    def _rewrite(self, unit: Unit) -> dict[nn.Module, nn.Module]:
         mlp = _parts(unit)
         if self.variant == "relu":
             return {mlp.act: nn.ReLU()}

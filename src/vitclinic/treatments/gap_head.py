@@ -35,9 +35,9 @@ class GapHead(Treatment):
                 f"gap_head replaces a class token or a pooling by mean or maximum; this head is {found}."
             )
         if isinstance(vit, VisionTransformerDistilled):
-            _without_distillation(vit)
+            _remove_distillation(vit)
         if vit.cls_token is not None:
-            _without_token(vit, "cls_token", entry=0)
+            _remove_token(vit, "cls_token", entry=0)
             vit.has_class_token = False
         vit.global_pool = "avg"
         vit.pool_include_prefix = False
@@ -47,15 +47,15 @@ class GapHead(Treatment):
         return network
 
 
-def _without_distillation(vit: Any) -> None:
+def _remove_distillation(vit: Any) -> None:
     """A distilled DeiT as the plain ViT that it derives from: two tokens and two heads become one of each."""
-    _without_token(vit, "dist_token", entry=1)
+    _remove_token(vit, "dist_token", entry=1)
     del vit.dist_token, vit.head_dist, vit.distilled_training
     # What the subclass overrides is the handling of its second token and second head, both gone.
     vit.__class__ = VisionTransformer
 
 
-def _without_token(vit: Any, name: str, entry: int) -> None:
+def _remove_token(vit: Any, name: str, entry: int) -> None:
     """Take a prefix token out, with its entry in the position embedding."""
     setattr(vit, name, None)
     vit.num_prefix_tokens -= 1

@@ -15,7 +15,7 @@ from vitclinic.treatments.treatment import Treatment, register
 from vitclinic.treatments.variant_attention import Neighbourhood, attention_units, variant_of
 
 
-def _odd_or_global(kernel: Any) -> Any:
+def _check_kernel(kernel: Any) -> Any:
     """A kernel has a middle. One sentence before the types are checked, which would answer for each of them."""
     if kernel != "global" and not (type(kernel) is int and kernel >= 1 and kernel % 2 == 1):
         raise ValueError("takes an odd number, or global")
@@ -32,7 +32,7 @@ class LocalAttention(Treatment):
     costs: ClassVar[str] = "no parameters; about as much time as global attention on small grids, less on large ones"
     families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
 
-    kernel: Annotated[int | Literal["global"], BeforeValidator(_odd_or_global)] = Field(
+    kernel: Annotated[int | Literal["global"], BeforeValidator(_check_kernel)] = Field(
         3, description="side of the neighbourhood, odd; `global` (the paper's 8 x 8 on a grid of 8 x 8): everything"
     )
 

@@ -118,7 +118,7 @@ class PatchDiversityTreatment(Treatment):
     )
 
     @model_validator(mode="after")
-    def _used(self) -> PatchDiversityTreatment:
+    def _check_unused_options(self) -> PatchDiversityTreatment:
         if self.cosine == self.contrastive == self.mixing == 0:
             raise ValueError("the weights of all three losses are 0: give one, or leave the treatment out")
         if self.normalise and self.contrastive == 0:

@@ -33,9 +33,9 @@ def cosine_loss(h_bnd: Tensor) -> Tensor:
     >>> round(cosine_loss(patches).item(), 4)  # one of the three pairs is parallel
     0.3333
     """
-    count = _several(h_bnd)
+    count = _count_patches(h_bnd)
     with torch.autocast(h_bnd.device.type, enabled=False):
-        unit_bnd = F.normalize(_precise(h_bnd), dim=-1)
+        unit_bnd = F.normalize(_upcast(h_bnd), dim=-1)
         gram_bnn = unit_bnd @ unit_bnd.mT
         # What is left out is a constant, 1 for a patch with itself, not a part of the gradient.
         alike_b = gram_bnn.abs().sum(dim=(1, 2)) - gram_bnn.detach().diagonal(dim1=1, dim2=2).sum(dim=1)
@@ -57,9 +57,9 @@ def contrastive_loss(first_bnd: Tensor, last_bnd: Tensor, normalise: bool = Fals
     >>> round(contrastive_loss(first, torch.ones(1, 2, 2)).item(), 4)  # all are the same: log 2
     0.6931
     """
-    count = _several(last_bnd)
+    count = _count_patches(last_bnd)
     with torch.autocast(last_bnd.device.type, enabled=False):
-        first_bnd, last_bnd = _precise(first_bnd.detach()), _precise(last_bnd)
+        first_bnd, last_bnd = _upcast(first_bnd.detach()), _upcast(last_bnd)
         if normalise:
             first_bnd, last_bnd = F.normalize(first_bnd, dim=-1), F.normalize(last_bnd, dim=-1)
         # mean_{j != i} h_j - h_i = n / (n - 1) (mean_j h_j - h_i), without a sum for every i
@@ -82,18 +82,18 @@ def mixing_loss(logits_bnk: Tensor, targets_bnk: Tensor) -> Tensor:
             f"The patches' predictions are {tuple(logits_bnk.shape)} (images, patches, classes) and their targets"
             f" {tuple(targets_bnk.shape)}: CutMix's cells must be the network's patches."
         )
-    logits_bnk = _precise(logits_bnk)
+    logits_bnk = _upcast(logits_bnk)
     return F.cross_entropy(logits_bnk.flatten(0, 1), targets_bnk.flatten(0, 1).to(logits_bnk.dtype))
 
 
-def _several(h_bnd: Tensor) -> int:
+def _count_patches(h_bnd: Tensor) -> int:
     """The number of patches of an image, of which there must be more than one."""
     if h_bnd.shape[1] < 2:
         raise TreatmentError("The diversity of an image's patches needs two of them at least; this image has one.")
     return h_bnd.shape[1]
 
 
-def _precise(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 

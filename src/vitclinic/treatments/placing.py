@@ -24,7 +24,7 @@ Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]
 or after the MLP and after the attention."""
 
 
-def _layers(value: Any) -> Any:
+def _check_layers(value: Any) -> Any:
     """Before the types are checked, which would answer for each of them: one sentence for all."""
     numbers = value if isinstance(value, list) else []
     listed = numbers and all(type(number) is int for number in numbers) and len(set(numbers)) == len(numbers)
@@ -33,7 +33,7 @@ def _layers(value: Any) -> Any:
     return value
 
 
-Layers = Annotated[Literal["upper", "all"] | list[int], BeforeValidator(_layers)]
+Layers = Annotated[Literal["upper", "all"] | list[int], BeforeValidator(_check_layers)]
 """The upper half of the blocks, all, or these, counted from 0 over the whole network."""
 
 POSITION = "where: mlp_end, mlp_mid (after the activation), mlp_front, msa_end, or both (mlp_end and msa_end)"
@@ -58,7 +58,7 @@ def place(network: nn.Module, name: str, position: Position, layers: Layers, mak
         _insert(site, name, make(width).to(like))
 
 
-def chosen_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Block]:
+def select_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Block]:
     """Return the blocks that `layers` means. Of an odd number the middle one belongs to the upper half."""
     if layers == "all":
         return list(blocks)
@@ -76,7 +76,7 @@ def _ends(blocks: Sequence[Block], position: Position, layers: Layers, name: str
 
     Of the upper half and of all blocks, those that have no such end (an `extra_block`) are passed over.
     """
-    chosen = chosen_blocks(blocks, layers, name)
+    chosen = select_blocks(blocks, layers, name)
     positions: list[Position] = ["msa_end", "mlp_end"] if position == "both" else [position]
     for each in positions:
         without = [block for block in chosen if _unit(block, each) is None]
@@ -109,7 +109,7 @@ def _end(block: Block, unit: Unit, position: Position, name: str) -> Site:
     if position == "mlp_mid":
         return into(_second_layer(unit, name), unit.output.layout)
     front = position == "mlp_front"
-    module = _called(unit.module, 0 if front else -1)
+    module = _unwrap_sequential(unit.module, 0 if front else -1)
     return (into if front else out_of)(module, unit.output.layout)
 
 
@@ -122,7 +122,7 @@ def _second_layer(mlp: Unit, name: str) -> nn.Module:
     return linears[-1]
 
 
-def _called(module: nn.Module, which: int) -> nn.Module:
+def _unwrap_sequential(module: nn.Module, which: int) -> nn.Module:
     """The module itself, or in a Sequential, which would run a new child as one more layer, its first or last."""
     while isinstance(module, nn.Sequential):
         module = module[which]
@@ -177,6 +177,6 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
     return [module, *(inner for child in children for inner in own_modules(child))]
 
 
-def over_tokens(x_bnd: Tensor) -> Tensor:
+def mean_over_tokens(x_bnd: Tensor) -> Tensor:
     """Return the mean over all tokens, prefix ones included: [B, N, D] or [B, H, W, D] to [B, 1, D] or [B, 1, 1, D]."""
     return x_bnd.mean(dim=tuple(range(1, x_bnd.ndim - 1)), keepdim=True)

@@ -60,7 +60,7 @@ class SharpnessAware(Treatment):
         return self
 
     @model_validator(mode="after")
-    def _used(self) -> SharpnessAware:
+    def _check_unused_options(self) -> SharpnessAware:
         fields = SharpnessAware.model_fields
         if self.eta != fields["eta"].default and not self.adaptive:
             raise ValueError("'eta' is ASAM's: give 'adaptive: true', too")

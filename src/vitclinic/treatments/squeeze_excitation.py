@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, over_tokens, place
+from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, mean_over_tokens, place
 from vitclinic.treatments.treatment import Treatment, register
 
 
 def squeeze_and_excite(x_bnd: Tensor, squeeze_rd: Tensor, excite_dr: Tensor) -> Tensor:
     """Return the tokens gated by the mean over all tokens: x_i * sigmoid(W2 relu(W1 mean_j x_j))."""
-    squeezed = torch.relu(F.linear(over_tokens(x_bnd), squeeze_rd))
+    squeezed = torch.relu(F.linear(mean_over_tokens(x_bnd), squeeze_rd))
     return x_bnd * torch.sigmoid(F.linear(squeezed, excite_dr))
 
 

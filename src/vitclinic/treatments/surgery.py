@@ -59,7 +59,7 @@ def treat(
             sentence = str(error).removesuffix(".")
             raise TreatmentError(f"{sentence}; applied to the network before it: {', '.join(applied)}.") from error
         raise
-    return treated if core is network else _replaced(network, core, treated)
+    return treated if core is network else _replace_core(network, core, treated)
 
 
 def operate(network: nn.Module, treatments: Sequence[Treatment], spec: ImageSpec) -> nn.Module:
@@ -125,7 +125,7 @@ def _core(network: nn.Module) -> nn.Module:
         return network
 
 
-def _replaced(wrapper: nn.Module, core: nn.Module, treated: nn.Module) -> nn.Module:
+def _replace_core(wrapper: nn.Module, core: nn.Module, treated: nn.Module) -> nn.Module:
     if treated is not core:
         path = next(name for name, module in wrapper.named_modules() if module is core)
         wrapper.set_submodule(path, treated)

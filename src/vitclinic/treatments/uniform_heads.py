@@ -22,10 +22,10 @@ from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Treatment, register
 
 
-def grown(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tensor:
+def grow(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tensor:
     """Return a tensor of `shape` that begins with `old` on every axis; the rest is drawn like `like` (else `old`).
 
-    >>> grown(torch.ones(2), (3,))
+    >>> grow(torch.ones(2), (3,))
     tensor([1., 1., 1.])
     """
     like = old.detach() if like is None else like.detach()
@@ -35,12 +35,12 @@ def grown(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tens
     return new
 
 
-def grown_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> nn.Linear:
+def grow_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> nn.Linear:
     """Return a linear layer of a weight of `shape` that begins with `weight` and `bias`, else drawn like `like`."""
     layer = nn.Linear(shape[1], shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(grown(weight, shape, like.weight), like.weight.requires_grad)
+    layer.weight = nn.Parameter(grow(weight, shape, like.weight), like.weight.requires_grad)
     if bias is not None:
-        layer.bias = nn.Parameter(grown(bias, shape[:1], like.bias), like.bias.requires_grad)
+        layer.bias = nn.Parameter(grow(bias, shape[:1], like.bias), like.bias.requires_grad)
     return layer
 
 
@@ -95,14 +95,14 @@ def widen(anatomy: Anatomy, by: int, attentions: Sequence[nn.Module]) -> None:
 def _widen_tokens(network: nn.Module, by: int) -> None:
     """Class, distillation and register tokens and the position embedding."""
     for name, old in list(network.named_parameters(recurse=False)):
-        setattr(network, name, nn.Parameter(grown(old, (*old.shape[:-1], old.shape[-1] + by)), old.requires_grad))
+        setattr(network, name, nn.Parameter(grow(old, (*old.shape[:-1], old.shape[-1] + by)), old.requires_grad))
 
 
 def _widen_layer(layer: Any, shape: tuple[int, ...]) -> None:
     """The weight of a linear layer or a convolution, and its bias."""
-    layer.weight = nn.Parameter(grown(layer.weight, shape), layer.weight.requires_grad)
+    layer.weight = nn.Parameter(grow(layer.weight, shape), layer.weight.requires_grad)
     if layer.bias is not None:
-        layer.bias = nn.Parameter(grown(layer.bias, shape[:1]), layer.bias.requires_grad)
+        layer.bias = nn.Parameter(grow(layer.bias, shape[:1]), layer.bias.requires_grad)
     if isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = shape
     else:
@@ -112,12 +112,12 @@ def _widen_layer(layer: Any, shape: tuple[int, ...]) -> None:
 def _widen_vectors(module: Any, widths: dict[int, int]) -> None:
     """Norms, layer scales and whatever else has one value per channel."""
     for name, old in list(module.named_parameters(recurse=False)):
-        setattr(module, name, nn.Parameter(grown(old, (widths.get(len(old), len(old)),)), old.requires_grad))
+        setattr(module, name, nn.Parameter(grow(old, (widths.get(len(old), len(old)),)), old.requires_grad))
     if isinstance(module, nn.BatchNorm2d):
         module.num_features = widths[module.num_features]
         for name in ("running_mean", "running_var"):  # by their mean: a variance that is drawn might be negative
             old = getattr(module, name)
-            setattr(module, name, grown(old, (module.num_features,), old.mean()))
+            setattr(module, name, grow(old, (module.num_features,), old.mean()))
     shape = getattr(module, "normalized_shape", None)
     if shape is not None:
         module.normalized_shape = tuple(widths.get(length, length) for length in shape)
@@ -141,7 +141,7 @@ class UniformHeadAttention(nn.Module):
     Made from an attention of timm's with the weights that it has: `learned` of its heads stay; if a head is left over,
     its values become the uniform head's. The mean is taken before the projection to values, which commutes with it and
     then costs 1/N. Dropout on the attention acts on the learned heads only. What is wider than before is drawn as
-    `widening.grown` says.
+    `grow` says.
     """
 
     uniform_heads = 1
@@ -160,11 +160,11 @@ class UniformHeadAttention(nn.Module):
 
         old = attention.qkv
         weights, biases = rows(old.weight), (None, None) if old.bias is None else rows(old.bias)
-        self.qkv = grown_linear(old, weights[0], biases[0], (3 * learned * self.head_dim, width))
-        self.value = grown_linear(old, weights[1], biases[1], (uniform_width, width))
+        self.qkv = grow_linear(old, weights[0], biases[0], (3 * learned * self.head_dim, width))
+        self.value = grow_linear(old, weights[1], biases[1], (uniform_width, width))
         self.q_norm, self.k_norm, self.attn_drop = attention.q_norm, attention.k_norm, attention.attn_drop
         shape = (width, learned * self.head_dim + uniform_width)
-        self.proj = grown_linear(attention.proj, attention.proj.weight, attention.proj.bias, shape)
+        self.proj = grow_linear(attention.proj, attention.proj.weight, attention.proj.bias, shape)
         self.proj_drop = attention.proj_drop
         self.train(attention.training)
 
@@ -212,7 +212,7 @@ class UniformHeads(Treatment):
             self._check(unit)
         if self.variant == "append":
             check_widening(anatomy, self.name)
-        treated = {anatomy.path(unit.module): self._treated(unit.module) for unit in units}
+        treated = {anatomy.path(unit.module): self._convert(unit.module) for unit in units}
         for path, attention in treated.items():
             network.set_submodule(path, attention)
         if self.variant == "append":
@@ -234,7 +234,7 @@ class UniformHeads(Treatment):
                 f"{self.name} does not fit {unit.name}: its only head would be replaced; use variant append."
             )
 
-    def _treated(self, attention: Any) -> UniformHeadAttention:
+    def _convert(self, attention: Any) -> UniformHeadAttention:
         heads, head_dim, width = attention.num_heads, attention.head_dim, attention.qkv.in_features
         if self.variant == "append":
             return UniformHeadAttention(attention, heads, head_dim, width + head_dim)

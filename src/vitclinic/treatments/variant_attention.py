@@ -79,7 +79,7 @@ class Neighbourhood(nn.Module):
         """Whether attention runs in bands."""
         return self.keys is not None
 
-    def restricting(self, mask: Tensor | None, x_bnc: Tensor) -> Tensor | None:
+    def restrict(self, mask: Tensor | None, x_bnc: Tensor) -> Tensor | None:
         """Return a mask over all keys that is also this neighbourhood's."""
         self._check(x_bnc.shape[1])
         near = neighbours(self.size, self.kernel, self.prefix, x_bnc.device) if self.banded else self.mask
@@ -87,7 +87,7 @@ class Neighbourhood(nn.Module):
             return near if mask is None else mask
         return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, -torch.inf)
 
-    def in_bands(self, q_bhnd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, attend: Attend) -> Tensor:
+    def attend_in_bands(self, q_bhnd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, attend: Attend) -> Tensor:
         """Return the attention of every token to its neighbours, a band at a time; prefix tokens see everything."""
         assert self.keys is not None  # banded
         self._check(q_bhnd.shape[2])
@@ -183,25 +183,25 @@ class VariantAttention(nn.Module):
             attn_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=x_bnc.device).tril()
         near = self.neighbourhood
         if near is not None and near.banded and self.in_pieces and attn_mask is None:
-            mixed_bhnd = near.in_bands(q_bhnd, k_bhnd, v_bhnd, self.mixed)
+            mixed_bhnd = near.attend_in_bands(q_bhnd, k_bhnd, v_bhnd, self.attend)
         else:
-            mask = attn_mask if near is None else near.restricting(attn_mask, x_bnc)
-            mixed_bhnd = self.mixed(q_bhnd, k_bhnd, v_bhnd, mask)
+            mask = attn_mask if near is None else near.restrict(attn_mask, x_bnc)
+            mixed_bhnd = self.attend(q_bhnd, k_bhnd, v_bhnd, mask)
         mixed_bnc = self.norm(mixed_bhnd.transpose(1, 2).flatten(2))
         if self.gate is not None:
             mixed_bnc = mixed_bnc * self.gate(x_bnc).sigmoid()
         return self.proj_drop(self.proj(mixed_bnc))  # type: ignore[no-any-return]
 
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return the weighted sums of the values, [B, H, ..., Q, D]; `mask` is True, or 0, where a key counts."""
         if not self.softmax:
-            return self._by_logits(q, k, v, mask)
+            return self._attend_by_logits(q, k, v, mask)
         if self.fused_attn and self.logits_mix is None:
-            return self._fused(q, k, v, mask)
+            return self._attend_fused(q, k, v, mask)
         weights = attention_weights(q, k, self.scale, mask, self.logits_mix, self.weights_mix)
         return self.attn_drop(weights) @ v  # type: ignore[no-any-return]
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.attn_drop.p if self.training else 0.0
         if q.ndim == 4:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale)
@@ -212,7 +212,7 @@ class VariantAttention(nn.Module):
         q, k, v = (part.flatten(1, 2) for part in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale).reshape(shape)
 
-    def _by_logits(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_by_logits(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """(q k^T scale) v: without a softmax nothing stands between the products, so that q (k^T v) is the same."""
         if mask is None and not (self.training and self.attn_drop.p > 0):
             return attend_without_softmax(q, k, v, self.scale)
@@ -230,14 +230,14 @@ def attention_weights(
     logits_mix: Tensor | None = None,
     weights_mix: Tensor | None = None,
 ) -> Tensor:
-    """Return W softmax(L q k^T scale), the mixes L and W over the heads being optional; `mask` as in `mixed`."""
+    """Return W softmax(L q k^T scale), the mixes L and W over the heads being optional; `mask` as in `VariantAttention.attend`."""
     logits = (q * scale) @ k.transpose(-2, -1)
     if logits_mix is not None:
-        logits = _mixed_heads(logits, logits_mix)
+        logits = _mix_heads(logits, logits_mix)
     if mask is not None:  # behind the mix: minus infinity would spread over the heads
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     weights = logits.softmax(dim=-1)
-    return weights if weights_mix is None else _mixed_heads(weights, weights_mix)
+    return weights if weights_mix is None else _mix_heads(weights, weights_mix)
 
 
 def attend_without_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -245,7 +245,7 @@ def attend_without_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Ten
     return (q * scale) @ (k.transpose(-2, -1) @ v)
 
 
-def _mixed_heads(maps: Tensor, mix: Tensor) -> Tensor:
+def _mix_heads(maps: Tensor, mix: Tensor) -> Tensor:
     """Map h becomes sum_i mix[h, i] map i; `maps` is [B, H, ..., Q, K]."""
     return torch.einsum("hi,bi...->bh...", mix, maps)
 

@@ -85,7 +85,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from vitclinic.training import Run
-with Run(Path(sys.argv[1])).locked():
+with Run(Path(sys.argv[1])).lock():
     print("held", flush=True)
     time.sleep(600)
 """

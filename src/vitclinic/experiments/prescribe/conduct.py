@@ -156,7 +156,7 @@ def prescribe(
         "seed": seed,
     }
     folder = choose_folder(out, resolved, dataset, identity)
-    with Run(folder).locked():
+    with Run(folder).lock():
         return _Prescriber(folder, resolved, dataset, arms, time, seed, callback, identity).prescribe()
 
 
