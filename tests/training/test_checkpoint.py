@@ -69,7 +69,7 @@ def test_a_damaged_last_checkpoint_falls_back_with_a_message(checkpoints, caplog
     for step in (1, 2):
         checkpoints.save(["last"], model(step), nested(step))
     damage(checkpoints.folder / "last" / name)
-    _, state = checkpoints.newest_whole()
+    _, state = checkpoints.newest_intact()
     assert state["step"] == 1
     assert "damaged" in caplog.text
 
@@ -78,11 +78,11 @@ def test_nothing_whole_is_an_error_not_a_fresh_start(checkpoints):
     checkpoints.save(["last"], model(1), nested(1))
     damage_truncated(checkpoints.folder / "last" / "state.safetensors")
     with pytest.raises(RunError, match="nothing to resume from"):
-        checkpoints.newest_whole()
+        checkpoints.newest_intact()
 
 
 def test_no_checkpoint_yet(checkpoints):
-    assert checkpoints.newest_whole() is None
+    assert checkpoints.newest_intact() is None
 
 
 @pytest.mark.parametrize("name", ["last", "best"])
@@ -105,7 +105,7 @@ def test_a_kill_between_the_renames_loses_no_finished_checkpoint(checkpoints, mo
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save([name], model(3), nested(3))
     monkeypatch.undo()
-    step = checkpoints.newest_whole()[1]["step"] if name == "last" else checkpoints.read("best")[1]["step"]
+    step = checkpoints.newest_intact()[1]["step"] if name == "last" else checkpoints.read("best")[1]["step"]
     assert step == 2
 
 

@@ -97,7 +97,7 @@ def test_the_task_is_part_of_the_recipe_and_the_default_one_of_no_digest(brightn
         ({"task": {"name": "brightness", "scal": 1}}, r"^Unknown key 'task.scal'. Did you mean 'scale'\?$"),
         ({"task": {"name": "brightness", "scale": "x"}}, r"^'task.scale': .*number \(got 'x'\).$"),
         ({"task": ["brightness"]}, r"^'task': write a name, or \{name: ..., option: value\}"),
-        ({"task": "brightness", "loss": "sigmoid"}, "^'loss' belongs to the task classification; the options"),
+        ({"task": "brightness", "loss": "sigmoid"}, "^'loss' is only for the task classification; the options"),
         ({"task": {"loss": "sigmoid"}}, "^Write 'loss', not 'task.loss'"),
         (
             {"task": "brightness", "treatments": ["patch_diversity"]},
@@ -112,7 +112,7 @@ def test_what_does_not_fit_together_is_one_sentence(plain, message, brightness):
 
 def test_a_head_of_another_size_is_refused(tiny, brightness):
     plain = tiny(task="brightness")
-    with pytest.raises(RecipeError, match=r"model.num_classes is 7, and brightness of 10 classes needs 1 outputs"):
+    with pytest.raises(RecipeError, match=r"model.num_classes is 7, but brightness of 10 classes needs 1 outputs"):
         train({**plain, "model": {**plain["model"], "num_classes": 7}})
 
 

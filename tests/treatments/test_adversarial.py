@@ -169,7 +169,7 @@ def test_what_does_not_go_together_is_a_sentence():
 
             return PlainStep()
 
-    with pytest.raises(RecipeError, match="has no pass by which the images can climb"):
+    with pytest.raises(RecipeError, match="has no first pass in which the images could be perturbed"):
         choose_step_rule([Other(), *parse_treatments(["adversarial"])])
 
 

@@ -326,7 +326,7 @@ def test_no_blocks_at_all_is_a_mistake() -> None:
         ({"layers": "uppr"}, r"^'treatments\.context_broadcasting\.layers': takes upper, all or .* \(got 'uppr'\)\.$"),
         ({"layers": [1, "2"]}, r"^'treatments\.context_broadcasting\.layers': takes upper, all or .*\.$"),
         ({"layers": [1, 0, 1]}, r"layers': takes .* block numbers, each once \(got \[1, 0, 1\]\)\.$"),
-        ({"initial_scale": 0.5}, r"initial_scale is where the scales of CB_S start: give scaled: true, too"),
+        ({"initial_scale": 0.5}, r"initial_scale is only for CB_S; add scaled: true"),
         ({"scaled": True, "initial_scale": float("nan")}, r"initial_scale': input should be a finite number"),
     ],
 )  # fmt: skip

@@ -315,9 +315,9 @@ def test_the_rescaling_of_theorem_1_leaves_the_function_and_bounds_its_weight_de
     [
         (
             {"strides": [2, 2, 2, 2]},
-            r"the strides \[2, 2, 2, 2\] multiply to 16, and the patch stride of .* is 8; give",
+            r"the strides \[2, 2, 2, 2\] multiply to 16, but the patch stride of .* is 8; choose",
         ),
-        ({"strides": [1, 1, 1, 1]}, "multiply to 1, and the patch stride of this network is 8"),
+        ({"strides": [1, 1, 1, 1]}, "multiply to 1, but the patch stride of this network is 8"),
     ],
 )
 def test_strides_that_do_not_multiply_to_the_patch_are_a_sentence(options: dict[str, Any], sentence: str) -> None:
@@ -334,8 +334,8 @@ def test_strides_that_do_not_multiply_to_the_patch_are_a_sentence(options: dict[
         ({"strides": [8, 1, 1, 1]}, "skip pixels: the kernels of the first three layers are"),
         ({"strides": [2, 4, 1, 1]}, "skip pixels"),
         ({"strides": [2, 1, 4]}, "at least 4 items"),
-        ({"components": "1Proj", "strides": [2, 1, 1, 4]}, "1Proj has one convolution, .*: give no strides"),
-        ({"components": "3Conv+3BN+1Proj", "act": "gelu"}, "act gelu has no place in 3Conv.3BN.1Proj"),
+        ({"components": "1Proj", "strides": [2, 1, 1, 4]}, "1Proj has one convolution .*: remove strides"),
+        ({"components": "3Conv+3BN+1Proj", "act": "gelu"}, "act gelu has no effect: 3Conv.3BN.1Proj"),
         ({"components": "2Conv+1Proj"}, "conv_stem.components"),
     ],
 )
@@ -352,7 +352,7 @@ def test_patches_that_are_not_square_have_derived_strides_and_refuse_given_ones(
 
 def test_a_hybrid_has_a_convolutional_stem_already() -> None:
     network = timm.create_model("vit_tiny_r_s16_p8_224", img_size=64, depth=1)
-    with pytest.raises(TreatmentError, match=r"patchify stem of one convolution, and that of this network has \d+"):
+    with pytest.raises(TreatmentError, match=r"patchify stem of one convolution, but the stem of this network has \d+"):
         treat(network, "conv_stem")
 
 

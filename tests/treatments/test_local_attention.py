@@ -216,7 +216,7 @@ def test_the_state_dict_is_timm_s() -> None:
 
 def test_what_does_not_fit_is_a_sentence() -> None:
     for kernel in (8, 0, -1, 3.0, True, "globl"):
-        sentence = rf"^'treatments\.local_attention\.kernel': takes an odd number, or global \(got {kernel!r}\)\.$"
+        sentence = rf"^'treatments\.local_attention\.kernel': must be an odd number or 'global' \(got {kernel!r}\)\.$"
         with pytest.raises(RecipeError, match=sentence):
             parse_treatments([{"local_attention": {"kernel": kernel}}])
     with pytest.raises(TreatmentError, match="patch_drop_rate=0"):

@@ -279,7 +279,7 @@ def recipe(tmp_path, **changes):
 def test_the_run_says_what_it_changes(tmp_path, level, notice):
     plain = build_recipe(recipe(tmp_path, data={**DIGITS, "augment": level}), [])
     trainer = Trainer(plain, open_data(DataConfig(**DIGITS)), 6, ALONE, torch.device("cpu"))
-    assert trainer.notices == [f"patch_diversity changes the recipe's data.augment: {notice}"]
+    assert trainer.notices == [f"patch_diversity overrides the recipe's data.augment: {notice}"]
 
 
 def test_a_run_saves_and_loads_back_without_the_mixing_head(tmp_path):

@@ -319,7 +319,7 @@ def test_a_run_whose_gradients_are_never_finite_has_diverged(tiny, monkeypatch):
     monkeypatch.setattr("vitclinic.training.trainer.STUCK", 3)
     run = train(tiny(steps=9, treatments=["sam"]), callbacks=[Explode(1, 2, *range(4, 9))])
     assert run.status["status"] == "diverged"
-    assert run.status["reason"] == "no gradient was finite in the 3 steps up to step 7"
+    assert run.status["reason"] == "no finite gradient in the 3 steps up to step 7"
 
 
 def test_the_loss_scale_does_not_change_the_gradient():

@@ -1,4 +1,4 @@
-"""`max_time`: from a time to a number of steps, by the measured cost of a step."""
+"""The length of a run in steps; `max_time` is converted by measuring what a step costs."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _WARM_UP, _MEASURED = 2, 5
 
 @dataclass(frozen=True)
 class Cost:
-    """The time of a run's parts, in seconds."""
+    """Measured times of one run, in seconds."""
 
     step: float
     image: float
-    """To score one image, without gradients."""
+    """Evaluating one image, without gradients."""
     start: float = 0.0
-    """To build the network and what trains it."""
+    """Building the network and its trainer."""
 
     def seconds(self, steps: int, recipe: Recipe, counts: Mapping[str, int]) -> float:
-        """Return the time of `steps` steps, their validations and the test; `counts` are the images of the splits."""
+        """Estimate the time of `steps` steps with their validations and the test; `counts` has the images per split."""
         interval = max(1.0, in_steps(recipe.validation.every, counts["train"] / recipe.batch_size, steps))
         validated = math.ceil(steps / interval - 1e-9) * counts["val"]
         return steps * self.step + self.image * (validated + (counts["test"] if recipe.test else 0))
 
     def steps_within(self, budget: float, recipe: Recipe, counts: Mapping[str, int]) -> int:
-        """Return the most steps that, with their validations and the test, fit into `budget` seconds."""
+        """Return the largest number of steps that fits into `budget` seconds, validations and test included."""
         lengths = range(1, max(0, int(budget / self.step)) + 1)
         return bisect.bisect_right(lengths, budget, key=lambda steps: self.seconds(steps, recipe, counts))
 
 
 def image_counts(dataset: Dataset) -> dict[str, int]:
-    """Return how many images each split has."""
+    """Return the number of images in each split."""
     return {split: len(images) for split, images in dataset.splits.items()}
 
 
 def total_steps(recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device) -> int:
-    """Return how many steps the recipe asks for; with `max_time`, how many the measured cost of a step allows."""
+    """Return the number of steps to train for; with `max_time`, as many as the measured cost of a step allows."""
     if recipe.steps is not None:
         return recipe.steps
     if recipe.max_time is None:
@@ -61,17 +61,17 @@ def total_steps(recipe: Recipe, dataset: Dataset, distributed: Distributed, devi
 
 
 def measure_cost(recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device) -> Cost:
-    """Return the cost of a run's parts, as `measure_costs` does."""
+    """Measure the cost of a single run; see `measure_costs`."""
     return measure_costs([recipe], dataset, distributed, device)[0]
 
 
 def measure_costs(
     recipes: Sequence[Recipe], dataset: Dataset, distributed: Distributed, device: torch.device
 ) -> list[Cost]:
-    """Measure the costs of several runs' parts, on trainers that are then thrown away: the runs start untouched.
+    """Measure the costs of several runs on throwaway trainers, so that the runs themselves start fresh.
 
-    A step's is the median of five, after two to warm up. The recipes take turns, so that whatever else the machine is
-    doing meanwhile slows all of them alike.
+    The cost of a step is the median of five, after two warm-up steps. The recipes take turns step by step, so that
+    other load on the machine slows all of them equally.
     """
     trainers, starts = [], []
     for recipe in recipes:
@@ -92,7 +92,7 @@ def measure_costs(
 
 
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:
-    """Seconds an image, without gradients."""
+    """Measure the seconds per image of a forward pass, without gradients."""
     batch = next(evaluation_batches(dataset, "train", trainer.recipe.batch_size)).to(trainer.device, trainer.dtype)
     network = trainer.evaluation_network.eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The callbacks that `logging` of a recipe asks for: TensorBoard events, and the trajectory of the weights."""
+"""Callbacks behind a recipe's `logging` keys: TensorBoard events and the trajectory of the weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Callback):
-    """Writes every number of every row as TensorBoard events."""
+    """A callback that writes every number in `metrics.jsonl` as TensorBoard events too."""
 
     def __init__(self, folder: Path) -> None:
         if importlib.util.find_spec("tensorboard") is None:
@@ -48,11 +48,21 @@ class TensorBoard(Callback):
 FILE = "trajectory.npz"
 
 _WEIGHTS = 2**20
-"""So many weights are projected at a time."""
+"""Number of weights projected at a time."""
 
 
 def projection(parameters: Iterable[tuple[str, Tensor]], size: int, seed: int) -> NDArray[np.float64]:
-    """Return S w, [size], of named parameters in any order: a random projection of all weights w.
+    """Project all weights w to a vector S w of length `size`, independent of the order of the parameters.
+
+    S is a count sketch: every weight is added, with a random sign, to one random entry, so |S w| is close to |w|.
+
+    Args:
+        parameters: Pairs of name and parameter; the name seeds the columns of S.
+        size: Length of the projection.
+        seed: The run's seed.
+
+    Returns:
+        The projection [size] in float64.
 
     Example:
         >>> import torch
@@ -73,9 +83,9 @@ def projection(parameters: Iterable[tuple[str, Tensor]], size: int, seed: int) -
 
 
 class TrajectoryRecorder(Callback):
-    """Keeps the projections of a run in `trajectory.npz`: at the start, after every epoch and at the end.
+    """A callback that keeps random projections of the weights in `trajectory.npz`: at the start, every epoch, the end.
 
-    The weights are those that checkpoints hold, averaged ones with `ema`. A resumed run goes on with the same rows.
+    The weights are those a checkpoint holds (with `ema`, the averaged ones). A resumed run appends to the same file.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -84,10 +94,10 @@ class TrajectoryRecorder(Callback):
         self.rows = read_projections(folder)
         found = next((len(row) for _, row in self.rows.values()), size)
         if found != size:
-            raise RecipeError(f"logging.trajectory is {size}, and '{self.file}' has projections of size {found}.")
+            raise RecipeError(f"logging.trajectory is {size}, but '{self.file}' has projections of size {found}.")
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Forget what was written after the checkpoint to resume from: it is about to be written again."""
+        """Drop rows from after the checkpoint we resume from: those steps are about to run again."""
         self.rows = {step: row for step, row in self.rows.items() if step <= trainer.step}
 
     def on_epoch(self, trainer: Trainer, epoch: int) -> None:
@@ -109,7 +119,7 @@ class TrajectoryRecorder(Callback):
 
 
 def read_projections(folder: Path) -> dict[int, tuple[float, NDArray[np.float64]]]:
-    """Return the epoch and the projection [k] by step, in order; nothing where there are none."""
+    """Read epoch and projection [k] by step, in order; empty if the run recorded none."""
     file = folder / FILE
     if not file.is_file():
         return {}

@@ -1,8 +1,8 @@
-"""Checkpoints: `model.safetensors` (the network to use), `state.safetensors` (what resuming needs), checksums.
+"""Checkpoints: `model.safetensors` (the network to use), `state.safetensors` (needed to resume) and checksums.
 
-A checkpoint becomes visible by one rename, is verified against its checksums when it is read, and the one
-before it is kept: a run that is killed, or whose last checkpoint is damaged, resumes from a whole one.
-Nothing is pickled: nested states are stored as tensors plus a JSON tree that says where each belongs.
+A checkpoint appears with a single rename and is verified against its checksums on reading, and the previous one is
+kept: a run that was killed, or whose last checkpoint is damaged, still resumes from an intact one. Nothing is
+pickled: nested states are stored as tensors plus a JSON tree that says where each of them goes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Checkpoints:
         self.folder = folder
 
     def save(self, names: list[str], model: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write one checkpoint under each of `names`; `last` keeps its forerunner as `previous`."""
+        """Write one checkpoint under each of `names`; the old `last` becomes `previous`."""
         for name in names:
             with write_errors(self.folder / name):
                 staging = self._staging(name)
@@ -46,10 +46,13 @@ class Checkpoints:
                 if name != "last":
                     shutil.rmtree(self._backup_path(name), ignore_errors=True)
 
-    def newest_whole(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Return model and state to resume from: `last`, or `previous` (with a message) if `last` is damaged.
+    def newest_intact(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return model and state to resume from: `last`, or `previous` (with a warning) if `last` is damaged.
 
-        A damaged `last` is removed, so that it cannot take the place of a whole `previous` at the next save.
+        A damaged `last` is removed; otherwise the next save would move it over the intact `previous`.
+
+        Raises:
+            RunError: There are checkpoints, but all of them are damaged.
         """
         present = [name for name in ("last", "previous") if (self.folder / name).exists()]
         for name in present:
@@ -62,35 +65,35 @@ class Checkpoints:
                 shutil.rmtree(self.folder / "last", ignore_errors=True)
             return found
         if present:
-            raise RunError(f"No checkpoint in '{self.folder}' is whole; nothing to resume from.")
+            raise RunError(f"All checkpoints in '{self.folder}' are damaged; there is nothing to resume from.")
         return None
 
     def withdraw_last(self, from_step: int) -> None:
-        """Put `previous` in the place of `last` if that is of `from_step` or later."""
+        """Put `previous` back in place of `last` if `last` was written at `from_step` or later."""
         last, previous = self.folder / "last", self.folder / "previous"
         if last.exists() and previous.exists() and self.read("last")[1]["step"] >= from_step:
             shutil.rmtree(last)
             previous.rename(last)
 
     def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the network's weights and the state of training.
+        """Read the network's weights and the training state of a checkpoint.
 
         Raises:
-            RunError: Where there is no such checkpoint, or it is damaged.
+            RunError: The checkpoint does not exist or is damaged.
         """
         folder = self._existing(name)
         _verify(folder)
         return load_file(folder / "model.safetensors"), _read_tree(folder / "state.safetensors")
 
     def read_model(self, name: str) -> dict[str, Tensor]:
-        """Return the network's weights alone."""
+        """Read only the network's weights."""
         folder = self._existing(name)
         _verify(folder)
         weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
         return weights
 
     def model_checksum(self, name: str) -> str:
-        """Return the SHA-256 of a checkpoint's `model.safetensors`, as it was written."""
+        """Return the recorded SHA-256 of a checkpoint's `model.safetensors`."""
         file = self._existing(name) / "checksums.json"
         try:
             return str(json.loads(file.read_text())["model.safetensors"])
@@ -109,7 +112,7 @@ class Checkpoints:
         if name not in self.names():
             known = ", ".join(self.names()) or "none"
             raise RunError(f"'{self.folder.parent}' has no checkpoint '{name}'; it has {known}.")
-        # While it is being replaced, or after a kill in between, the one before it is there under another name.
+        # While it is being replaced, or after a kill halfway through, the old one is there under its backup name.
         return self.folder / name if (self.folder / name).exists() else self._backup_path(name)
 
     def _backup_path(self, name: str) -> Path:
@@ -129,7 +132,7 @@ def _write(folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Non
         save_file(_storable(model), folder / "model.safetensors")
         save_file(_storable(tensors), folder / "state.safetensors", {"tree": tree})
     except SafetensorError as error:  # its I/O errors are not OSErrors
-        raise RunError(f"Cannot write '{folder.parent}': {error}; checkpoints written before are whole.") from error
+        raise RunError(f"Cannot write '{folder.parent}': {error}; earlier checkpoints are intact.") from error
     sums = {file.name: _checksum(file) for file in sorted(folder.glob("*.safetensors"))}
     (folder / "checksums.json").write_text(json.dumps(sums))
     for file in folder.iterdir():
@@ -137,7 +140,7 @@ def _write(folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Non
 
 
 def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors no two of which share memory, as safetensors wants them."""
+    """Return contiguous CPU tensors that share no memory, as safetensors requires."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -165,7 +168,7 @@ def _checksum(file: Path) -> str:
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON data, its tensors moved to `tensors`."""
+    """Convert a nested state to JSON data, moving its tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[path] = value
         return {_TENSOR: path}
@@ -196,10 +199,15 @@ def _read_tree(file: Path) -> dict[str, Any]:
 
 
 def load_network_state(network: torch.nn.Module, state: dict[str, Tensor], where: str) -> None:
-    """Put stored weights into a network.
+    """Load stored weights into a network.
+
+    Args:
+        network: The network, changed in place.
+        state: The weights by name.
+        where: The run they come from, for the error message.
 
     Raises:
-        RunError: Where they do not fit.
+        RunError: Names or shapes do not match.
     """
     try:
         network.load_state_dict(state)

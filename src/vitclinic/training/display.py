@@ -1,4 +1,4 @@
-"""A run on the screen: one progress bar on a terminal, one line a validation elsewhere, a table at the end."""
+"""Terminal output of a run: a progress bar (or a line per validation if not a terminal), then a table of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitclinic.training.trainer import Trainer
 
 
 class Display(display.Display, Callback):
-    """Shows reading, training and results on `console`. Use as a context manager around `train`."""
+    """A callback that shows reading and training on `console`; use it as a context manager around `train`."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, "{task.completed:.0f}/{task.total:.0f}", _Facts(), TimeRemainingColumn())
@@ -54,7 +54,7 @@ class Display(display.Display, Callback):
         if trainer.recipe.batch_size > len(data.train):
             self.console.print(
                 f"[yellow]batch_size {trainer.recipe.batch_size} exceeds the {len(data.train)} training images:[/]"
-                " a step sees images more than once"
+                " some images repeat within a step"
             )
         self.training = self.bar.add_task("training", total=trainer.total_steps, completed=trainer.step)
         self.started = time.monotonic()
@@ -80,7 +80,7 @@ class Display(display.Display, Callback):
 
 
 class _Facts(ProgressColumn):
-    """Epoch, loss, the first metric of the last validation and the speed."""
+    """A progress column: epoch, loss, first metric of the last validation, images per second."""
 
     def render(self, task: Task) -> Text:
         fields = task.fields
@@ -97,13 +97,13 @@ class _Facts(ProgressColumn):
 
 
 def show_result(run: Run, console: Console) -> None:
-    """Print how a run ended, and where it is."""
+    """Print how a run ended and where to find it."""
     status = run.status
     path = escape(str(run.path))
     if status["status"] != "finished":
         console.print(f"[yellow]{status['status']}[/]: {escape(status.get('reason', ''))}", soft_wrap=True)
         if status["status"] == "interrupted":
-            console.print(f"saved; go on with: vitclinic train --resume {path}", soft_wrap=True)
+            console.print(f"saved; continue with: vitclinic train --resume {path}", soft_wrap=True)
         else:
             kept = "the last good checkpoint is kept" if run.checkpoints.names() else "before any checkpoint"
             console.print(f"recorded in {path}; {kept}", soft_wrap=True)

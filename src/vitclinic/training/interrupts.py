@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Interrupt:
-    """Which signal asked this process to stop, if any."""
+    """The signal that asked this process to stop, if any."""
 
     signal: signal.Signals | None = None
 
@@ -20,10 +20,10 @@ _listeners: list[Interrupt] = []
 
 @contextmanager
 def listen_for_signals() -> Iterator[Interrupt]:
-    """Note SIGINT and SIGTERM instead of dying of them. Outside the main thread, signals are left alone.
+    """Record SIGINT and SIGTERM instead of dying from them. Outside the main thread, signals are left alone.
 
-    Whoever listens around another listener hears the same: a signal that comes too late to stop one run stops those
-    that would have followed.
+    Nested listeners all see a signal: one that arrives too late to stop the current run still stops the runs that
+    would have followed.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""From a valid recipe to a trained run: join the processes, open the data, claim the directory, fit."""
+"""Train a valid recipe: join the processes, open the data, claim the run directory, fit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from vitclinic.training.trainer import Trainer
 
 
 def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback] = ()) -> Run:
-    """Train by a recipe, in a new directory or in that of the run to go on with; every process calls this.
+    """Train a recipe in a new directory, or resume a run; every process calls this.
 
     Args:
-        recipe: What to train.
-        run: The run to resume, if it is not a new one.
-        callbacks: Told of reading, steps, epochs, rows of metrics and the end.
+        recipe: The validated recipe.
+        run: The run to resume; None starts a new one.
+        callbacks: Notified of data reading, steps, epochs, rows of metrics and the end.
 
     Returns:
         The finished, interrupted or diverged run.
@@ -40,8 +40,8 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         dataset = distributed.leader_first(
             lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
         )
-        # Everything that can be wrong with the recipe shows before the directory is made; and only the leading
-        # process looks for it and makes it, since the others would find it made.
+        # Every mistake in the recipe must surface before the directory is created. Only the leading process checks
+        # and creates it: the others would find it already there.
         path = Path(distributed.leader_only(lambda: str(_choose_path(recipe, run, dataset))))
         if recipe.logging.tensorboard and distributed.is_leader:
             callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
@@ -55,16 +55,16 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
 
 
 def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
-    """The directory to work in: the run's own, or a new one (never one that already holds a run)."""
+    """Return the directory to train in: the run's own, or a new one (never one that already holds a run)."""
     if run is None:
         return _new_path(recipe, dataset)
     if run.data_facts["digest"] != dataset.digest:
-        raise RunError(f"The data of '{run.path}' has changed since it was started; it cannot be resumed.")
+        raise RunError(f"The data of '{run.path}' has changed since the run started, so it cannot be resumed.")
     return run.path
 
 
 def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> None:
-    """Lock the directory for as long as `stack` is open, and make it a run where it is new."""
+    """Lock the directory for as long as `stack` is open, and create the run if it is new."""
     stack.enter_context(Run(path).lock())
     if run is None:
         Run.create(path, recipe, dataset)
@@ -91,13 +91,13 @@ def _open_data(recipe: Recipe, callback: Callback) -> Dataset:
 
 
 def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
-    """`out`, or a name of its own for every recipe; a run that is already there is never written over."""
+    """Return `out`, or a path named after data, model and digest; never overwrite an existing run."""
     digest = recipe.digest(dataset.digest)
     name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])
     path = Path(recipe.out).expanduser() if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
     if (path / "recipe.yaml").is_file():
         status = Run(path).status
-        advice = "give another out=" if status["status"] in ("finished", "diverged") else f"--resume {path}"
+        advice = "choose another out=" if status["status"] in ("finished", "diverged") else f"continue: --resume {path}"
         raise RunError(f"'{path}' already holds a run ({status['status']}): {advice}.")
     Run(path).refuse_foreign_files()
     return path

@@ -1,4 +1,4 @@
-"""The network of a run: built from its recipe, operated on by its treatments, and read back from disk."""
+"""The network of a run: built from the recipe, changed by its treatments, and loaded back from disk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vitclinic.treatments import Treatment, operate
 
 
 def build_network(recipe: Recipe, dataset: Dataset) -> Normalized:
-    """Build the network to train: of the data's size and channels, with its task's head and treatments' surgery.
+    """Build the network to train: sized for the data, with the task's head and the treatments' surgery.
 
-    From scratch it normalizes by the training images' own mean and standard deviation.
+    A network trained from scratch normalizes with the mean and standard deviation of the training images.
     """
     spec = dataset.spec
     statistics = {} if recipe.model.pretrained else dict(zip(("mean", "std"), dataset.statistics, strict=True))
@@ -34,7 +34,7 @@ def build_network(recipe: Recipe, dataset: Dataset) -> Normalized:
 def adapt_augmentation(
     augment: Augment, treatments: Sequence[Treatment], network: nn.Module, spec: ImageSpec
 ) -> tuple[Augment, list[str]]:
-    """Return the augmentation that a run really trains with, and a sentence for every treatment that changed it."""
+    """Return the augmentation a run actually trains with, and a notice for every treatment that changed it."""
     augment, notices = augment.resolve(), []
     for treatment in treatments:
         changed = treatment.augmentation(augment, network, spec)
@@ -44,13 +44,13 @@ def adapt_augmentation(
             if value != getattr(changed, name)
         ]
         if parts:
-            notices.append(f"{treatment.name} changes the recipe's data.augment: {', '.join(parts)}")
+            notices.append(f"{treatment.name} overrides the recipe's data.augment: {', '.join(parts)}")
         augment = changed
     return augment, notices
 
 
 def _describe(value: Any) -> str:
-    """A part of the augmentation, as a notice says it."""
+    """Format a value of the augmentation for a notice."""
     if value is None:
         return "off"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -61,16 +61,17 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
 
     Args:
         path: The run directory.
-        checkpoint: `best`, `last`, `previous` or `epoch-N`; the best one there is unless given.
+        checkpoint: `best`, `last`, `previous` or `epoch-N`. By default `best`, or `last` for a run without one.
 
     Returns:
-        The network in evaluation mode, taking pixels in [0, 1].
+        The network in evaluation mode. It takes pixels in [0, 1] and normalizes them itself.
 
     Raises:
-        RunError: Where this is no run, or its checkpoint is not there or damaged.
+        RunError: The directory is not a run, or the checkpoint is missing or damaged.
 
     Example:
         >>> network = load_model("runs/first")  # doctest: +SKIP
+        >>> logits = network(torch.rand(1, 3, 32, 32))  # doctest: +SKIP
     """
     run = Run.open(path)
     network = create_network(run.recipe, run.spec)
@@ -82,17 +83,17 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
 def create_network(
     recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]
 ) -> Normalized:
-    """Create the network of a recipe for such images, treated, with the weights that its seed draws.
+    """Create the recipe's treated network for images of this spec, with weights drawn from its seed.
 
     Raises:
-        ModelError: Where it cannot be built, or has another number of outputs than the task needs.
+        ModelError: The network cannot be built, or `model.num_classes` contradicts the task.
     """
     outputs = recipe.task.num_outputs(spec)
     keywords: dict[str, Any] = {"num_classes": outputs, "in_chans": spec.in_chans, **recipe.model.keywords}
     if keywords["num_classes"] != outputs:
         raise ModelError(
-            f"model.num_classes is {keywords['num_classes']}, and {recipe.task.name} of {spec.num_classes} classes"
-            f" needs {outputs} outputs: leave model.num_classes out."
+            f"model.num_classes is {keywords['num_classes']}, but {recipe.task.name} of {spec.num_classes} classes"
+            f" needs {outputs} outputs; remove model.num_classes."
         )
     size = spec.img_size[0] if spec.img_size[0] == spec.img_size[1] else spec.img_size
     with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""How long things last, and the learning rate over time."""
+"""Durations, the learning-rate schedule, and the optimizer with its parameter groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(steps?|epochs?|%)?")
 def _check_duration(value: str | int | float) -> str | int | float:
     match = _PATTERN.fullmatch(str(value).strip())
     if match is None:
-        raise ValueError("write a number of epochs, or such as '500 steps' or '5%'")
+        raise ValueError("write a number of epochs, or a text such as '500 steps' or '5%'")
     return value
 
 
@@ -31,7 +31,7 @@ Duration = Annotated[str | int | float, AfterValidator(_check_duration)]
 
 
 def in_steps(duration: Duration, steps_per_epoch: float, total_steps: int) -> float:
-    """Return a duration as a number of steps.
+    """Convert a duration to a number of steps.
 
     Example:
         >>> in_steps(2, 10, 100), in_steps("30 steps", 10, 100), in_steps("5%", 10, 100)
@@ -56,7 +56,7 @@ class ScheduleConfig(Config):
 
 
 class Schedule:
-    """The factor on the learning rate at each step, numbered from 0."""
+    """The factor on the peak learning rate as a function of the step, counted from 0."""
 
     def __init__(self, config: ScheduleConfig, steps_per_epoch: float, total_steps: int) -> None:
         self.config = config
@@ -90,6 +90,7 @@ class OptimizerConfig(Config):
 
 
 def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalized) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer for everything trainable in `task`; weight decay follows `parameter_groups`."""
     import torch
 
     groups = parameter_groups(task, network, config.weight_decay)
@@ -100,15 +101,15 @@ def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalize
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas)
     from timm.optim.lamb import Lamb
 
-    # Clipping is the recipe's business, not also LAMB's.
+    # The recipe's `clip` does the clipping; LAMB must not clip again.
     optimizer: torch.optim.Optimizer = Lamb(groups, lr=config.lr, betas=betas, max_grad_norm=None)
     return optimizer
 
 
 def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trainable parameters: decayed, and not (biases, norms, tokens and position embeddings).
+    """Return two parameter groups: with weight decay, and without (biases, norms, tokens, position embeddings).
 
-    Decayed ones come first, and are a group of their own without a decay too: stored optimizers are in this order.
+    The group with decay comes first and exists even if the decay is 0: stored optimizer states rely on this order.
     """
     from timm.optim import param_groups_weight_decay
 
@@ -119,10 +120,10 @@ def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) 
 
 
 def weight_decay_parameters(network: Normalized) -> list[nn.Parameter]:
-    """Return the parameters of a network that weight decay acts on: matrices and kernels that are not tokens.
+    """Return the parameters weight decay acts on: matrices and kernels, but not tokens.
 
-    What a network lists in `no_weight_decay()`, as timm's do, is left alone, and so is every parameter whose
-    name says that it is a token or an embedding of positions: other libraries' networks list none.
+    Parameters listed in the network's `no_weight_decay()` (a timm convention) are exempt, and so is every parameter
+    named like a token or a position embedding, since networks of other libraries have no such list.
     """
     from timm.optim import param_groups_weight_decay
 

@@ -1,4 +1,4 @@
-"""From a name, a file or plain data, and changes to it, to a validated recipe."""
+"""Recipes from a name, a file or plain data, with overrides applied and validated."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vitclinic.treatments import Treatments
 
 
 def read_shipped_recipes() -> dict[str, str]:
-    """Return the recipes that come with the package: their texts by name."""
+    """Read the recipes that ship with the package: YAML texts by name."""
     folder = resources.files("vitclinic") / "recipes"
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
     return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
 
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""Changes to a recipe: `{"optimizer.lr": 3e-4}`, nested plain data, or words such as `optimizer.lr=3e-4`."""
+"""Changes to a recipe: `{"optimizer.lr": 3e-4}`, nested plain data, or `key=value` words (`optimizer.lr=3e-4`)."""
 
 
 def build_recipe(
@@ -33,13 +33,16 @@ def build_recipe(
     """Build a validated recipe.
 
     Args:
-        base: A shipped recipe's name, a YAML file, plain data, a recipe, or nothing but the defaults.
-        overrides: What to change of it. The values of words are YAML, as on the command line; those of a mapping are
-            taken as they are.
-        **keys: Keys of a recipe, which win over `overrides`; one that is None is not given.
+        base: Name of a shipped recipe, YAML file, plain data or `Recipe`; None starts from the defaults.
+        overrides: Changes to it. In `key=value` words the value is parsed as YAML, as on the command line; values of
+            a mapping are used as they are.
+        **keys: Top-level keys of the recipe. They win over `overrides`; None means "not given".
+
+    Returns:
+        The recipe, with every key validated.
 
     Raises:
-        RecipeError: Where a key is unknown, a value cannot be, or keys contradict each other.
+        RecipeError: A key is unknown, a value is invalid, or keys contradict each other.
 
     Example:
         >>> build_recipe({"data": "digits"}, ["data.limit=100", "optimizer.lr=3e-4"]).optimizer.lr
@@ -60,7 +63,7 @@ def build_recipe(
 def _changes(overrides: Overrides | None) -> dict[str, Any]:
     """Turn overrides into one tree of plain data; later ones win."""
     if isinstance(overrides, str):
-        raise RecipeError(f"Overrides are a mapping or a list of 'key=value' words (got the text '{overrides}').")
+        raise RecipeError(f"Overrides must be a mapping or a list of 'key=value' words; got the string '{overrides}'.")
     if isinstance(overrides, Mapping):
         trees = [nest(key, to_plain(value)) for key, value in overrides.items()]
     else:
@@ -80,7 +83,7 @@ def nest(key: str, value: Any) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a Python value as a recipe file would have it: paths as text, tuples as lists."""
+    """Convert a Python value to what a recipe file would contain: paths as strings, tuples as lists."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
@@ -91,19 +94,19 @@ def to_plain(value: Any) -> Any:
 
 
 def overlay(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Change a part of a recipe by another, which has its own length, network or task instead of the first one's."""
+    """Merge `upper` over `lower`; a length, network or task given in `upper` replaces that of `lower` entirely."""
     kept = merge(Recipe, {}, lower)
     changes = merge(Recipe, {}, upper)
     if any(changes.get(length) is not None for length in LENGTHS):
         kept = {key: value for key, value in kept.items() if key not in LENGTHS}
-    for key in ("model", "task"):  # keywords are written for one network, options for one task
+    for key in ("model", "task"):  # keywords belong to one network, options to one task
         if _name(changes, key) not in (None, _name(kept, key)):
             kept.pop(key, None)
     return merge(Recipe, kept, changes)
 
 
 def _name(recipe: Mapping[str, Any], key: str) -> Any:
-    """The network or the task that a part of a recipe names, if it does."""
+    """Return the name of the network or task in (part of) a recipe, or None."""
     part = recipe.get(key)
     return part.get("name") if isinstance(part, Mapping) else getattr(part, "name", None)
 
@@ -117,10 +120,10 @@ def parse_word(word: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """Return the plain data of a YAML text, `what` for short.
+    """Parse a YAML text; `what` names it in error messages.
 
     Raises:
-        RecipeError: Where it is no YAML.
+        RecipeError: The text is not valid YAML.
     """
     try:
         value = read_yaml(text)
@@ -131,7 +134,7 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """YAML 1.1 takes `1e-3` for a string; everybody means the number."""
+    """Convert strings such as `1e-3` to numbers: YAML 1.1 reads them as strings, nobody means that."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -145,7 +148,7 @@ def _numbers(value: Any) -> Any:
 
 
 def merge(config: type[Config], lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `lower` changed by `upper`, section by section; a bare value for a section sets its main key."""
+    """Merge `upper` over `lower`, section by section; a bare value for a section sets its main key."""
     merged = dict(lower)
     for key, value in upper.items():
         inner = section(config, key)
@@ -166,13 +169,13 @@ def _read(base: str | Path | None) -> dict[str, Any]:
     elif Path(base).is_file():
         text = Path(base).read_text(encoding="utf-8")
     elif Path(base).is_dir():
-        raise RecipeError(f"'{base}' is a folder, not a recipe; to train on it write data={base}.")
+        raise RecipeError(f"'{base}' is a folder, not a recipe; to train on it, write data={base}.")
     else:
         raise RecipeError(
-            f"There is no recipe '{base}', shipped or as a file.{did_you_mean(str(base), shipped)}"
+            f"There is no recipe '{base}', neither shipped nor as a file.{did_you_mean(str(base), shipped)}"
             f" Shipped: {', '.join(shipped)}."
         )
     plain = parse_yaml(text, f"'{base}'") or {}
     if not isinstance(plain, dict):
-        raise RecipeError(f"'{base}' holds {type(plain).__name__}, expected keys and values.")
+        raise RecipeError(f"'{base}' holds a {type(plain).__name__}; a recipe is a mapping of keys to values.")
     return plain

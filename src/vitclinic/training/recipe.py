@@ -1,4 +1,4 @@
-"""A recipe: everything a training run needs, as a validated config."""
+"""The recipe: everything a training run needs, as one validated config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConf
 from vitclinic.treatments import Treatment, Treatments
 
 SCHEMA = 1
-"""Version of the recipe's meaning; it is part of every digest."""
+"""Version of what recipes mean; part of every digest."""
 
 DEFAULT_EPOCHS = 30
 LENGTHS = ("epochs", "steps", "max_time")
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class ModelConfig(Config):
-    """`model` of a recipe: a name, and whatever keywords that network takes."""
+    """`model` of a recipe: a name, and any keywords that the network takes."""
 
     model_config = ConfigDict(extra="allow")
     main_key: ClassVar[str | None] = "name"
@@ -37,13 +37,13 @@ class ModelConfig(Config):
     name: str = Field("vit_tiny_fitted", description="any name of `vitclinic list models`")
     pretrained: bool = Field(False, description="start from timm's published weights")
     img_size: Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="pixels a side; the data's own unless given"
+        None, description="pixels per side; the data's own unless given"
     )
     in_chans: Literal[1, 3] | None = Field(None, description="1 (grey) or 3; the data's own unless given")
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What else goes to timm."""
+        """The remaining keywords, passed on to timm."""
         return dict(self.model_extra or {})
 
 
@@ -65,12 +65,12 @@ class ValidationConfig(Config):
 
 
 class LoggingConfig(Config):
-    """`logging` of a recipe: says nothing about the result, so it is not part of the digest."""
+    """`logging` of a recipe; it does not affect the result, so it is not part of the digest."""
 
     every: Annotated[int, Field(ge=1)] = Field(1, description="steps between rows of metrics.jsonl")
     tensorboard: bool = Field(False, description="also write TensorBoard events (an extra)")
     trajectory: Annotated[int, Field(ge=10)] | None = Field(
-        None, description="size of a random projection of the weights kept of every epoch, for the probe `trajectory`"
+        None, description="size of a random projection of the weights, recorded every epoch for the probe `trajectory`"
     )
 
 
@@ -91,7 +91,7 @@ def _parse_task(value: Any) -> Task:
 
 
 def _with_sentences(parse: Callable[[Any], T], value: Any) -> T:
-    """Have a sentence about a part stand beside those about the rest of the recipe."""
+    """Parse a part of the recipe, reporting its error alongside those of the other keys."""
     try:
         return parse(value)
     except RecipeError as error:
@@ -107,7 +107,16 @@ def _write_treatments(treatments: Treatments) -> list[str | dict[str, Any]]:
 
 
 class Recipe(Config):
-    """All keys of a training run. Number of classes, channels and image size come from the data."""
+    """All settings of a training run, validated; unknown keys are errors. docs/train.md lists every key.
+
+    The number of classes, the channels and the image size come from the data unless `model` sets them. Build one with
+    `build_recipe`, which also reads names, files and overrides.
+
+    Example:
+        >>> recipe = Recipe(data="digits", epochs=2, treatments=["sam"])
+        >>> recipe.data.source, recipe.optimizer.lr, recipe.treatments[0].rho
+        ('digits', 0.001, 0.1)
+    """
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -117,18 +126,20 @@ class Recipe(Config):
     task: Annotated[Task, PlainValidator(_parse_task), PlainSerializer(_write_task)] = Field(
         Classification(), description="what to learn: a name, or {name: ..., option: value}"
     )
-    loss: LossConfig = Field(LossConfig(), description="of the task classification")
+    loss: LossConfig = Field(LossConfig(), description="for the task classification")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     epochs: Annotated[float, Field(gt=0)] | None = Field(
         None, description=f"passes over the training images; {DEFAULT_EPOCHS} unless steps or max_time is given"
     )
-    steps: Annotated[int, Field(ge=1)] | None = Field(None, description="optimizer steps, in place of epochs")
-    max_time: Time | None = Field(None, description="such as 30m, in place of epochs")
-    batch_size: Annotated[int, Field(ge=1)] = Field(128, description="images a step, over all processes")
-    accumulate: Annotated[int, Field(ge=1)] = Field(1, description="micro-batches that a batch is computed in")
-    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest gradient norm")
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="decay of averaged weights")
+    steps: Annotated[int, Field(ge=1)] | None = Field(None, description="optimizer steps, instead of epochs")
+    max_time: Time | None = Field(None, description="a time such as 30m, instead of epochs")
+    batch_size: Annotated[int, Field(ge=1)] = Field(128, description="images per step, over all processes")
+    accumulate: Annotated[int, Field(ge=1)] = Field(1, description="number of micro-batches a batch is split into")
+    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="maximum gradient norm")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="decay of averaged weights (off unless given)"
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     compile: bool = False
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -136,21 +147,21 @@ class Recipe(Config):
     test: bool = Field(True, description="score the best checkpoint on the test images at the end")
     seed: int = 0
     out: str | None = Field(None, description="run directory; runs/DATA-MODEL-DIGEST unless given")
-    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="reading processes; chosen unless given")
+    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="processes that read images")
     device: str = "auto"
     logging: LoggingConfig = LoggingConfig()
 
     @property
     def image_size(self) -> int | tuple[int, int] | None:
-        """What `model.img_size` asks of the data."""
+        """The size images are read at, from `model.img_size`; None leaves it to the data."""
         size = self.model.img_size
         return (size[0], size[1]) if isinstance(size, list) else size
 
     unidentified: ClassVar[frozenset[str]] = frozenset({"out", "workers", "device", "logging"})
-    """Keys that do not change what is computed, and so are no part of the digest."""
+    """Keys that do not change what is computed and are left out of the digest."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
+    def _check_consistency(self) -> Recipe:
         given = [key for key in LENGTHS if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"give one of {', '.join(LENGTHS)}, not {' and '.join(given)}")
@@ -162,9 +173,9 @@ class Recipe(Config):
     def _check_task(self) -> None:
         task = self.task
         if not isinstance(task, Classification) and self.loss != LossConfig():
-            raise ValueError(f"'loss' belongs to the task classification; the options of {task.name} are under 'task'")
+            raise ValueError(f"'loss' is only for the task classification; the options of {task.name} go under 'task'")
         if isinstance(task, Classification) and "loss" in task.model_fields_set:
-            raise ValueError("write 'loss', not 'task.loss': it is a key of the recipe")
+            raise ValueError("write 'loss' instead of 'task.loss': the loss is a top-level key of the recipe")
         for treatment in self.treatments:
             if treatment.tasks is not None and task.name not in treatment.tasks:
                 fitting = " or ".join(treatment.tasks)
@@ -172,20 +183,20 @@ class Recipe(Config):
 
     @property
     def resolved_task(self) -> Task:
-        """The task to train, with the recipe's `loss` where it takes one."""
+        """The task to train, with the recipe's `loss` if it takes one."""
         return Classification(loss=self.loss) if isinstance(self.task, Classification) else self.task
 
     def add_treatments(self, entries: Sequence[Any]) -> Recipe:
-        """Return the recipe with more treatments, after those that it has."""
+        """Return a copy with more treatments appended."""
         return self.model_copy(update={"treatments": Treatments([*self.treatments.written, *entries])})
 
     def plain(self) -> dict[str, Any]:
-        """Return the recipe as plain data without keys at their defaults: a new option then orphans no stored run."""
+        """Return plain data without the keys at their defaults, so that a new option does not change old digests."""
         return self.model_dump(exclude_defaults=True, mode="json")
 
     def digest(self, data_digest: str) -> str:
-        """Return the SHA-256 of what determines the run's numbers."""
+        """Return the SHA-256 of everything that determines the run's numbers."""
         identity = {key: value for key, value in self.plain().items() if key not in self.unidentified}
-        identity.setdefault("data", {}).pop("source", None)  # the data's own digest stands for where it lies
+        identity.setdefault("data", {}).pop("source", None)  # identified by the data's digest, not by its path
         text = json.dumps([SCHEMA, identity, data_digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: one JSON object a line, in the order things happened.
+"""Runs on disk: the directory with recipe, status, metrics and checkpoints.
 
-Every row has `kind` (train, val, test), `step`, `epoch`, `loss`, `losses`, `lr` and `grad_norm`. What depends
-on the clock is under `timing` and is no part of a run's identity. A number that is not finite is null, for JSON
-has no other word for it.
+`metrics.jsonl` has one JSON object per line, in order. Every row has `kind` (train, val, test), `step`, `epoch`,
+`loss`, `losses`, `lr` and `grad_norm`. Values that depend on the clock are under `timing` and do not count when runs
+are compared. Numbers that are not finite become null, since JSON cannot express them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 class MetricsFile:
-    """Appends rows; on resume, cuts back to a checkpoint."""
+    """The open `metrics.jsonl` of a run, for appending rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,11 +46,13 @@ class MetricsFile:
             self._file = path.open("a", encoding="utf-8")
 
     def append(self, row: Row) -> None:
+        """Write one row."""
         with write_errors(self.path):
-            self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+            self._file.write(json.dumps(_replace_nonfinite(row), allow_nan=False) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
+        """Flush everything to the disk."""
         with write_errors(self.path):
             os.fsync(self._file.fileno())
 
@@ -58,14 +60,14 @@ class MetricsFile:
         self._file.close()
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_nonfinite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all whole rows; a last line that was cut off by a kill is left out."""
+    """Read all complete rows; a last line truncated by a kill is ignored."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -73,13 +75,13 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Forget what was recorded after `step`, and the final test, which will be made again."""
+    """Drop rows after `step`, and the final test, which will run again."""
     kept = [row for row in read_rows(path) if row["step"] <= step and row["kind"] != "test"]
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def drop_timing(rows: list[Row]) -> list[Row]:
-    """Return the rows without what depends on the clock: equal for equal runs."""
+    """Return the rows without `timing`: equal runs then have equal rows."""
     return [{key: value for key, value in row.items() if key != "timing"} for row in rows]
 
 
@@ -87,7 +89,12 @@ SCHEMA = 1
 
 
 class Run:
-    """A training run on disk.
+    """A training run on disk: recipe, status, metrics, results and checkpoints.
+
+    `train` and `resume` return one; `Run.open` opens one from an earlier session.
+
+    Attributes:
+        path: The run directory.
 
     Example:
         >>> run = Run.open("runs/demo")  # doctest: +SKIP
@@ -99,7 +106,7 @@ class Run:
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoints of the run."""
+        """The checkpoints, for reading weights and states by name."""
         from vitclinic.training.checkpoint import Checkpoints
 
         return Checkpoints(self.path / "checkpoints")
@@ -108,8 +115,14 @@ class Run:
     def open(cls, path: str | Path) -> Run:
         """Open an existing run.
 
+        Args:
+            path: The run directory.
+
+        Returns:
+            The run; its files are read when asked for.
+
         Raises:
-            RunError: Where there is none.
+            RunError: The directory is not a run.
         """
         run = cls(Path(path))
         if not (run.path / "recipe.yaml").is_file():
@@ -118,7 +131,7 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, dataset: Dataset) -> Run:
-        """Create a run; the directory must be new or empty, or one whose making was cut off."""
+        """Create a run directory; it must be new, empty or left over from an interrupted creation."""
         run = cls(path)
         run.refuse_foreign_files()
         with write_errors(path):
@@ -126,19 +139,19 @@ class Run:
         write_json(path / "environment.json", _environment())
         write_json(path / "data.json", _data_facts(dataset))
         run.write_status("running", step=0, digest=recipe.digest(dataset.digest))
-        # With all defaults, so that a later change of one changes no stored run; and last: it makes this a run.
+        # Includes all defaults, so that changing one later does not affect stored runs. Written last: it marks a run.
         write_text(path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
         return run
 
     def refuse_foreign_files(self) -> None:
-        """Raise a RunError where the directory has files that are not a run's own: it is never written to."""
+        """Raise a RunError if the directory contains anything but a run's own files; we never write into those."""
         ours = {".lock", "environment.json", "data.json", "status.json"}
         if self.path.is_dir() and any(p.name not in ours and not p.name.endswith(".tmp") for p in self.path.iterdir()):
             raise RunError(f"'{self.path}' is not empty; choose another out=.")
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the directory for this process; a second one gets a sentence instead."""
+        """Lock the directory for this process; in any other process this raises a RunError."""
         with write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         busy = f"Another process is working in '{self.path}'; wait for it or stop it."
@@ -146,7 +159,7 @@ class Run:
             yield
 
     def at(self, name: str) -> Checkpoint:
-        """Return one of the run's checkpoints, as `examine` takes it.
+        """Return one of the run's checkpoints, to pass to `examine`.
 
         Example:
             >>> str(Run(Path("runs/demo")).at("epoch-3"))
@@ -156,37 +169,40 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
+        """The recipe of the run, with every default resolved."""
         text = (self.path / "recipe.yaml").read_text(encoding="utf-8")
         return validate(Recipe, yaml.safe_load(text) or {})
 
     @property
     def data_facts(self) -> dict[str, Any]:
-        """What the run's network needs to know of its data: classes, size, channels; and the data's digest."""
+        """Facts about the data: name, classes, size, channels, counts and digest."""
         return self._json("data.json")
 
     @property
     def spec(self) -> ImageSpec:
-        """The images and classes that the run's network was made for."""
+        """The image shape and number of classes the network was built for."""
         facts = self.data_facts
         height, width = facts["size"]
         return ImageSpec(len(facts["classes"]), facts["channels"], (height, width))
 
     @property
     def status(self) -> dict[str, Any]:
+        """The content of `status.json`: `status`, `step`, `digest`, and for a finished run `results`."""
         return self._json("status.json")
 
     @property
     def results(self) -> dict[str, Any]:
-        """The scores of a finished run: `val` (best checkpoint) and `test`, where the data has them."""
+        """The scores of a finished run, by split: `val` (best checkpoint) and `test`, if the data has them."""
         results: dict[str, Any] = self.status.get("results", {})
         return results
 
     @property
     def metrics(self) -> list[Row]:
+        """The rows of `metrics.jsonl`, in order."""
         return read_rows(self.path / "metrics.jsonl")
 
     def write_status(self, status: str, **fields: Any) -> None:
-        """Replace `status.json`, keeping fields that are not given anew, but for what an earlier end left."""
+        """Rewrite `status.json`; other fields are kept, except the reason and signal of an earlier end."""
         path = self.path / "status.json"
         before = self.status if path.exists() else {"schema": SCHEMA, "started": _now()}
         before = {key: value for key, value in before.items() if key not in ("reason", "signal")}
@@ -202,7 +218,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights of a run at one time."""
+    """One checkpoint of a run, by name."""
 
     run: Run
     name: str

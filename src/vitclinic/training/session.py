@@ -1,8 +1,8 @@
-"""A session: one process's stretch of a run, from a start or a checkpoint to an end.
+"""A training session: from the start or a checkpoint until the run ends or is interrupted.
 
-After every step: row, divergence check, validation, checkpoint, interruption, in this order. A row is written
-before the checkpoint that covers it, so cutting the metrics back to a checkpoint's step gives exactly what
-an uninterrupted run would have written by then.
+After every step come, in this order: row, divergence check, validation, checkpoint, interruption. Rows are written
+before the checkpoint that covers them, so truncating the metrics to a checkpoint's step gives exactly what an
+uninterrupted run would have written by then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vitclinic.training.trainer import Trainer
 
 
 class Session:
-    """Drives a trainer and keeps the run directory."""
+    """The training loop around a `Trainer`, which writes metrics, checkpoints and status to the run directory."""
 
     def __init__(self, run: Run, trainer: Trainer, callback: Callback, interrupt: Interrupt) -> None:
         self.run, self.trainer, self.interrupt = run, trainer, interrupt
@@ -30,7 +30,7 @@ class Session:
         self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.distributed.is_leader else None
 
     def fit(self) -> str:
-        """Train to the end, a divergence or an interruption; returns the run's status."""
+        """Train until the end, a divergence or an interruption, and return the run's status."""
         trainer = self.trainer
         self.callback.on_train_start(trainer)
         if trainer.step == 0:
@@ -60,14 +60,14 @@ class Session:
         return self._end("finished", step=trainer.step, results=self._results())
 
     def _end_diverged(self, reason: str) -> str:
-        """End; a checkpoint of the very weights whose loss went wrong gives way to the one before it."""
+        """End the run as diverged; if `last` already holds the bad weights, restore `previous`."""
         if self.distributed.is_leader:
             self.run.checkpoints.withdraw_last(from_step=self.trainer.step - 1)
         return self._end("diverged", step=self.trainer.step, reason=reason)
 
     def _resume(self) -> None:
-        """Continue from the newest whole checkpoint, if there is one."""
-        found = self.run.checkpoints.newest_whole()
+        """Continue from the newest intact checkpoint, if there is one."""
+        found = self.run.checkpoints.newest_intact()
         if found is not None:
             model, state = found
             self.best = state.pop("best")
@@ -78,19 +78,19 @@ class Session:
             self.run.write_status("running", step=self.trainer.step, total_steps=self.trainer.total_steps)
 
     def _due(self, every: Duration) -> bool:
-        """Whether the step about to be made completes an interval of this length, or the run."""
+        """Tell whether the next step completes an interval of this length, or the run."""
         trainer = self.trainer
         interval = max(1.0, in_steps(every, trainer.steps_per_epoch, trainer.total_steps))
         step, tiny = trainer.step + 1, 1e-9
         return step == trainer.total_steps or int(step / interval + tiny) > int((step - 1) / interval + tiny)
 
     def _signal(self) -> int:
-        """The signal that any of the processes received, or 0: all of them then stop after the same step."""
+        """Return the signal received by any process, or 0, so that all of them stop after the same step."""
         mine = int(self.interrupt.signal or 0)
         return max(self.distributed.gather(lambda: mine)) if self.distributed.any(mine > 0) else 0
 
     def _update_best(self, score: Row) -> list[str]:
-        """The checkpoint to write if this validation score is the best so far."""
+        """Record the score if it is the best so far; return the names of the checkpoints to write for it."""
         if not self.trainer.task.improves(score, self.best):
             return []
         self.best = score
@@ -117,7 +117,7 @@ class Session:
         return row
 
     def _results(self) -> dict[str, Any]:
-        """The best checkpoint's validation score, and its test score: the only time that test images are read."""
+        """Return the validation and test scores of the best checkpoint; test images are read only here."""
         rows: dict[str, Row] = {}
         if self.best is not None:
             self.distributed.wait()
@@ -138,13 +138,13 @@ class Session:
             return
         self.metrics.sync()
         state = {**self.trainer.state_dict(), "best": self.best}
-        # `last` comes last: a kill in between repeats the step that leads to the others.
+        # `last` is written last: after a kill in between, the step that leads to the others runs again.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
         self.run.checkpoints.save(ordered, self.trainer.evaluation_network.state_dict(), state)
         self.run.write_status("running", step=self.trainer.step)
 
     def _epochs_done(self, before: int) -> list[str]:
-        """Tell the callback of the epochs that the last step completed; return the checkpoints to keep of them."""
+        """Notify the callback of epochs the last step completed; return the names of checkpoints to keep for them."""
         done = range(before + 1, self.trainer.epoch + 1)
         for epoch in done:
             self.callback.on_epoch(self.trainer, epoch)

@@ -1,4 +1,4 @@
-"""The verbs `train` and `resume`: what they take, as a valid recipe. A mistake in it is told before torch is loaded."""
+"""The public functions `train` and `resume`. They validate the recipe before torch is imported."""
 
 from __future__ import annotations
 
@@ -48,46 +48,47 @@ def train(
     logging: Mapping[str, Any] | LoggingConfig | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Train a network by a recipe. Under torchrun every process calls this.
+    """Train a network with a recipe. Under torchrun, every process calls this.
 
-    Every key of a recipe is a keyword; one that is None is not given (`overrides={"clip": None}` says "no clipping").
-    Keywords win over `overrides`, and these over the recipe. docs/train.md lists all keys and their defaults.
+    Every top-level key of a recipe is a keyword argument; None means "not given" (for no clipping, pass
+    `overrides={"clip": None}`). Keywords win over `overrides`, and these over the recipe. docs/train.md lists all keys
+    and their defaults.
 
     Args:
-        recipe: A shipped recipe's name (`vitclinic list recipes`), a YAML file, plain data or a `Recipe`; the defaults
-            unless given.
+        recipe: Name of a shipped recipe (`vitclinic list recipes`), YAML file, plain data or `Recipe`; by default an
+            empty recipe, so that the defaults apply.
         overrides: Changes to it: `{"optimizer.lr": 3e-4}`, nested plain data, or words such as `"optimizer.lr=3e-4"`.
-        model: A network's name, or `{"name": ..., keyword: value}` with keywords for timm.
-        data: A folder with one sub-folder a class, parquet, or a name of `vitclinic list datasets`.
+        model: Name of a network, or `{"name": ..., keyword: value}` with keywords for timm.
+        data: A folder with one sub-folder per class, a parquet file, or a name from `vitclinic list datasets`.
         treatments: Names, `{name: {option: value}}` or `Treatment` objects.
-        task: What to learn: a name of `vitclinic list tasks`, or `{"name": ..., option: value}`.
-        loss: `"softmax"` or `"sigmoid"`, of the task classification.
+        task: A name from `vitclinic list tasks`, or `{"name": ..., option: value}`.
+        loss: `"softmax"` or `"sigmoid"`, for the task classification.
         optimizer: `"adamw"`, `"sgd"` or `"lamb"`, or `{"name": ..., "lr": ...}`.
         schedule: `"cosine"`, `"linear"` or `"constant"`, or `{"name": ..., "warmup": ...}`.
         epochs: Passes over the training images.
-        steps: Optimizer steps, in place of epochs.
-        max_time: A time such as `"30m"`, in place of epochs.
-        batch_size: Images a step, over all processes.
-        accumulate: Micro-batches that a batch is computed in.
-        clip: Largest norm of the gradient.
-        ema: Decay of averaged weights.
-        precision: Number format of the passes.
+        steps: Optimizer steps, instead of epochs.
+        max_time: A time such as `"30m"`, instead of epochs.
+        batch_size: Images per step, over all processes.
+        accumulate: Number of micro-batches a batch is split into.
+        clip: Maximum gradient norm.
+        ema: Decay of the averaged weights.
+        precision: Number format of forward and backward passes.
         compile: Use `torch.compile`.
-        checkpoint: Time between checkpoints: epochs, `"500 steps"` or `"5%"`.
-        validation: Time between validations.
+        checkpoint: Interval between checkpoints: epochs, `"500 steps"` or `"5%"`.
+        validation: Interval between validations.
         test: Score the best checkpoint on the test images at the end.
-        seed: Of weights, order and augmentation.
+        seed: Seed of weights, data order and augmentation.
         out: The run directory; `runs/DATA-MODEL-DIGEST` unless given.
         workers: Processes that read images.
         device: `"auto"`, `"cpu"`, `"cuda"` ...
-        logging: What else to write: `{"tensorboard": True}`.
-        callbacks: Told of reading, steps, epochs, rows of metrics and the end.
+        logging: Additional output, such as `{"tensorboard": True}`.
+        callbacks: Notified of data reading, steps, epochs, rows of metrics and the end.
 
     Returns:
-        The finished, interrupted or diverged run.
+        The run: finished, interrupted or diverged.
 
     Raises:
-        VitclinicError: Where recipe, data or directory cannot be used, in one sentence.
+        VitclinicError: The recipe, the data or the run directory cannot be used; the message says why.
 
     Example:
         >>> import tempfile
@@ -136,23 +137,23 @@ def resume(
     logging: Mapping[str, Any] | LoggingConfig | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Continue a run from its newest whole checkpoint, to the same numbers as without the interruption.
+    """Continue an interrupted run from its newest intact checkpoint, with the same results as without the interruption.
 
     Args:
         path: The run directory.
-        overrides: Changes to what does not change the numbers, as keys of the recipe.
-        data: Where the same data lies now.
+        overrides: Changes to keys that do not affect the numbers, such as `workers`.
+        data: The new location of the data, if it has moved; the content must be the same.
         workers: Processes that read images.
         device: `"auto"`, `"cpu"`, `"cuda"` ...
-        logging: What else to write.
-        callbacks: Told of reading, steps, epochs, rows of metrics and the end.
+        logging: Additional output.
+        callbacks: Notified of data reading, steps, epochs, rows of metrics and the end.
 
     Returns:
-        The finished, again interrupted or diverged run.
+        The run: finished, diverged or interrupted again.
 
     Raises:
-        RecipeError: Where an override would change the numbers.
-        RunError: Where this is no run, it has ended, or its data has changed.
+        RecipeError: An override would change the numbers.
+        RunError: The directory is not a run, the run has ended, or its data has changed.
 
     Example:
         >>> run = resume("runs/first", workers=4)  # doctest: +SKIP
@@ -162,19 +163,21 @@ def resume(
     recipe = build_recipe(run.recipe, overrides, data=source, workers=workers, device=device, logging=logging)
     changed = {key for key, value in recipe if value != getattr(run.recipe, key)}
     if recipe.digest("") != run.recipe.digest("") or "out" in changed:
-        raise RecipeError(f"A resumed run keeps its recipe; {', '.join(sorted(changed))} cannot change.")
+        raise RecipeError(f"A resumed run keeps its recipe: {', '.join(sorted(changed))} cannot change.")
     if run.status["status"] == "finished":
         raise RunError(f"'{path}' is finished; there is nothing to resume.")
     if run.status["status"] == "diverged":
-        raise RunError(f"'{path}' diverged ({run.status['reason']}); it would again. Change the recipe instead.")
+        raise RunError(
+            f"'{path}' diverged ({run.status['reason']}) and would diverge again; start a new one with another recipe."
+        )
     return _launch(recipe, run, callbacks)
 
 
 def _check_closed(data: Any) -> Any:
     if isinstance(data, Dataset):
         raise RecipeError(
-            "data= takes a folder, a file or a name, not an open Dataset: a resumed run opens its data again. Pass"
-            " what was given to open_data."
+            "data= takes a folder, a file or a name, not an open Dataset, because a resumed run has to open it again."
+            " Pass what was given to open_data."
         )
     return data
 

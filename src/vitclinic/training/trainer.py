@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch: what step rules are made of."""
+"""The trainer: forward and backward passes, step rules, and one optimizer step at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Passes:
-    """The training loop's `LossesAndGradients`: of a learner, under its wrappers, autocast and loss scaler."""
+    """Forward and backward of a learner (`LossesAndGradients`) with DDP, compilation, autocast and loss scaler."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Passes:
         return self.scaler.get_scale()
 
     def __call__(self, batch: Batch, sync: bool = True, weight: float = 1.0) -> Losses:
-        # The masks of dropout and stochastic depth belong to the samples, so that a second pass repeats them.
+        # Seed dropout and stochastic depth from the samples, so that a second pass repeats the masks.
         torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
         with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
             with self._autocast():
@@ -74,10 +74,10 @@ class Passes:
         return {name: value.detach() for name, value in losses.items()}
 
     def _outer(self) -> nn.Module:
-        """What to call: without DDP where no parameter learns, as when only the images climb.
+        """Return the module to call: without DDP if no parameter needs a gradient, as when only the images climb.
 
-        Such a pass has nothing to synchronise, and whoever makes it puts the buffers back. DDP would hand out the
-        leading process's buffers in it, once a step, and so never in a pass that keeps them.
+        Such a pass has nothing to synchronise, and its caller restores the buffers. DDP broadcasts the leading
+        process's buffers once per step; it must not spend that on a pass whose buffers are thrown away.
         """
         alone = self.ddp is not None and not any(p.requires_grad for p in self.parameters)
         return self.alone if alone else self.wrapped
@@ -92,7 +92,7 @@ class Passes:
 
 
 class PlainStep:
-    """Back-propagation: the mean gradient of the micro-batches, synchronised with the last of them."""
+    """Plain back-propagation: the mean gradient of the micro-batches, synchronised in the last one."""
 
     def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
         passes = [losses_and_gradients(batch, sync=batch is batches[-1]) for batch in batches]
@@ -106,7 +106,7 @@ class PlainStep:
 
 
 class InputAscentStep(PlainStep):
-    """Back-propagation on images that climbed first, by a pass that moves no running statistics."""
+    """Back-propagation on perturbed images; the pass that perturbs them leaves running statistics alone."""
 
     def __init__(self, inputs: InputAscent) -> None:
         self.inputs = inputs
@@ -115,6 +115,7 @@ class InputAscentStep(PlainStep):
         return super().__call__([self._climb(batch, losses_and_gradients) for batch in batches], losses_and_gradients)
 
     def _climb(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
+        """Return the batch with its images moved towards a higher loss."""
         started = self.inputs.start(batch)
         with keep_buffers(losses_and_gradients.module), freeze(losses_and_gradients.module):
             losses_and_gradients(started, sync=False)
@@ -122,18 +123,18 @@ class InputAscentStep(PlainStep):
 
 
 def mean_losses(passes: Sequence[Losses]) -> Losses:
-    """Return the mean over micro-batches of each named loss."""
+    """Return the mean of each named loss over micro-batches."""
     return {name: sum(p[name] for p in passes) / len(passes) for name in passes[0]}  # type: ignore[misc]
 
 
 EXPLODED = 10.0
-"""A loss of this many times the first step's counts as a divergence."""
+"""A loss this many times that of the first step counts as divergence."""
 STUCK = 50
-"""So many steps in a row without a finite gradient count as a divergence; a loss scaler needs some to come down."""
+"""This many steps in a row without a finite gradient count as divergence; a loss scaler needs a few to adapt."""
 
 
 class Trainer:
-    """A task in training: `advance()` makes one step and returns its row of metrics."""
+    """Network, optimizer and data stream of a run; `advance()` makes one step and returns its row of metrics."""
 
     def __init__(
         self, recipe: Recipe, dataset: Dataset, total_steps: int, distributed: Distributed, device: torch.device
@@ -149,7 +150,7 @@ class Trainer:
         spec = dataset.spec
         treatments = recipe.treatments
         network = build_network(recipe, dataset).to(device, self.dtype)
-        # Copied before any objective hooks into the network.
+        # Copy before any objective adds hooks to the network.
         self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
         objectives: dict[str, Objective] = {}
         with torch.random.fork_rng():
@@ -183,19 +184,19 @@ class Trainer:
 
     @property
     def evaluation_network(self) -> nn.Module:
-        """The network to evaluate and export: with averaged weights where there are any."""
+        """The network to evaluate and export; with `ema`, the one with averaged weights."""
         return self.network if self.ema is None else self.ema.module
 
     @property
     def epoch(self) -> int:
-        """How many epochs are done."""
+        """The number of completed epochs."""
         return self.step * self.recipe.batch_size // len(self.dataset.train)
 
     def advance(self) -> Row:
         """Make one step (read, differentiate, clip, update) and return its metrics, the same in every process.
 
-        A gradient that is not finite, the same in every process, changes nothing but the loss scale.
-        Reading the loss waits for the device; without it a divergence could not be told from its first step on.
+        If the gradient is not finite (then it is so in every process), only the loss scale changes. Reading the loss
+        waits for the device; this is what lets us detect a divergence at the step where it happens.
         """
         if self._batches is None:
             self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
@@ -218,15 +219,15 @@ class Trainer:
         return self._row(losses, norm, started)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, numbered from 0."""
+        """Return the learning rate of a step, counted from 0."""
         return self.recipe.optimizer.lr * self.schedule(step)
 
     def close(self) -> None:
-        """Let the reading processes go; a later `advance` starts new ones."""
+        """Stop the reading processes; a later `advance` starts new ones."""
         self._batches = None
 
     def find_divergence(self, row: Row) -> str | None:
-        """Return why a row of metrics shows a divergence, or None."""
+        """Return the reason if a row of metrics shows a divergence, else None."""
         if not math.isfinite(row["loss"]):
             return f"the {row['kind']} loss became {row['loss']} at step {row['step']}"
         if row["kind"] != "train":
@@ -234,13 +235,13 @@ class Trainer:
         if self.first_loss is None:
             self.first_loss = row["loss"]
         if row["loss"] > EXPLODED * max(abs(self.first_loss), 1.0):
-            return f"the loss rose to {row['loss']:.3g} at step {row['step']}, from {self.first_loss:.3g} at first"
+            return f"the loss rose to {row['loss']:.3g} at step {row['step']}, from {self.first_loss:.3g} at the start"
         if self.skipped >= STUCK:
-            return f"no gradient was finite in the {self.skipped} steps up to step {row['step']}"
+            return f"no finite gradient in the {self.skipped} steps up to step {row['step']}"
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs beside the exported network."""
+        """Return what resuming needs in addition to the exported network."""
         return {
             "step": self.step,
             "first_loss": self.first_loss,
@@ -253,7 +254,7 @@ class Trainer:
         }
 
     def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: its exported network, and what `state_dict` returned."""
+        """Restore a checkpoint: its exported network and what `state_dict` returned."""
         self.evaluation_network.load_state_dict(model)
         if self.ema is not None:
             self.network.load_state_dict(state["raw_network"])
@@ -264,7 +265,7 @@ class Trainer:
         self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
 
     def _requests(self) -> Iterator[range]:
-        """The places of the stream that this process's micro-batches take, from the current step on."""
+        """Yield this process's positions in the stream, one range per micro-batch, from the current step on."""
         for step in range(self.step, self.total_steps):
             for micro in range(self.recipe.accumulate):
                 part = micro * self.distributed.size + self.distributed.rank
@@ -272,6 +273,7 @@ class Trainer:
                 yield range(start, start + self.micro_batch)
 
     def _prepare(self, batch: Batch) -> Batch:
+        """Move a batch to the device and apply the task's reading and the treatments' transforms."""
         batch = self.task.read(batch.to(self.device, self.dtype))
         for transform in self.transforms:
             batch = transform(batch)
@@ -304,22 +306,24 @@ def _micro_batch(recipe: Recipe, distributed: Distributed) -> int:
     if recipe.batch_size % parts:
         raise RecipeError(
             f"batch_size {recipe.batch_size} does not divide into {distributed.size} processes x {recipe.accumulate}"
-            " micro-batches."
+            " micro-batches; choose a multiple."
         )
     return recipe.batch_size // parts
 
 
 def choose_step_rule(treatments: Sequence[Treatment]) -> StepRule:
-    """The step rule of a run; an input ascent takes part in its first pass, and has a rule of its own without one."""
+    """Return the step rule of a run; an input ascent joins the rule's first pass, or gets a rule of its own."""
     rules = [rule for t in treatments if (rule := t.step_rule()) is not None]
     ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
     if len(rules) > 1 or len(ascents) > 1:
-        raise RecipeError("At most one treatment of a run may set the step rule, and one the ascent of its images.")
+        raise RecipeError("At most one treatment of a run may set the step rule, and at most one may perturb images.")
     if not ascents:
         return rules[0] if rules else PlainStep()
     if not rules:
         return InputAscentStep(ascents[0])
     if not isinstance(rules[0], TakesInputAscent):
-        raise RecipeError("The treatment that sets the step rule has no pass by which the images can climb, too.")
+        raise RecipeError(
+            "The treatment that sets the step rule has no first pass in which the images could be perturbed as well."
+        )
     rules[0].take_input_ascent(ascents[0])
     return rules[0]

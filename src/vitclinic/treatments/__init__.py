@@ -1,4 +1,4 @@
-"""Treatments: every remedy of the papers, and the seams through which a remedy changes a training run."""
+"""Treatments: every remedy from the papers, and the hooks through which a treatment changes a training run."""
 
 from typing import TYPE_CHECKING
 

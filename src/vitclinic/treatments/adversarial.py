@@ -25,7 +25,14 @@ from vitclinic.treatments.treatment import InputAscent, Treatment, register
 
 @register
 class Adversarial(Treatment):
-    """`adversarial`: alone, or with `sam` in the same list, by one backward pass for both ascents."""
+    """Fast adversarial training: FGSM from a random start [chen2022 App. B, Eq. 5; Wong et al., ICLR 2020].
+
+    With `sam` in the same list, weights and images climb in one backward pass.
+
+    Attributes:
+        epsilon: Largest change of a pixel, for pixels in [0, 1].
+        step: Length of the signed gradient step, in units of epsilon.
+    """
 
     name: ClassVar[str] = "adversarial"
     paper: ClassVar[str] = "chen2022 App. B, Eq. 5"
@@ -43,14 +50,14 @@ class Adversarial(Treatment):
         return FastGradientSign(self.epsilon, self.step * self.epsilon)
 
     def passes(self) -> float:
-        return 1 + 2 / 3  # backward to the images alone costs half of what it does with the weights' gradients
+        return 1 + 2 / 3  # a backward pass to the images only costs half of one that includes the weights
 
 
 @dataclass(frozen=True)
 class FastGradientSign:
     """One signed gradient step of `step` from a random start, within `epsilon` of the images and within [0, 1].
 
-    The start is drawn from each sample's own key: batch size and number of processes do not change it.
+    The start is drawn from each sample's own key, so it does not depend on batch size or number of processes.
 
     Example:
         >>> keys = torch.tensor([7])
@@ -66,25 +73,31 @@ class FastGradientSign:
     step: float
 
     def start(self, batch: Batch) -> Batch:
-        """Return the batch at its random start, its images asking for a gradient."""
+        """Return the batch at its random start, with images that require a gradient."""
         offset = self.epsilon * (2 * _noise(batch) - 1)
         return replace(batch, images=(batch.images + offset).clamp(0, 1).requires_grad_())
 
     def finish(self, batch: Batch, started: Batch) -> Batch:
-        """Return the batch to train on, after a backward pass through the started one."""
+        """Return the batch to train on.
+
+        Raises:
+            ValueError: There was no backward pass through `started`.
+        """
         with torch.no_grad():
             gradient = started.images.grad
             if gradient is None:
-                raise ValueError("No backward pass has reached the started images.")
+                raise ValueError(
+                    "No backward pass has reached the started images; call backward() on their loss first."
+                )
             ball = Ball("linf", self.epsilon)
-            # Where an overflow left no number, the pixel stays at its start.
+            # If an overflow left NaN, the pixel stays at its start.
             return replace(
                 batch, images=ball.nearest(batch.images, started.images + self.step * ball.steepest(gradient))
             )
 
 
 def _noise(batch: Batch) -> Tensor:
-    """Uniform numbers in [0, 1) of the images' shape, from each sample's key."""
+    """Draw uniform numbers in [0, 1) of the images' shape from each sample's key."""
     words = uniforms(batch.keys.numpy().view(np.uint64), "adversarial", 1)[:, 0] * 2.0**53
     generator = torch.Generator()
     shape = batch.images.shape[1:]

@@ -1,4 +1,4 @@
-"""Context Broadcasting: the mean of all tokens given to every token, uniform attention without a softmax.
+"""Context Broadcasting: add the mean of all tokens to every token, which is uniform attention for free.
 
 Shapes: B images, N tokens (prefix tokens included; or a grid [B, H, W, D]), D channels.
 """
@@ -17,18 +17,19 @@ from vitclinic.treatments.treatment import Treatment, register
 
 
 def broadcast_context(x_bnd: Tensor, scale_d: Tensor | None = None) -> Tensor:
-    """Return CB of the tokens, (x_i + mean_j x_j) / 2; with a scale CB_S, x_i + Lambda * mean_j x_j."""
+    """Return CB(x_i) = (x_i + mean_j x_j) / 2, or with a scale CB_S(x_i) = x_i + Lambda * mean_j x_j."""
     if scale_d is None:
-        return (x_bnd + mean_over_tokens(x_bnd)).mul_(0.5)  # in place on the sum, which nobody else has
-    # Under autocast the scale is wider than the tokens, which must keep their type.
+        return (x_bnd + mean_over_tokens(x_bnd)).mul_(0.5)  # in place: nothing else holds the sum
+    # Under autocast the scale has a wider dtype than the tokens, which must keep theirs.
     return x_bnd + (scale_d * mean_over_tokens(x_bnd)).to(x_bnd.dtype)
 
 
 class ContextBroadcasting(nn.Module):
-    """CB(x_i) = (x_i + mean_j x_j) / 2 over all tokens, no parameters [hyeonwoo2023 Eq. 1].
+    """CB(x_i) = (x_i + mean_j x_j) / 2 over all tokens, without parameters [hyeonwoo2023 Eq. 1].
 
-    >>> ContextBroadcasting()(torch.tensor([[[0.0], [4.0]]])).flatten().tolist()
-    [1.0, 3.0]
+    Example:
+        >>> ContextBroadcasting()(torch.tensor([[[0.0], [4.0]]])).flatten().tolist()
+        [1.0, 3.0]
     """
 
     def forward(self, x_bnd: Tensor) -> Tensor:
@@ -36,10 +37,15 @@ class ContextBroadcasting(nn.Module):
 
 
 class ScaledContextBroadcasting(nn.Module):
-    """CB_S(x_i) = x_i + Lambda * mean_j x_j with Lambda in R^D learned [hyeonwoo2023 Sec. 3.2].
+    """CB_S(x_i) = x_i + Lambda * mean_j x_j with a learned Lambda in R^D [hyeonwoo2023 Sec. 3.2].
 
-    >>> ScaledContextBroadcasting(1, 0.5)(torch.tensor([[[0.0], [4.0]]])).flatten().tolist()
-    [1.0, 5.0]
+    Args:
+        width: Number of channels D.
+        value: Initial value of Lambda.
+
+    Example:
+        >>> ScaledContextBroadcasting(1, 0.5)(torch.tensor([[[0.0], [4.0]]])).flatten().tolist()
+        [1.0, 5.0]
     """
 
     def __init__(self, width: int, value: float = 0.0) -> None:
@@ -48,7 +54,7 @@ class ScaledContextBroadcasting(nn.Module):
 
     @property
     def context_scale(self) -> Tensor:
-        """Lambda, under the name by which the probe `cb_scale` knows such modules."""
+        """Lambda, under the name that the probe `cb_scale` looks for."""
         return self.scale
 
     def forward(self, x_bnd: Tensor) -> Tensor:
@@ -57,7 +63,14 @@ class ScaledContextBroadcasting(nn.Module):
 
 @register
 class ContextBroadcastingTreatment(Treatment):
-    """The mean of all tokens added to every token, at the end of the MLP."""
+    """Context Broadcasting at the end of the MLP: CB, or with `scaled` CB_S [hyeonwoo2023 Eq. 1, Sec. 3.2].
+
+    Attributes:
+        scaled: Use CB_S, with one learned scale per channel.
+        position: Position in the block: `mlp_end`, `mlp_mid`, `mlp_front`, `msa_end` or `both`.
+        layers: `upper`, `all` or a list of block numbers; by default `upper` for CB and `all` for CB_S.
+        initial_scale: Initial value of CB_S's scales.
+    """
 
     name: ClassVar[str] = "context_broadcasting"
     paper: ClassVar[str] = "hyeonwoo2023 Eq. 1, Sec. 3.2-3.3, 4.1"
@@ -73,7 +86,7 @@ class ContextBroadcastingTreatment(Treatment):
     @model_validator(mode="after")
     def _check_unused_options(self) -> ContextBroadcastingTreatment:
         if self.initial_scale != 0 and not self.scaled:
-            raise ValueError("initial_scale is where the scales of CB_S start: give scaled: true, too")
+            raise ValueError("initial_scale is only for CB_S; add scaled: true")
         return self
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Convolutional stem with scaled ReLU in place of the patchify stem [wang2022, Conv-stem; Tables 2, 3, 5].
+"""Convolutional stem with scaled ReLU instead of the patchify stem [wang2022, Conv-stem; Tables 2, 3, 5].
 
 Shapes: B images, C image channels, D the network's width, H x W pixels, h x w the token grid; x_bchw is [B, C, H, W].
 """
@@ -27,7 +27,7 @@ Components = Literal[
     "1Proj+1ReLU",
     "1Proj",
 ]
-"""The rows of Table 2, in the paper's words. What stands behind 1Proj comes behind the projection."""
+"""The rows of Table 2, in the paper's notation. Layers after 1Proj follow the projection."""
 
 Pair = tuple[int, int]
 Four = tuple[int, int, int, int]
@@ -35,19 +35,34 @@ KERNELS = (7, 3, 3)
 
 
 class ConvStem(nn.Module):
-    """x_bchw to [B, D, h, w], on the grid of the convolution (kernel, stride) that it replaces.
+    """Convolutional stem from images [B, C, H, W] to features [B, D, h, w], on the grid of the stem it replaces.
 
-    Full stem: 3 x (Conv + BatchNorm + ReLU) + 1 projection. For patch size 16 its kernels are (7, 3, 3, 8) and its
-    strides (2, 1, 1, 8); other even patch sizes p have (2, 1, 1, p/2) and a projection of kernel p/2. Where the
-    convolution replaced overlaps (PiT: kernel 16, stride 8), the projection overlaps in the same proportion.
-    A convolution has a bias unless BatchNorm follows it.
+    The full stem is 3 x (Conv + BatchNorm + ReLU) + 1 projection [wang2022]. For patch size 16 its kernels are
+    (7, 3, 3, 8) and its strides (2, 1, 1, 8); other even patch sizes p have (2, 1, 1, p/2) and a projection of kernel
+    p/2. If the replaced convolution overlaps (PiT: kernel 16, stride 8), the projection overlaps in the same
+    proportion. A convolution has a bias unless BatchNorm follows it.
 
-    >>> stem = ConvStem(3, 384, kernel=(16, 16), stride=(16, 16))
-    >>> sum(parameter.numel() for parameter in stem.parameters())
-    1656768
-    >>> import torch
-    >>> stem(torch.zeros(1, 3, 32, 48)).shape
-    torch.Size([1, 384, 2, 3])
+    Args:
+        channels: Image channels C.
+        width: Width D of the network.
+        kernel: Kernel of the patch convolution it replaces.
+        stride: Stride of that convolution.
+        components: A row of Table 2, in the paper's notation.
+        act: The activation used for `ReLU`.
+        strides: Strides of the four convolutions; derived from `stride` unless given.
+        hidden: Channels of the first three convolutions.
+        bias: Give the projection a bias (unless BatchNorm follows it).
+
+    Raises:
+        TreatmentError: `strides` do not multiply to `stride`.
+
+    Example:
+        >>> stem = ConvStem(3, 384, kernel=(16, 16), stride=(16, 16))
+        >>> sum(parameter.numel() for parameter in stem.parameters())
+        1656768
+        >>> import torch
+        >>> stem(torch.zeros(1, 3, 32, 48)).shape
+        torch.Size([1, 384, 2, 3])
     """
 
     def __init__(
@@ -86,16 +101,16 @@ class ConvStem(nn.Module):
         if "BN" in followed_by:
             self.layers.add_module(f"norm{place}", nn.BatchNorm2d(conv.out_channels))
         if "ReLU" in followed_by:
-            # In place, as in VOLO: these maps are the largest of the network.
+            # In place, as in VOLO: these are the largest maps of the network.
             self.layers.add_module(f"act{place}", nn.ReLU(inplace=True) if act == "relu" else nn.GELU())
 
     @property
     def out_channels(self) -> int:
-        """D, the projection's own, which may be widened."""
+        """The width D, read from the projection, which another treatment may have widened."""
         return cast(nn.Conv2d, self.layers.proj).out_channels
 
     def forward(self, x_bchw: Tensor) -> Tensor:
-        """The features, of exactly the pixels that the replaced convolution read: it left out an incomplete patch."""
+        """Return the features, ignoring incomplete patches at the border as the replaced convolution did."""
         height, width = (
             (length - size) // step * step + size
             for length, size, step in zip(x_bchw.shape[-2:], self.kernel_size, self.stride, strict=True)
@@ -105,7 +120,7 @@ class ConvStem(nn.Module):
 
 
 def _strides(total: int, given: Four | None) -> Four:
-    """The strides of a stem of that total stride: those given, or (2, 1, 1, total / 2); for 16 that is (2, 1, 1, 8).
+    """Return the four strides for a total stride: those given, or (2, 1, 1, total / 2); for 16 that is (2, 1, 1, 8).
 
     An odd total (1 for Swin on CIFAR, 7 in PiT-B) has no factor 2: the three convolutions keep every pixel.
     """
@@ -113,17 +128,17 @@ def _strides(total: int, given: Four | None) -> Four:
         return (1, 1, 1, total) if total % 2 else (2, 1, 1, total // 2)
     if math.prod(given) != total:
         raise TreatmentError(
-            f"conv_stem: the strides {list(given)} multiply to {math.prod(given)}, and the patch stride of this network"
-            f" is {total}; give four that multiply to it."
+            f"conv_stem: the strides {list(given)} multiply to {math.prod(given)}, but the patch stride of this network"
+            f" is {total}; choose four that multiply to it."
         )
     return given
 
 
 def _projection(kernel: int, strides: Four) -> tuple[int, int, int]:
-    """(kernel, stride, padding) of the projection along one axis.
+    """Return (kernel, stride, padding) of the projection along one axis.
 
-    Its kernel is half the one replaced, whatever the strides: (2, 2, 2, 2) keeps 8. In front of it one token is
-    `extent` places wide (never wider than the kernel); what the kernel exceeds that by is padding: the grid stays.
+    Its kernel is half of the replaced one, whatever the strides: (2, 2, 2, 2) keeps 8. A token is `extent` positions
+    wide in its input (never wider than the kernel); the padding makes up the difference, so that the grid stays.
     """
     extent = math.ceil(kernel / math.prod(strides[:3]))
     size = max(kernel // 2, extent)
@@ -134,7 +149,14 @@ def _projection(kernel: int, strides: Four) -> tuple[int, int, int]:
 
 @register
 class ConvStemTreatment(Treatment):
-    """Replaces the patchify stem by convolutions with BatchNorm and ReLU, on the same token grid."""
+    """The patchify stem replaced by convolutions with BatchNorm and ReLU, on the same token grid [wang2022].
+
+    Attributes:
+        components: A row of Table 2, in the paper's notation.
+        act: The activation used for `ReLU`.
+        strides: Strides of the four convolutions; derived from the patch stride unless given.
+        hidden: Channels of the first three convolutions.
+    """
 
     name: ClassVar[str] = "conv_stem"
     paper: ClassVar[str] = "wang2022, Conv-stem, Tables 1-3"
@@ -153,21 +175,21 @@ class ConvStemTreatment(Treatment):
         "torchvision Swin",
     )
 
-    components: Components = Field("3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's words")
-    act: Literal["relu", "gelu"] = Field("relu", description="what stands at the places of ReLU")
+    components: Components = Field("3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's notation")
+    act: Literal["relu", "gelu"] = Field("relu", description="activation used for ReLU")
     strides: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=4, max_length=4)] | None = Field(
-        None, description="of the four convolutions; they multiply to the patch stride. Derived: [2, 1, 1, half of it]"
+        None, description="of the four convolutions, multiplying to the patch stride p; by default [2, 1, 1, p/2]"
     )
     hidden: int = Field(64, ge=1, description="channels of the three convolutions")
 
     @model_validator(mode="after")
-    def _consistent(self) -> ConvStemTreatment:
+    def _check_consistency(self) -> ConvStemTreatment:
         if self.act != "relu" and "ReLU" not in self.components:
-            raise ValueError(f"act {self.act} has no place in {self.components}, which has no ReLU")
+            raise ValueError(f"act {self.act} has no effect: {self.components} has no ReLU")
         if self.strides is None:
             return self
         if self.components.startswith("1Proj"):
-            raise ValueError(f"{self.components} has one convolution, whose stride is the network's: give no strides")
+            raise ValueError(f"{self.components} has one convolution with the network's own stride: remove strides")
         if any(step > size for step, size in zip(self.strides, KERNELS, strict=False)):
             raise ValueError(f"strides {self.strides} skip pixels: the kernels of the first three layers are {KERNELS}")
         return self
@@ -179,7 +201,7 @@ class ConvStemTreatment(Treatment):
         volo = anatomy.family == "timm VOLO"
         if len(convs) != 1 and not volo:
             raise TreatmentError(
-                f"conv_stem replaces a patchify stem of one convolution, and that of this network has {len(convs)}."
+                f"conv_stem replaces a patchify stem of one convolution, but the stem of this network has {len(convs)}."
             )
         for conv in convs:
             check_untouched(self.name, conv, "the stem's convolution")
@@ -197,6 +219,6 @@ class ConvStemTreatment(Treatment):
             bias=last.bias is not None,
         )
         network.set_submodule(anatomy.path(last), stem.to(last.weight).train(last.training))
-        if volo:  # its convolutions in front of the projection: the new stem has its own
+        if volo:  # the new stem has its own convolutions before the projection
             module.register_module("conv", None)
         return network

@@ -1,4 +1,4 @@
-"""One more attention, or one more MLP, at the end of a ViT: the two cost nearly the same."""
+"""One more attention or one more MLP at the end of a ViT, at nearly the same cost."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vitclinic.treatments.treatment import Treatment, register
 M = TypeVar("M", bound=nn.Module)
 
 MLP_RATIO = 2
-"""An MLP of this ratio has 4 D^2 weights, as an attention has."""
+"""An MLP of this ratio has 4 D^2 weights, like an attention."""
 
 
 class _OneStep(nn.Module):
-    """x + branch(x), with norm, layer scale and stochastic depth placed and set as in the blocks of the network."""
+    """x + branch(x), with norm, layer scale and stochastic depth as in the network's own blocks."""
 
     def __init__(self, norm: nn.Module, scale: nn.Module, drop_path: nn.Module, post_norm: bool) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _OneStep(nn.Module):
 
 
 class MsaBlock(_OneStep):
-    """A block of attention alone."""
+    """A block with attention only."""
 
     def __init__(self, attn: nn.Module, *parts: Any) -> None:
         super().__init__(*parts)
@@ -53,7 +53,7 @@ class MsaBlock(_OneStep):
 
 
 class MlpBlock(_OneStep):
-    """A block of an MLP alone."""
+    """A block with an MLP only."""
 
     def __init__(self, mlp: nn.Module, *parts: Any) -> None:
         super().__init__(*parts)
@@ -65,7 +65,11 @@ class MlpBlock(_OneStep):
 
 @register
 class ExtraBlock(Treatment):
-    """A step x + MSA(norm(x)) or x + MLP(norm(x)) behind the last block [hyeonwoo2023 Sec. 3.1, Fig. 3]."""
+    """A step x + MSA(norm(x)) or x + MLP(norm(x)) after the last block [hyeonwoo2023 Sec. 3.1, Fig. 3].
+
+    Attributes:
+        kind: `msa` for attention, `mlp` for an MLP of ratio 2.
+    """
 
     name: ClassVar[str] = "extra_block"
     paper: ClassVar[str] = "hyeonwoo2023 Sec. 3.1, Fig. 3"
@@ -82,7 +86,7 @@ class ExtraBlock(Treatment):
         if self.kind == "msa":
             if type(last.attn) is not Attention:
                 raise TreatmentError(
-                    f"extra_block copies timm's Attention, and that of the last block is a {type(last.attn).__name__}:"
+                    f"extra_block copies timm's Attention, but that of the last block is a {type(last.attn).__name__};"
                     " list extra_block before the treatments of attention."
                 )
             check_untouched(self.name, last.attn, f"{name}.msa", act="copy")
@@ -101,7 +105,7 @@ class ExtraBlock(Treatment):
 
 
 def _build_mlp(block: Any) -> nn.Module:
-    """An MLP of ratio 2 with the activation, dropout and precision of a block's own, where that has them."""
+    """Build an MLP of ratio 2 with the activation, dropout and dtype of a block's own MLP, if it has them."""
     like: Tensor = block.norm1.weight
     mlp: nn.Module = Mlp(
         like.shape[0],
@@ -117,7 +121,7 @@ def _build_mlp(block: Any) -> nn.Module:
 
 
 def _copy_initialized(module: M) -> M:
-    """A copy at timm's initial values for ViTs: matrices from a normal of 0.02 cut at 2, biases zero."""
+    """Return a copy with timm's initial values for ViTs: truncated normal matrices (std 0.02), zero biases."""
     module = copy.deepcopy(module)
     for part in module.modules():
         reset = getattr(part, "reset_parameters", None)

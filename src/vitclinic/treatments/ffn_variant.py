@@ -1,4 +1,4 @@
-"""The feed-forward layers of a transformer built otherwise: the encoder ablations of [wang2022, Table 5].
+"""Ablations of a transformer's feed-forward layers [wang2022, Table 5].
 
 Shapes: B images, N tokens (along one axis or two), D channels; x_bnd is [B, N, D] or [B, h, w, D].
 """
@@ -21,14 +21,19 @@ from vitclinic.treatments.treatment import Treatment, register
 
 
 class PointwiseConv(nn.Module):
-    """A linear layer as Conv1D over tokens with kernel 1 ("Conv1D equals to fc"), with BatchNorm behind it if asked.
+    """A linear layer as a Conv1D over tokens with kernel 1 ("Conv1D equals to fc"), optionally with BatchNorm.
 
-    It starts from the weights of the layer it is made from; without BatchNorm it computes the same.
+    It starts from the weights of the given layer; without BatchNorm it computes the same.
 
-    >>> import torch
-    >>> layer, x_bnd = nn.Linear(4, 6), torch.randn(2, 5, 4)
-    >>> torch.allclose(PointwiseConv(layer, norm=False)(x_bnd), layer(x_bnd), atol=1e-6)
-    True
+    Args:
+        layer: The linear layer to convert.
+        norm: Add BatchNorm after the convolution.
+
+    Example:
+        >>> import torch
+        >>> layer, x_bnd = nn.Linear(4, 6), torch.randn(2, 5, 4)
+        >>> torch.allclose(PointwiseConv(layer, norm=False)(x_bnd), layer(x_bnd), atol=1e-6)
+        True
     """
 
     def __init__(self, layer: nn.Linear, *, norm: bool) -> None:
@@ -45,13 +50,13 @@ class PointwiseConv(nn.Module):
         self.train(layer.training)
 
     def forward(self, x_bnd: Tensor) -> Tensor:
-        """[B, N, out_features], or on the grid that came in; BatchNorm's statistics are over images and tokens."""
+        """Return [B, N, out_features], or the same on a grid; BatchNorm's statistics are over images and tokens."""
         y_bdn = self.norm(self.conv(x_bnd.flatten(1, -2).transpose(1, 2)))
         return y_bdn.transpose(1, 2).reshape(*x_bnd.shape[:-1], self.out_features)  # type: ignore[no-any-return]
 
 
 class _Parts(NamedTuple):
-    """Of an ordinary MLP: linear, activation, linear."""
+    """The parts of a plain MLP: linear, activation, linear."""
 
     first: nn.Linear
     act: nn.Module
@@ -60,7 +65,11 @@ class _Parts(NamedTuple):
 
 @register
 class FFNVariant(Treatment):
-    """One of Table 5's changes to every MLP of the network."""
+    """One of the changes of [wang2022, Table 5], applied to every MLP of the network.
+
+    Attributes:
+        variant: `no_norm`, `relu`, `conv_bn_gelu` or `conv_gelu`.
+    """
 
     name: ClassVar[str] = "ffn_variant"
     paper: ClassVar[str] = "wang2022, Table 5"
@@ -106,7 +115,7 @@ class FFNVariant(Treatment):
                 )
         elif "relu_activation" in treatments_of(network):
             raise TreatmentError(
-                f"ffn_variant {self.variant} has GELU: list ffn_variant before relu_activation, whose ReLUs it would"
+                f"ffn_variant {self.variant} uses GELU: list ffn_variant before relu_activation, whose ReLUs it would"
                 " undo."
             )
 
@@ -128,7 +137,7 @@ def _norm(unit: Unit) -> nn.Module:
 
 
 def _parts(unit: Unit) -> _Parts:
-    """The two linear layers of an MLP and the activation, which is the module right behind the first."""
+    """Return the two linear layers of an MLP and the activation, which is the module right after the first."""
     parts = own_modules(unit.module)
     linear = [part for part in parts if isinstance(part, nn.Linear)]
     if len(linear) == 2 and linear[0].out_features == linear[1].in_features:
@@ -137,5 +146,5 @@ def _parts(unit: Unit) -> _Parts:
             return _Parts(linear[0], act, linear[1])
     raise TreatmentError(
         f"ffn_variant rewrites MLPs of linear layer, activation, linear layer; {unit.name} is a"
-        f" {type(unit.module).__name__} that is built otherwise (gated, or already rewritten)."
+        f" {type(unit.module).__name__} of another kind (gated, or already rewritten)."
     )

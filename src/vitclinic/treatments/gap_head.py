@@ -1,4 +1,4 @@
-"""Global average pooling of the patches instead of a class token."""
+"""Global average pooling over patches instead of a class token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vitclinic.treatments.treatment import Treatment, register
 
 @register
 class GapHead(Treatment):
-    """logits = head(norm(mean over patches of x^L)); no class token, nor what belongs to it [park2022 Fig. 6]."""
+    """Global average pooling: logits = head(norm(mean over patches of x^L)), no class token [park2022 Fig. 6]."""
 
     name: ClassVar[str] = "gap_head"
     paper: ClassVar[str] = "park2022 Sec. 2, Fig. 6"
@@ -31,9 +31,7 @@ class GapHead(Treatment):
         vit: Any = network
         if vit.attn_pool is not None or not vit.global_pool:
             found = f"'{vit.global_pool}'"
-            raise TreatmentError(
-                f"gap_head replaces a class token or a pooling by mean or maximum; this head is {found}."
-            )
+            raise TreatmentError(f"gap_head replaces a class token or mean or max pooling; this head is {found}.")
         if isinstance(vit, VisionTransformerDistilled):
             _remove_distillation(vit)
         if vit.cls_token is not None:
@@ -42,21 +40,21 @@ class GapHead(Treatment):
         vit.global_pool = "avg"
         vit.pool_include_prefix = False
         if isinstance(vit.fc_norm, nn.Identity):
-            # timm's place for the final norm of such a network is behind the mean.
+            # In such networks timm puts the final norm after the mean.
             vit.norm, vit.fc_norm = vit.fc_norm, vit.norm
         return network
 
 
 def _remove_distillation(vit: Any) -> None:
-    """A distilled DeiT as the plain ViT that it derives from: two tokens and two heads become one of each."""
+    """Turn a distilled DeiT into the plain ViT it derives from: one token and one head instead of two."""
     _remove_token(vit, "dist_token", entry=1)
     del vit.dist_token, vit.head_dist, vit.distilled_training
-    # What the subclass overrides is the handling of its second token and second head, both gone.
+    # The subclass only overrides the handling of its second token and second head, which are gone.
     vit.__class__ = VisionTransformer
 
 
 def _remove_token(vit: Any, name: str, entry: int) -> None:
-    """Take a prefix token out, with its entry in the position embedding."""
+    """Remove a prefix token and its entry in the position embedding."""
     setattr(vit, name, None)
     vit.num_prefix_tokens -= 1
     if isinstance(vit.patch_drop, PatchDropout):

@@ -1,4 +1,4 @@
-"""Attention restricted to a k x k neighbourhood: the paper's convolutional MSA."""
+"""Attention restricted to a k x k neighbourhood: the convolutional MSA of [park2022]."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from vitclinic.treatments.variant_attention import Neighbourhood, attention_unit
 
 
 def _check_kernel(kernel: Any) -> Any:
-    """A kernel has a middle. One sentence before the types are checked, which would answer for each of them."""
+    """Check the kernel before pydantic does, which would print one error per type of the union."""
     if kernel != "global" and not (type(kernel) is int and kernel >= 1 and kernel % 2 == 1):
-        raise ValueError("takes an odd number, or global")
+        raise ValueError("must be an odd number or 'global'")
     return kernel
 
 
 @register
 class LocalAttention(Treatment):
-    """Token i sees token j only if both their rows and their columns are at most (kernel - 1) / 2 apart [park2022]."""
+    """Local attention: token i sees token j only if rows and columns are at most (kernel - 1) / 2 apart [park2022].
+
+    Attributes:
+        kernel: Side of the neighbourhood, an odd number; `global` leaves attention as it is.
+    """
 
     name: ClassVar[str] = "local_attention"
     paper: ClassVar[str] = "park2022 Sec. 2, Fig. 7"
@@ -38,7 +42,7 @@ class LocalAttention(Treatment):
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if any(isinstance(module, PatchDropout) for module in network.modules()):
-            raise TreatmentError("local_attention needs the whole grid: build the network with patch_drop_rate=0.")
+            raise TreatmentError("local_attention needs the whole grid; build the network with patch_drop_rate=0.")
         anatomy = Anatomy.of(network)
         units = attention_units(anatomy, self.name)
         if self.kernel == "global":

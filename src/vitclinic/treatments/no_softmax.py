@@ -16,7 +16,7 @@ from vitclinic.treatments.variant_attention import attention_units, variant_of
 
 @register
 class NoSoftmax(Treatment):
-    """z = (q k^T / sqrt(d)) v: the logits themselves are the weights [chen2022 Sec. 3]."""
+    """Attention that weighs values by the raw logits, z = (q k^T / sqrt(d)) v [chen2022 Sec. 3]."""
 
     name: ClassVar[str] = "no_softmax"
     paper: ClassVar[str] = "chen2022 Sec. 3 (ViT-B/16-Free)"
@@ -27,8 +27,8 @@ class NoSoftmax(Treatment):
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "talking_heads" in treatments_of(network):
             raise TreatmentError(
-                "no_softmax does not go with talking_heads, which mixes heads before and behind the softmax: without"
-                " it both mixes are one; leave out one of the two."
+                "no_softmax cannot be combined with talking_heads, which mixes heads before and after the softmax:"
+                " without it, both mixes are one; leave out one of the two."
             )
         anatomy = Anatomy.of(network)
         for unit in attention_units(anatomy, self.name):

@@ -1,4 +1,4 @@
-"""An added loss: one of the seams of `treatment.py`, in a file of its own because it is a torch module."""
+"""The base class of added losses, apart from `treatment.py` because it needs torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from vitclinic.data.batch import Batch
 
 
 class Objective(nn.Module):
-    """An added loss. Its parameters are trained and saved in the run's state, not in the exported network."""
+    """An added loss; its parameters are trained and saved in the run's state, not in the exported network."""
 
     def forward(self, batch: Batch, logits: Tensor) -> Tensor:
-        """Return the loss of this batch, a scalar. Hidden states are read by hooks set when the objective is made."""
-        raise TypeError(f"{type(self).__name__} does not say what its loss is.")
+        """Return the loss of this batch, a scalar; hidden states are read by hooks registered in the constructor."""
+        raise TypeError(f"{type(self).__name__} must implement forward().")

@@ -1,4 +1,4 @@
-"""Talking heads: learned mixes of the heads' logits and of their weights."""
+"""Talking heads: learned mixes of the heads' logits and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vitclinic.treatments.variant_attention import attention_units, variant_of
 
 @register
 class TalkingHeads(Treatment):
-    """A = W softmax(L q k^T / sqrt(d)), L and W in R^{H x H} over the heads, the identity at first [gong2021]."""
+    """Talking heads: A = W softmax(L q k^T / sqrt(d)), L and W in R^{H x H}, initially the identity [gong2021]."""
 
     name: ClassVar[str] = "talking_heads"
     paper: ClassVar[str] = "gong2021 Table 6 (talking-heads attention, Shazeer et al. 2020)"
@@ -28,8 +28,8 @@ class TalkingHeads(Treatment):
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "no_softmax" in treatments_of(network):
             raise TreatmentError(
-                "talking_heads mixes heads before and behind the softmax, and no_softmax took it away: without it both"
-                " mixes are one; leave out one of the two."
+                "talking_heads mixes heads before and after the softmax, which no_softmax removes: without it,"
+                " both mixes are one; leave out one of the two."
             )
         anatomy = Anatomy.of(network)
         for unit in attention_units(anatomy, self.name):

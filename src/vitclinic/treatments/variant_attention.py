@@ -1,8 +1,8 @@
-"""The k x k neighbourhood of every place of a grid: as a mask, or as bands of rows with a mask inside each.
+"""Variants of timm's attention: a k x k neighbourhood, no softmax, talking heads.
 
-A place's neighbours lie in its own row of the grid and the r = (k - 1) / 2 rows above and below. Bands of R rows of
-queries with the R + 2r rows of keys that hold all their neighbours are cut from the grid by one gather, and attention
-runs inside each: (R + 2r) / height of the work of a mask over all keys.
+A position's neighbours lie in its own row of the grid and the r = (k - 1) / 2 rows above and below. On large grids
+attention therefore runs in bands: R rows of queries with the R + 2r rows of keys that hold all their neighbours, cut
+from the grid by one gather, with a mask inside each. That is (R + 2r) / height of the work of a mask over all keys.
 
 Shapes: as in `variant_attention`; P prefix tokens, which stand outside the grid, N = P + rows * columns.
 """
@@ -25,14 +25,14 @@ Size = tuple[int, int]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 SHARE_OF_KEYS = 1 / 3
-"""Bands are used where they hold at most this share of the grid's rows: measured on a CPU, above it the gathering
-costs what the smaller products save."""
+"""Bands are used if they hold at most this share of the grid's rows; above it (measured on a CPU) the gather costs
+as much as the smaller products save."""
 
 
 def neighbours(size: Size, kernel: int, prefix: int, device: torch.device | None = None) -> Tensor:
-    """Return where a query (first axis) may see a key, [N, N]: |row distance|, |column distance| <= (kernel - 1) / 2.
+    """Return the mask [N, N] of keys each query (first axis) may see: |row|, |column| distance <= (kernel - 1) / 2.
 
-    Windows are cut at the border of the grid. Prefix tokens see everything and are seen by everything.
+    Windows are cut at the border of the grid. Prefix tokens see all tokens and are seen by all of them.
 
     Example:
         >>> neighbours((1, 4), kernel=3, prefix=1).int()
@@ -50,13 +50,13 @@ def neighbours(size: Size, kernel: int, prefix: int, device: torch.device | None
 
 
 class Neighbourhood(nn.Module):
-    """The neighbourhood of one grid, shared by the attentions that work on it.
+    """The neighbourhood mask of one grid, shared by all attentions on that grid.
 
-    The size of the grid is watched where the anatomy reads it, so that networks of dynamic size keep it right.
+    A hook follows the size of the grid, so that networks of dynamic image size stay correct.
     """
 
     mask: Tensor | None
-    """[N, N], or [G, Q, K] for bands; None where the window sees everything."""
+    """[N, N], or [G, Q, K] for bands; None if the window covers the whole grid."""
     keys: Tensor | None
     """The tokens of every band, [G * K]; None without bands."""
 
@@ -76,11 +76,11 @@ class Neighbourhood(nn.Module):
 
     @property
     def banded(self) -> bool:
-        """Whether attention runs in bands."""
+        """True if attention runs in bands."""
         return self.keys is not None
 
     def restrict(self, mask: Tensor | None, x_bnc: Tensor) -> Tensor | None:
-        """Return a mask over all keys that is also this neighbourhood's."""
+        """Combine a mask over all keys with this neighbourhood."""
         self._check(x_bnc.shape[1])
         near = neighbours(self.size, self.kernel, self.prefix, x_bnc.device) if self.banded else self.mask
         if mask is None or near is None:
@@ -88,7 +88,7 @@ class Neighbourhood(nn.Module):
         return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, -torch.inf)
 
     def attend_in_bands(self, q_bhnd: Tensor, k_bhnd: Tensor, v_bhnd: Tensor, attend: Attend) -> Tensor:
-        """Return the attention of every token to its neighbours, a band at a time; prefix tokens see everything."""
+        """Apply attention band by band, each token to its neighbours; prefix tokens see everything."""
         assert self.keys is not None  # banded
         self._check(q_bhnd.shape[2])
         batch, heads, _, width = q_bhnd.shape
@@ -104,14 +104,14 @@ class Neighbourhood(nn.Module):
         if tokens != self.prefix + self.size[0] * self.size[1]:
             raise TreatmentError(
                 f"local_attention saw {tokens} tokens where {self.prefix} + {self.size[0]} x {self.size[1]} fill the"
-                " grid: patches must not be dropped, nor tokens added, in front of the attention."
+                " grid; do not drop patches or add tokens before the attention."
             )
 
     def _watch(self, _: nn.Module, __: Any, output: Any) -> None:
         size = self._grid_at.size_of(self._grid_at.pick(output))
         if size != self.size:
             device = self._grid_at.pick(output).device
-            with torch.inference_mode(False):  # what is made here may be saved for a backward pass later
+            with torch.inference_mode(False):  # these tensors may be saved for a later backward pass
                 self._build(size, device)
 
     def _build(self, size: Size, device: torch.device | None) -> None:
@@ -131,7 +131,7 @@ class Neighbourhood(nn.Module):
         self.register_buffer("keys", keys, persistent=False)
 
     def _cut(self, near: Tensor, height: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """The mask of every band, and its keys; a band at the border is moved inwards, not cut."""
+        """Return the mask and the keys of every band; a band at the border is shifted inwards, not cut."""
         reach, prefix = self.kernel // 2, torch.arange(self.prefix, device=near.device)
         last = rows - height - 2 * reach
         starts = [min(max(row - reach, 0), last) for row in range(0, rows, height)]
@@ -142,10 +142,10 @@ class Neighbourhood(nn.Module):
 
 
 class VariantAttention(nn.Module):
-    """Attention made of the parts of one of timm's; without a change it computes the same values.
+    """Attention built from the parts of a timm `Attention`; as long as no option is set, it computes the same values.
 
-    A module that computes its map in pieces says so by `in_pieces`; attention recording sets it to False for as
-    long as it looks (`vitclinic.anatomy.attention`).
+    `in_pieces` says that the map may be computed in bands; attention recording sets it to False while it reads maps
+    (`vitclinic.anatomy.attention`).
     """
 
     neighbourhood: Neighbourhood | None
@@ -193,7 +193,7 @@ class VariantAttention(nn.Module):
         return self.proj_drop(self.proj(mixed_bnc))  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the weighted sums of the values, [B, H, ..., Q, D]; `mask` is True, or 0, where a key counts."""
+        """Return the weighted sums of the values, [B, H, ..., Q, D]; `mask` is True (or 0) for keys that count."""
         if not self.softmax:
             return self._attend_by_logits(q, k, v, mask)
         if self.fused_attn and self.logits_mix is None:
@@ -205,7 +205,7 @@ class VariantAttention(nn.Module):
         dropout = self.attn_drop.p if self.training else 0.0
         if q.ndim == 4:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale)
-        # Fast kernels take four axes: bands stand beside the heads.
+        # Fast kernels take four axes, so bands are folded into the heads.
         shape = q.shape
         if mask is not None:
             mask = mask.expand(shape[1], *mask.shape).flatten(0, 1)
@@ -213,11 +213,11 @@ class VariantAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale).reshape(shape)
 
     def _attend_by_logits(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """(q k^T scale) v: without a softmax nothing stands between the products, so that q (k^T v) is the same."""
+        """Return (q k^T scale) v; without a softmax in between this equals q (k^T v), which is cheaper."""
         if mask is None and not (self.training and self.attn_drop.p > 0):
             return attend_without_softmax(q, k, v, self.scale)
         logits = (q * self.scale) @ k.transpose(-2, -1)
-        if mask is not None:  # a mask that is added before a softmax multiplies behind it
+        if mask is not None:  # an additive mask before a softmax is a factor after it
             logits = logits * (mask if mask.dtype == torch.bool else mask.exp())
         return self.attn_drop(logits) @ v  # type: ignore[no-any-return]
 
@@ -230,11 +230,11 @@ def attention_weights(
     logits_mix: Tensor | None = None,
     weights_mix: Tensor | None = None,
 ) -> Tensor:
-    """Return W softmax(L q k^T scale), the mixes L and W over the heads being optional; `mask` as in `VariantAttention.attend`."""
+    """Return W softmax(L q k^T scale), where the mixes L and W over the heads are optional; `mask` as in `attend`."""
     logits = (q * scale) @ k.transpose(-2, -1)
     if logits_mix is not None:
         logits = _mix_heads(logits, logits_mix)
-    if mask is not None:  # behind the mix: minus infinity would spread over the heads
+    if mask is not None:  # after the mix: minus infinity would spread over the heads
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     weights = logits.softmax(dim=-1)
     return weights if weights_mix is None else _mix_heads(weights, weights_mix)
@@ -246,18 +246,22 @@ def attend_without_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Ten
 
 
 def _mix_heads(maps: Tensor, mix: Tensor) -> Tensor:
-    """Map h becomes sum_i mix[h, i] map i; `maps` is [B, H, ..., Q, K]."""
+    """Replace map h by sum_i mix[h, i] map_i; `maps` is [B, H, ..., Q, K]."""
     return torch.einsum("hi,bi...->bh...", mix, maps)
 
 
 def attention_units(anatomy: Anatomy, treatment: str) -> Sequence[Unit]:
-    """Return the attention units of a network, all of them timm's own attention or a variant of it, or an error."""
+    """Return the attention units of a network.
+
+    Raises:
+        TreatmentError: One of them is neither timm's `Attention` nor a variant of it.
+    """
     units = anatomy.of_kind("msa")
     for unit in units:
         if type(unit.module) not in (Attention, VariantAttention):
             raise TreatmentError(
-                f"{treatment} knows timm's Attention; that of {unit.name} is a {type(unit.module).__name__}:"
-                " build the network without attn_layer, or leave out the treatment that replaced it."
+                f"{treatment} only supports timm's Attention; that of {unit.name} is a {type(unit.module).__name__}."
+                " Build the network without attn_layer, or drop the treatment that replaced it."
             )
         if type(unit.module) is Attention:
             check_untouched(treatment, unit.module, unit.name)
@@ -265,7 +269,7 @@ def attention_units(anatomy: Anatomy, treatment: str) -> Sequence[Unit]:
 
 
 def variant_of(anatomy: Anatomy, unit: Unit) -> VariantAttention:
-    """Return the unit's attention as a variant, put into the network in place of timm's if it is not there yet."""
+    """Return the unit's attention as a `VariantAttention`, replacing timm's in the network if necessary."""
     if isinstance(unit.module, VariantAttention):
         return unit.module
     variant = VariantAttention(unit.module)
