@@ -235,7 +235,7 @@ def test_mistakes_are_sentences(target, message):
         ("torchvision:resnet18?foo=1", "torchvision:resnet18 takes no keyword 'foo'."),
         ("torchvision:resnet18?num_classes=x", "torchvision:resnet18 cannot be built with these keywords ("),
         ("torchvision:vit_b_16?image_size=30", "(Input shape indivisible by patch size!)."),
-        ("timm:resnet18?foo=1", "'resnet18' takes no model.foo."),
+        ("timm:resnet18?foo=1", "'resnet18' does not accept model.foo; remove it."),
         ("timm:vit_tiny_patch16_224?img_size=[32]", "timm:vit_tiny_patch16_224 cannot be built with these keywords ("),
         ("timm:test_resnet?mean=3", "timm:test_resnet cannot be built with these keywords ("),
         ("timm:resnet81", "There is no model 'resnet81'. Did you mean"),

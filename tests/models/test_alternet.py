@@ -247,8 +247,8 @@ def test_two_steps_of_training(tmp_path):
     ("keywords", "sentence"),
     [
         ({"msas": [0, 1, 4, 2]}, r"a stage of 6 blocks has room for 0 to 3 MSAs, not for 4\."),
-        ({"msas": [0, 1]}, r"msas and heads are four numbers each"),
-        ({"heads": [3, 6]}, r"msas and heads are four numbers each"),
+        ({"msas": [0, 1]}, r"msas and heads must have one number per stage"),
+        ({"heads": [3, 6]}, r"msas and heads must have one number per stage"),
         ({"msa_act": "silu"}, r"msa_act is 'silu'; write one of relu, gelu\."),
         ({"stem": "tiny"}, r"stem is 'tiny'"),
     ],

@@ -187,5 +187,5 @@ def test_sentences():
         rule.load_state_dict({"accepted": [], "proposal": "layer9.1"})
     proposals(rule, [False] * 9)
     for act in (rule.accept, rule.reject):
-        with pytest.raises(ModelError, match="come to its end"):
+        with pytest.raises(ModelError, match="rule is finished"):
             act()

@@ -64,8 +64,8 @@ def test_the_fitted_patch_divides_every_image(side):
     ("name", "keywords", "message"),
     [
         ("vit_tny_patch16_224", {}, "Did you mean 'vit_tiny_patch16_224'"),
-        ("vit_tiny_patch16_224", {"colour": 1}, "takes no model.colour"),
-        ("resnet18", {"colour": 1, "img_size": 32}, "takes no model.colour"),
+        ("vit_tiny_patch16_224", {"colour": 1}, "does not accept model.colour"),
+        ("resnet18", {"colour": 1, "img_size": 32}, "does not accept model.colour"),
         ("vit_tiny_patch16_224", {"num_heads": 7}, "divisible by num_heads"),
     ],
 )
@@ -76,7 +76,7 @@ def test_timm_s_complaint_becomes_a_sentence(name, keywords, message):
 
 def test_a_network_that_does_not_fit_the_images():
     network = create_model("vit_tiny_patch16_224", img_size=8, depth=1)
-    with pytest.raises(ModelError, match=r"does not take 3 x 8 x 8 images.*model\.patch_size"):
+    with pytest.raises(ModelError, match=r"does not accept 3 x 8 x 8 images.*model\.patch_size"):
         check_fit(network, 3, (8, 8), 1000)
     with pytest.raises(ModelError, match="1000"):
         check_fit(create_model("resnet18", channels=[4, 4, 8, 8]), 3, (32, 32), 10)
@@ -90,5 +90,5 @@ def test_without_normalization_it_is_timms_own_network():
     pixels = torch.rand(2, 3, 16, 16)
     assert type(bare).__module__.startswith("timm.")
     assert torch.equal(whole(pixels), bare((pixels - whole.mean) / whole.std))
-    with pytest.raises(ModelError, match="mean and std are to normalize by"):
+    with pytest.raises(ModelError, match="mean and std are for normalization"):
         create_model("resnet18", normalize=False, mean=[0.5] * 3)

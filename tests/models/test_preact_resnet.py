@@ -125,8 +125,8 @@ def test_through_our_factory():
     ("keywords", "sentence"),
     [
         ({"stem": "tiny"}, r"stem is 'tiny'; write 'imagenet' or 'cifar'\."),
-        ({"layers": (2, 2)}, r"layers and channels are four numbers each"),
-        ({"colour": 1}, r"takes no model\.colour\."),
+        ({"layers": (2, 2)}, r"layers and channels must have one number per stage"),
+        ({"colour": 1}, r"does not accept model\.colour"),
         ({"pretrained": True}, r"No pretrained weights exist for preact_resnet50"),
     ],
 )

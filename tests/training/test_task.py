@@ -98,7 +98,7 @@ def test_the_task_is_part_of_the_recipe_and_the_default_one_of_no_digest(brightn
         ({"task": {"name": "brightness", "scale": "x"}}, r"^'task.scale': .*number \(got 'x'\).$"),
         ({"task": ["brightness"]}, r"^'task': write a name, or \{name: ..., option: value\}"),
         ({"task": "brightness", "loss": "sigmoid"}, "^'loss' is only for the task classification; the options"),
-        ({"task": {"loss": "sigmoid"}}, "^Write 'loss', not 'task.loss'"),
+        ({"task": {"loss": "sigmoid"}}, "^Write 'loss' instead of 'task.loss'"),
         (
             {"task": "brightness", "treatments": ["patch_diversity"]},
             "^The treatment patch_diversity is for clas",

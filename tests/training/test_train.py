@@ -77,7 +77,7 @@ def test_none_is_not_given_as_a_keyword_and_a_value_as_an_override():
 @pytest.mark.parametrize(
     ("overrides", "keys", "message"),
     [
-        ("epochs=3", {}, "^Overrides are a mapping or a list of 'key=value' words"),
+        ("epochs=3", {}, "^Overrides must be a mapping or a list of 'key=value' words"),
         (None, {"optimzer": "sgd"}, r"^Unknown key 'optimzer'. Did you mean 'optimizer'\?$"),
         ({"optimizer.lrr": 1.0}, {}, r"^Unknown key 'optimizer.lrr'. Did you mean 'lr'\?$"),
         ({"steps": 4}, {"epochs": 3}, "^Give one of epochs, steps, max_time"),

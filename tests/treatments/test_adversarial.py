@@ -156,7 +156,7 @@ def test_sam_of_length_zero_leaves_adversarial_training_alone():
 
 
 def test_what_does_not_go_together_is_a_sentence():
-    with pytest.raises(TreatmentError, match="adversarial does not go with sam's every above 1"):
+    with pytest.raises(TreatmentError, match="adversarial cannot be combined with sam's every above 1"):
         rule({"sam": {"every": 5}}, "adversarial")
     with pytest.raises(RecipeError, match=r"'treatments.adversarial.epsilon'"):
         parse_treatments([{"adversarial": {"epsilon": 2.0}}])

@@ -293,7 +293,7 @@ def test_a_training_network_stays_one_and_its_batch_norms_see_nothing() -> None:
     [
         ("mixer", {"position": "msa_end"}, r"blocks.1 has no attention; use an mlp position\.$"),
         ("swin, not square, padded", {"position": "both"}, r"sees one window at a time.*use an mlp position\.$"),
-        ("mixer", {"layers": [7]}, r"'layers' lists block 7, and this network has blocks 0 to 1\."),
+        ("mixer", {"layers": [7]}, r"'layers' lists block 7, but this network has blocks 0 to 1\."),
         ("gmlp", {}, r"blocks.1 has no MLP on its channels; use another network\.$"),
     ],
 )
@@ -323,9 +323,9 @@ def test_no_blocks_at_all_is_a_mistake() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"layers": "uppr"}, r"^'treatments\.context_broadcasting\.layers': takes upper, all or .* \(got 'uppr'\)\.$"),
-        ({"layers": [1, "2"]}, r"^'treatments\.context_broadcasting\.layers': takes upper, all or .*\.$"),
-        ({"layers": [1, 0, 1]}, r"layers': takes .* block numbers, each once \(got \[1, 0, 1\]\)\.$"),
+        ({"layers": "uppr"}, r"^'treatments\.context_broadcasting\.layers': must be upper, all or .* \(got 'uppr'\)\.$"),
+        ({"layers": [1, "2"]}, r"^'treatments\.context_broadcasting\.layers': must be upper, all or .*\.$"),
+        ({"layers": [1, 0, 1]}, r"layers': must be .* distinct block numbers \(got \[1, 0, 1\]\)\.$"),
         ({"initial_scale": 0.5}, r"initial_scale is only for CB_S; add scaled: true"),
         ({"scaled": True, "initial_scale": float("nan")}, r"initial_scale': input should be a finite number"),
     ],

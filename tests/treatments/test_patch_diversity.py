@@ -168,7 +168,7 @@ def test_averaged_copies_made_before_have_no_hooks():
 def test_a_network_has_its_losses_once():
     network = tiny_vit()
     first = PatchDiversity(network, 5)
-    with pytest.raises(TreatmentError, match=r"has its patch losses already: remove\(\) them"):
+    with pytest.raises(TreatmentError, match=r"already has patch losses: remove\(\) them"):
         PatchDiversity(network, 5)
     first.remove()
     PatchDiversity(network, 5).remove()
@@ -237,7 +237,7 @@ def test_patches_dropped_in_training_are_a_sentence():
     network = tiny_vit(patch_drop_rate=0.5)
     diversity = PatchDiversity(network, 5, cosine=0, mixing=0)
     network.train()(torch.rand(2, 3, 32, 48))
-    with pytest.raises(TreatmentError, match="of 24 there are 12: train without dropping patches"):
+    with pytest.raises(TreatmentError, match="of 24 patches, 12 are left: train without dropping patches"):
         diversity()
 
 
@@ -340,9 +340,9 @@ def test_a_run_of_a_swin(tmp_path):
     ("options", "sentence"),
     [
         ({"cosine": 0.0, "contrastive": 0.0, "mixing": 0.0}, "the weights of all three losses are 0"),
-        ({"normalise": True, "contrastive": 0.0}, "'normalise' concerns the contrastive loss, whose weight is 0"),
-        ({"cutmix": 0.5, "mixing": 0.0}, "'cutmix' belongs to the mixing loss, whose weight is 0"),
-        ({"probability": 0.0, "mixing": 0.0}, "'probability' belongs to the mixing loss, whose weight is 0"),
+        ({"normalise": True, "contrastive": 0.0}, "'normalise' is only for the contrastive loss, whose weight is 0"),
+        ({"cutmix": 0.5, "mixing": 0.0}, "'cutmix' is only for the mixing loss, whose weight is 0"),
+        ({"probability": 0.0, "mixing": 0.0}, "'probability' is only for the mixing loss, whose weight is 0"),
         ({"cosine": float("inf")}, "cosine': input should be a finite number"),
     ],
 )

@@ -124,7 +124,7 @@ def test_half_precision_is_computed_in_float32_and_float64_stays():
 def test_one_patch_has_no_diversity():
     one = torch.ones(2, 1, 3)
     for loss in (lambda: cosine_loss(one), lambda: contrastive_loss(one, one)):
-        with pytest.raises(TreatmentError, match="needs two of them at least"):
+        with pytest.raises(TreatmentError, match="need at least two patches"):
             loss()
     assert mixing_loss(one, one / 3).item() == pytest.approx(math.log(3))
 

@@ -423,7 +423,10 @@ def test_the_plain_rule_and_sam_report_the_same_loss():
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
-    [({"eta": 0.1}, "'eta' is ASAM's: give 'adaptive: true', too"), ({"alpha": 0.1}, "'alpha' is LookSAM's: give an")],
+    [
+        ({"eta": 0.1}, "'eta' is only for ASAM: add 'adaptive: true'"),
+        ({"alpha": 0.1}, "'alpha' is only for LookSAM: set"),
+    ],
 )
 def test_an_option_that_would_not_be_used_is_a_sentence(options, sentence):
     with pytest.raises(RecipeError, match=sentence):

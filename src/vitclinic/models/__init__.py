@@ -1,4 +1,4 @@
-"""Networks: one factory over timm, and what no library has."""
+"""Networks: a factory over timm, pre-activation ResNet, AlterNet and the build-up rule."""
 
 from vitclinic.models import factory as _fitted  # noqa: F401  (registers its network with timm)
 from vitclinic.models.alternet import AlterNet, BuildUp, alternate, msa_pattern

@@ -1,4 +1,4 @@
-"""A network that takes pixels in [0, 1]: its normalization is part of it."""
+"""The factory of networks, which take pixels in [0, 1] and normalize them themselves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ from vitclinic.anatomy import eval_mode
 class Normalized(nn.Module):
     """A network that normalizes its own input: `backbone((x - mean) / std)`.
 
-    Attacks, corruptions and measurements then all work on pixels, and no mean or standard deviation can be
-    forgotten or applied twice.
+    Attacks, corruptions and measurements can then all work on pixels, and nobody can forget the normalization or apply
+    it twice.
+
+    Args:
+        backbone: The network to wrap.
+        mean: Mean of each channel, for pixels in [0, 1].
+        std: Standard deviation of each channel.
     """
 
     mean: Tensor
@@ -43,7 +48,7 @@ _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_d
 
 
 def fit_patch_size(side: int) -> int:
-    """Return the largest patch, up to 16, that divides an image of `side` pixels into at least 8 x 8 patches.
+    """Return the largest patch size, up to 16, that divides an image of `side` pixels into at least 8 x 8 patches.
 
     Example:
         >>> [fit_patch_size(side) for side in (8, 28, 32, 64, 96, 224)]
@@ -54,7 +59,7 @@ def fit_patch_size(side: int) -> int:
 
 @register_model  # type: ignore[untyped-decorator]
 def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
-    """ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
+    """Build ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
     for name in _TIMM_ONLY:
         keywords.pop(name, None)
     size = keywords.setdefault("img_size", 224)
@@ -101,19 +106,22 @@ def create_model(
     std: Sequence[float] | None = None,
     **keywords: Any,
 ) -> nn.Module:
-    """Create a network of timm's registry, in which ours are, too.
+    """Create a network from timm's registry, which also has ours.
 
     Args:
-        name: As `vitclinic list models` has it.
-        img_size: Pixels a side, or height and width; ignored by networks that run at any size.
+        name: A name from `vitclinic list models`.
+        img_size: Pixels per side, or height and width; ignored by networks that run at any size.
         pretrained: Load timm's published weights.
         normalize: Wrap the network so that it takes pixels in [0, 1]; False returns timm's network as it is.
-        mean: Of each channel, to normalize by; the network's published one unless given.
-        std: Of each channel; the network's published one unless given.
+        mean: Mean of each channel to normalize with; the network's published one unless given.
+        std: Standard deviation of each channel; the network's published one unless given.
         **keywords: Everything else goes to timm: `num_classes`, `in_chans`, `patch_size`, `depth` ...
 
+    Returns:
+        The network, as a `Normalized` unless `normalize` is False.
+
     Raises:
-        ModelError: Where there is no such network, or it does not take a keyword.
+        ModelError: There is no such network, or it does not accept a keyword.
 
     Example:
         >>> network = create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, depth=2, num_classes=10)
@@ -123,7 +131,7 @@ def create_model(
         ('Normalized', 'ResNet')
     """
     if not normalize and (mean is not None or std is not None):
-        raise ModelError("mean and std are to normalize by: remove them, or normalize=False.")
+        raise ModelError("mean and std are for normalization: remove them, or remove normalize=False.")
     if not is_model(name):
         raise ModelError(f"There is no model '{name}'.{did_you_mean(name, list_models())} See `vitclinic list models`.")
     if img_size is not None:
@@ -139,10 +147,16 @@ def create_model(
 
 
 def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes: int) -> None:
-    """Run the network once on images of the data's shape.
+    """Check that a network works on the data, by running it once on images of that shape.
+
+    Args:
+        network: The network.
+        channels: Image channels.
+        size: Height and width.
+        classes: Expected number of outputs.
 
     Raises:
-        ModelError: Where it does not take them, or has another number of outputs than `classes`.
+        ModelError: The network does not accept such images, or its number of outputs is not `classes`.
     """
     try:
         parameter = next(network.parameters())
@@ -151,15 +165,15 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
             logits = network(x_bchw)
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
         raise ModelError(
-            f"The network does not take {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
-            " Other sizes and patches: model.img_size=..., model.patch_size=..."
+            f"The network does not accept {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
+            " To change size or patches, set model.img_size=... or model.patch_size=..."
         ) from error
     if logits.shape != (2, classes):
         raise ModelError(f"The network returns {tuple(logits.shape)} for 2 images and {classes} classes.")
 
 
 def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
-    """timm's network; what it refuses for a reason of its signature only is tried again in another way."""
+    """Build timm's network; retry without `img_size` if it does not take one."""
     try:
         return _create(name, pretrained, keywords)
     except TypeError as error:
@@ -167,7 +181,7 @@ def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
         if unexpected and unexpected[1] == "img_size":
             return _build(name, pretrained, {k: v for k, v in keywords.items() if k != "img_size"})
         if unexpected:
-            raise ModelError(f"'{name}' takes no model.{unexpected[1]}.") from error
+            raise ModelError(f"'{name}' does not accept model.{unexpected[1]}; remove it.") from error
         raise ModelError(f"'{name}' cannot be built: {_first_line(error)}") from error
     except (RuntimeError, AssertionError, ValueError, KeyError, ZeroDivisionError, OSError) as error:
         raise ModelError(f"'{name}' cannot be built: {_first_line(error)}") from error
@@ -186,10 +200,10 @@ def _create(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
 
 
 def _entry_point(name: str, keywords: dict[str, Any]) -> Callable[..., nn.Module]:
-    """Return timm's entry point, changed so that `keywords` replace its own arguments of the network's class.
+    """Return a copy of timm's entry point in which `keywords` override its own arguments of the network's class.
 
-    Some entry points write `dict(patch_size=16, **kwargs)`, which cannot be overridden from outside. This is a copy of
-    the functions of its module in which those that build the class add our keywords; timm itself stays as it is.
+    Some entry points write `dict(patch_size=16, **kwargs)`, which cannot be overridden from outside. We copy the
+    functions of the module and let those that build the class add our keywords; timm itself is not changed.
     """
     module = sys.modules[model_entrypoint(name).__module__]
     namespace = dict(vars(module))
@@ -209,7 +223,7 @@ def _entry_point(name: str, keywords: dict[str, Any]) -> Callable[..., nn.Module
 
 
 def _per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """`values`, or where the network takes another number of channels their mean for each."""
+    """Return `values`, or their mean for every channel if the network has another number of channels."""
     values = list(values)
     return values if len(values) == channels else [sum(values) / len(values)] * channels
 

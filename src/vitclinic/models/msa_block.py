@@ -1,5 +1,5 @@
-"""The MSA block that takes a conv block's place in a ResNet [park2022 Sec. 4.1, App. E]: local attention as in Swin,
-with a relative position bias and without the cyclic shift, in the arrangement of the network around it.
+"""The MSA block that replaces a conv block in a ResNet [park2022 Sec. 4.1, App. E]: local attention as in Swin, with
+a relative position bias and without the cyclic shift, in the layer order of the network around it.
 
 Shapes: B images, C channels, H and W the grid, r and k the rows and columns of windows on it, h and w a window,
 G windows of all images, N = h * w tokens of a window, T heads, D width of a head.
@@ -19,7 +19,7 @@ Activation = Literal["relu", "gelu"]
 
 
 class MsaOptions(TypedDict, total=False):
-    """The options of an MSA block; those of the authors' code where it differs from their text are the last two."""
+    """Options of an MSA block; in the last two, the authors' code differs from their text."""
 
     head_width: int
     window: int
@@ -31,12 +31,12 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU}
 
 
 class WindowAttention(nn.Module):
-    """softmax(Q K^T / sqrt(D) + bias) V in windows of `window` x `window` that do not overlap, on [B, H, W, C].
+    """Attention softmax(Q K^T / sqrt(D) + bias) V in non-overlapping windows, on [B, H, W, C].
 
-    The bias is learned per head (or, `shared_bias`, is one for all heads, as in the authors' code) and depends on the
-    offset of query and key. A grid that the window does not divide is padded at its lower and right ends, and no
-    query sees padding; along a side shorter than the window, the window is as long as the side. So the weights fit
-    images of every size.
+    The bias depends on the offset between query and key and is learned per head (with `shared_bias` once for all
+    heads, as in the authors' code). If the window does not divide the grid, the grid is padded at the bottom and right,
+    and no query sees the padding; along a side shorter than the window, the window shrinks to that side. So the same
+    weights work for images of any size.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class WindowAttention(nn.Module):
         return _join_windows(x_gnc, padded, window)[:, : grid[0], : grid[1]]
 
     def _bias(self, window: Size) -> Tensor:
-        """The bias of each (query, key) of a window, [1, T or 1, N, N]."""
+        """Return the bias of each (query, key) pair of a window, [1, T or 1, N, N]."""
         places = [torch.arange(length, device=self.relative_position_bias_table.device) for length in window]
         rows_hh, columns_ww = (place[:, None] - place[None, :] + self.window - 1 for place in places)
         bias_thwhw = self.relative_position_bias_table[:, rows_hh[:, None, :, None], columns_ww[None, :, None, :]]
@@ -84,20 +84,20 @@ class WindowAttention(nn.Module):
 
 
 def _cut_windows(x_bhwc: Tensor, window: Size) -> Tensor:
-    """[B, H, W, C] as windows [G, N, C], the windows of an image one after the other, row by row."""
+    """Cut [B, H, W, C] into windows [G, N, C], image by image and row by row."""
     batch, height, width, channels = x_bhwc.shape
     x_brhkwc = x_bhwc.reshape(batch, height // window[0], window[0], width // window[1], window[1], channels)
     return x_brhkwc.transpose(2, 3).reshape(-1, window[0] * window[1], channels)
 
 
 def _join_windows(x_gnc: Tensor, grid: Size, window: Size) -> Tensor:
-    """The inverse of `_cut_windows`."""
+    """Undo `_cut_windows`."""
     x_brkhwc = x_gnc.reshape(-1, grid[0] // window[0], grid[1] // window[1], *window, x_gnc.shape[-1])
     return x_brkhwc.transpose(2, 3).reshape(-1, *grid, x_gnc.shape[-1])
 
 
 class MsaBlock(nn.Module):
-    """x + attention(BN(conv(act(BN(x))))), the conv 1 x 1 to `width`: the block among pre-activation blocks."""
+    """MSA block for pre-activation ResNets: x + attention(BN(conv(act(BN(x))))), with a 1 x 1 conv to `width`."""
 
     def __init__(
         self,
@@ -129,10 +129,10 @@ class MsaBlock(nn.Module):
 
 
 class PostActMsaBlock(nn.Module):
-    """act(x + BN(attention(BN(conv(x))))): the layers of `MsaBlock` among post-activation blocks.
+    """MSA block for post-activation ResNets: act(x + BN(attention(BN(conv(x))))).
 
-    As in the conv blocks there, the norm and the activation that stand at a pre-activation block's beginning stand at
-    its end.
+    It has the layers of `MsaBlock`, but norm and activation come at the end of the block instead of its beginning, as
+    in the conv blocks of such networks.
     """
 
     def __init__(
@@ -167,9 +167,13 @@ class PostActMsaBlock(nn.Module):
 def build_msa_block(
     block: Any, arrangement: type[MsaBlock] | type[PostActMsaBlock], heads: int, **options: Unpack[MsaOptions]
 ) -> MsaBlock | PostActMsaBlock:
-    """Return a new MSA block with the channels, the bottleneck's width and the stochastic depth of a block of a ResNet.
+    """Build an MSA block with the channels, bottleneck width and stochastic depth of a conv block.
 
-    `block` is one that changes neither channels nor grid, of timm, torchvision or `PreActResNet`.
+    Args:
+        block: A block of timm's or torchvision's ResNet or of `PreActResNet` that keeps channels and grid.
+        arrangement: The class of the new block.
+        heads: Number of heads.
+        **options: Further options of the block.
     """
     weight, channels = block.conv1.weight, block.conv1.in_channels
     drop_path = getattr(getattr(block, "drop_path", None), "drop_prob", 0.0)
@@ -178,7 +182,7 @@ def build_msa_block(
 
 
 def _conv1x1(channels: int, width: int) -> nn.Conv2d:
-    """Without bias, for a norm follows; its first values are those of the convs of a ResNet."""
+    """Build a 1 x 1 conv, initialized as in a ResNet; without bias, since a norm follows."""
     conv = nn.Conv2d(channels, width, 1, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv

@@ -15,7 +15,7 @@ Stem = Literal["imagenet", "cifar"]
 
 
 class PreActBasicBlock(nn.Module):
-    """skip + conv(act(BN(conv(act(BN(x)))))), both convs 3 x 3."""
+    """Pre-activation basic block: skip + conv(act(BN(conv(act(BN(x)))))), both convs 3 x 3."""
 
     expansion = 1
 
@@ -38,7 +38,7 @@ class PreActBasicBlock(nn.Module):
 
 
 class PreActBottleneck(nn.Module):
-    """skip + conv(act(BN(conv(act(BN(conv(act(BN(x))))))))), the convs 1 x 1, 3 x 3 (with the stride) and 1 x 1."""
+    """Pre-activation bottleneck: skip + three times conv(act(BN(.))), with convs 1 x 1, 3 x 3 (strided) and 1 x 1."""
 
     expansion = 4
 
@@ -65,18 +65,35 @@ class PreActBottleneck(nn.Module):
 
 
 def _downsample(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:
-    """The projection of the skip where a block changes the shape; it is given the activated state."""
+    """Build the skip's projection if a block changes the shape; its input is the activated state."""
     if stride == 1 and in_channels == out_channels:
         return None
     return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
 
 
 class PreActResNet(nn.Module):
-    """Stem, four stages of pre-activation blocks, BN and ReLU, average pooling, classifier.
+    """Pre-activation ResNet [He et al. 2016b]: stem, four stages, BN and ReLU, average pooling, classifier.
 
-    `stem="imagenet"` is a 7 x 7 conv of stride 2 and a max-pooling of stride 2, `stem="cifar"` a 3 x 3 conv: the last
-    stage then has an eighth of the image's side instead of a 32nd. `channels` are the widths of the stages, the
-    first also the stem's. Stochastic depth rises linearly to `drop_path_rate` at the last block.
+    Args:
+        block: The block: `PreActBasicBlock` or `PreActBottleneck`.
+        layers: Number of blocks in each of the four stages.
+        num_classes: Number of classes; 0 for pooled features.
+        in_chans: Image channels.
+        stem: `imagenet` is a 7 x 7 conv and a max-pooling, both of stride 2; `cifar` is a 3 x 3 conv, so that the last
+            stage has 1/8 of the image's side instead of 1/32.
+        channels: Widths of the stages; the first is also the stem's.
+        global_pool: timm's name of the pooling.
+        drop_rate: Dropout before the classifier.
+        drop_path_rate: Stochastic depth of the last block; it rises linearly from 0.
+
+    Raises:
+        ValueError: `layers` or `channels` does not have four entries, or the stem is unknown.
+
+    Example:
+        >>> import torch
+        >>> network = PreActResNet(PreActBasicBlock, (1, 1, 1, 1), stem="cifar", channels=(8, 8, 8, 8), num_classes=10)
+        >>> network(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(
@@ -94,7 +111,7 @@ class PreActResNet(nn.Module):
     ) -> None:
         super().__init__()
         if len(layers) != 4 or len(channels) != 4 or min(layers) < 1:
-            raise ValueError("layers and channels are four numbers each, one for each stage.")
+            raise ValueError("layers and channels must have one number per stage, four each.")
         if stem not in ("imagenet", "cifar"):
             raise ValueError(f"stem is {stem!r}; write 'imagenet' or 'cifar'.")
         self.num_classes = num_classes
@@ -128,16 +145,17 @@ class PreActResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def stage(self, number: int) -> nn.Sequential:
-        """Return the blocks of a stage, from 0; in the state they are layer1 to layer4, as in timm's."""
+        """Return the blocks of a stage, counted from 0; in the state dict they are layer1 to layer4, as in timm."""
         blocks = self.get_submodule(f"layer{number + 1}")
         assert isinstance(blocks, nn.Sequential)
         return blocks
 
     def get_classifier(self) -> nn.Module:
+        """Return the classifier."""
         return self.get_submodule("fc")
 
     def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
-        """Set a new classifier; 0 classes: none, the pooled features come out."""
+        """Replace the classifier; with 0 classes the network returns pooled features."""
         self.num_classes = num_classes
         like = self.norm.weight
         self.global_pool, self.fc = create_classifier(
@@ -145,7 +163,7 @@ class PreActResNet(nn.Module):
         )
 
     def forward_features(self, x_bchw: Tensor) -> Tensor:
-        """Return the last stage's state, behind the final norm and activation."""
+        """Return the features of the last stage, after the final norm and activation."""
         x_bchw = self.maxpool(self.conv1(x_bchw))
         for stage in range(4):
             x_bchw = self.stage(stage)(x_bchw)
@@ -153,6 +171,7 @@ class PreActResNet(nn.Module):
         return features
 
     def forward_head(self, x_bchw: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return the logits of features, or with `pre_logits` the pooled features."""
         x_bc: Tensor = self.global_pool(x_bchw)
         if self.drop_rate > 0:
             x_bc = F.dropout(x_bc, p=self.drop_rate, training=self.training)
@@ -171,13 +190,13 @@ PUBLISHED: dict[str, Any] = {
     "first_conv": "conv1",
     "classifier": "fc",
 }
-"""What timm wants to know of networks of this kind; there are no weights of them to download."""
+"""The configuration timm expects; there are no published weights."""
 
 default_cfgs = generate_default_cfgs({f"preact_resnet{depth}.untrained": PUBLISHED for depth in (18, 34, 50, 101)})
 
 
 def build(variant: str, network: type[PreActResNet], pretrained: bool, **keywords: Any) -> PreActResNet:
-    """Return `network(**keywords)` as timm's registry builds it, feature extraction (`features_only=True`) included."""
+    """Build `network(**keywords)` the way timm's registry does, with support for `features_only=True`."""
     feature_cfg = {"out_indices": (0, 1, 2, 3), "flatten_sequential": False}
     built: PreActResNet = build_model_with_cfg(network, variant, pretrained, feature_cfg=feature_cfg, **keywords)
     return built
@@ -185,27 +204,27 @@ def build(variant: str, network: type[PreActResNet], pretrained: bool, **keyword
 
 @register_model  # type: ignore[untyped-decorator]
 def preact_resnet18(pretrained: bool = False, **keywords: Any) -> PreActResNet:
-    """Pre-activation ResNet-18."""
+    """Build pre-activation ResNet-18."""
     keywords = {"block": PreActBasicBlock, "layers": (2, 2, 2, 2), **keywords}
     return build("preact_resnet18", PreActResNet, pretrained, **keywords)
 
 
 @register_model  # type: ignore[untyped-decorator]
 def preact_resnet34(pretrained: bool = False, **keywords: Any) -> PreActResNet:
-    """Pre-activation ResNet-34."""
+    """Build pre-activation ResNet-34."""
     keywords = {"block": PreActBasicBlock, "layers": (3, 4, 6, 3), **keywords}
     return build("preact_resnet34", PreActResNet, pretrained, **keywords)
 
 
 @register_model  # type: ignore[untyped-decorator]
 def preact_resnet50(pretrained: bool = False, **keywords: Any) -> PreActResNet:
-    """Pre-activation ResNet-50."""
+    """Build pre-activation ResNet-50."""
     keywords = {"block": PreActBottleneck, "layers": (3, 4, 6, 3), **keywords}
     return build("preact_resnet50", PreActResNet, pretrained, **keywords)
 
 
 @register_model  # type: ignore[untyped-decorator]
 def preact_resnet101(pretrained: bool = False, **keywords: Any) -> PreActResNet:
-    """Pre-activation ResNet-101."""
+    """Build pre-activation ResNet-101."""
     keywords = {"block": PreActBottleneck, "layers": (3, 4, 23, 3), **keywords}
     return build("preact_resnet101", PreActResNet, pretrained, **keywords)

@@ -1,4 +1,4 @@
-"""Tasks: what a training run learns. One file a task; `task.py` says what a task is."""
+"""Tasks: what a training run learns. One file per task; `task.py` has the base class."""
 
 from typing import TYPE_CHECKING
 

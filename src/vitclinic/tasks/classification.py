@@ -1,6 +1,6 @@
-"""Classification: one of K classes an image, by softmax or sigmoid cross-entropy.
+"""Image classification with softmax or sigmoid cross-entropy.
 
-torch is imported in the functions: a recipe knows its task, and a typo in a recipe must not wait for torch.
+torch is imported inside the functions: recipes import their task, and a typo in a recipe should not wait for torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LossConfig(Config):
-    """`loss` of a recipe. Label smoothing belongs to the targets: see `data.augment.smoothing`."""
+    """`loss` of a recipe. Label smoothing is part of the targets: see `data.augment.smoothing`."""
 
     main_key: ClassVar[str | None] = "name"
 
@@ -28,7 +28,7 @@ class LossConfig(Config):
 
 
 def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy with class indices [B] or shares of the classes [B, K], averaged over images."""
+    """Return the softmax cross-entropy with class indices [B] or soft targets [B, K], averaged over images."""
     import torch.nn.functional as F
 
     return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, targets)
@@ -46,10 +46,23 @@ def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @register
 class Classification(Task):
-    """Tell the classes of images apart.
+    """Image classification into one of K classes.
 
-    Scores have `accuracy` with its 95% interval, `accuracy_top5`, `nll` (the mean softmax cross-entropy, whatever loss
-    was trained with), `correct` and `count`.
+    Scores have `accuracy` with its 95% interval, `accuracy_top5`, `nll` (the mean softmax cross-entropy, whatever the
+    training loss), `correct` and `count`.
+
+    Attributes:
+        loss: `softmax` or `sigmoid`; set by the recipe's `loss`.
+
+    Example:
+        >>> import torch
+        >>> from vitclinic.data import Batch
+        >>> labels = torch.tensor([0, 1])
+        >>> batch = Batch(torch.zeros(2, 1, 8, 8), labels, torch.arange(2), torch.arange(2))
+        >>> task = Classification()
+        >>> sums = task.measure(torch.tensor([[2.0, 0.0], [2.0, 0.0]]), batch)
+        >>> task.summarize(sums.tolist())["accuracy"]
+        0.5
     """
 
     name = "classification"

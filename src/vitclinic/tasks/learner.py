@@ -1,4 +1,4 @@
-"""What is differentiated in training: a network, its task's losses and the treatments' objectives in one module."""
+"""The module that is differentiated in training: network, task losses and the treatments' objectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitclinic.treatments import Losses, Objective
 
 
 class Learner(nn.Module):
-    """A network with its task's losses and the treatments' objectives: what DDP wraps and the optimizer trains."""
+    """A network with its task's losses and the treatments' objectives, as wrapped by DDP and trained."""
 
     def __init__(self, network: nn.Module, task: Task, objectives: Mapping[str, Objective]) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""What a task is: the batch it reads, its head, its losses, its metrics, and the number that selects a checkpoint.
+"""The base class of tasks. A task defines five things: how a batch is read, the size of the head, the losses, the
+metrics, and the metric that selects the best checkpoint.
 
-A task owns these five things and nothing else. The loop, step rules, optimizers, schedules, EMA, processes,
-checkpoints and treatments know `Task` and no task in particular.
+The loop, step rules, optimizers, schedules, EMA, processes, checkpoints and treatments know `Task` and no task in
+particular.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ Score = dict[str, Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of a score, and how to print it.
+    """One number of a score, and how to print it.
+
+    Attributes:
+        name: Its key in the score.
+        share: Between 0 and 1, printed as a percentage.
+        interval: The score also has its 95% interval, as `NAME_low` and `NAME_high`.
+        headline: Print it wherever a score is shown.
 
     Example:
         >>> Metric("accuracy", share=True).show(0.5), Metric("nll").show(0.5)
@@ -46,21 +53,21 @@ class Metric:
     interval: bool = False
     """The score also has its 95% interval, as `NAME_low` and `NAME_high`."""
     headline: bool = True
-    """Printed wherever a score is."""
+    """Printed wherever a score is shown."""
 
     def show(self, value: float) -> str:
-        """Return the value as text."""
+        """Format a value of this metric."""
         return f"{value:.1%}" if self.share else f"{value:.3f}"
 
     def show_interval(self, score: Mapping[str, Any]) -> str:
-        """Return the 95% interval in a score as text."""
+        """Format the 95% interval in a score."""
         return f"{self.show(score[f'{self.name}_low'])} to {self.show(score[f'{self.name}_high'])}"
 
 
 class Task(Config, ABC):
-    """Base of all tasks: subclass, state the facts, add fields for options, and `register`.
+    """Base class of all tasks: subclass it, state the facts, add fields for options, and `register`.
 
-    The methods may be called in any process of a run, and must not keep state between calls.
+    Methods may be called in any process of a run and must not keep state between calls. docs/tasks.md has an example.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -68,49 +75,59 @@ class Task(Config, ABC):
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
-    """A few words for reports."""
+    """A short title for reports."""
     paper: ClassVar[str] = ""
-    """The paper's key, with the place in it."""
+    """The key of the paper, with section or equation."""
     metrics: ClassVar[tuple[Metric, ...]]
     """The numbers of its scores."""
     selects: ClassVar[str]
     """The metric on val that selects the best checkpoint."""
     higher_is_better: ClassVar[bool] = True
-    """The direction of that metric."""
+    """The direction in which that metric improves."""
     loss_metric: ClassVar[str]
-    """The metric that is the loss on val and test: one that is not finite is a divergence."""
+    """The metric that serves as the loss on val and test; if it is not finite, the run has diverged."""
 
     def read(self, batch: Batch) -> Batch:
-        """Return the batch that losses and metrics see, from the one that was read: images and class labels."""
+        """Convert a batch of images and class labels to the batch that losses and metrics see."""
         return batch
 
     @abstractmethod
     def num_outputs(self, spec: ImageSpec) -> int:
-        """Return how many outputs the head on the backbone has, for data of these classes."""
+        """Return the number of outputs of the network's head for this data."""
 
     @abstractmethod
     def losses(self, outputs: Tensor, batch: Batch) -> Losses:
         """Return the losses of a batch by name, each a scalar; their sum is differentiated.
 
         Args:
-            outputs: What the network returns for `batch.images`, of shape [images, `num_outputs`].
-            batch: As `read` returned it.
+            outputs: Outputs of the network for `batch.images`, of shape [images, `num_outputs`].
+            batch: The batch that `read` returned.
         """
 
     @abstractmethod
     def measure(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return what to add up over all images of a split: sums over the batch, as one float64 vector."""
+        """Return sums over the batch, as one float64 vector; they are added up over all images of a split."""
 
     @abstractmethod
     def summarize(self, sums: list[float]) -> Score:
-        """Return the metrics, with `count`, from the sums of `measure` over a whole split."""
+        """Compute the metrics, including `count`, from the sums of `measure` over a whole split."""
 
     def evaluate(
         self, network: nn.Module, dataset: Dataset, split: str, distributed: Distributed, batch_size: int = BATCH_SIZE
     ) -> Score:
-        """Score a network on a whole split, each process taking its share of the images.
+        """Score a network on a whole split; each process takes its share of the images.
 
-        Metrics that are no function of sums over images need an `evaluate` of their own.
+        Override this for metrics that cannot be computed from sums over images.
+
+        Args:
+            network: The network, which takes pixels in [0, 1].
+            dataset: The data.
+            split: `train`, `val` or `test`.
+            distributed: The processes of the run.
+            batch_size: Images per forward pass.
+
+        Returns:
+            The metrics by name.
         """
         import torch
 
@@ -123,7 +140,7 @@ class Task(Config, ABC):
         return self.summarize(sums.tolist())
 
     def _sum(self, network: nn.Module, own: Iterator[Batch], any_images: Iterator[Batch]) -> Tensor:
-        """Add up what is measured of a process's own images; of `any_images` zeros, as many, where it has none."""
+        """Add up `measure` over a process's own images; without any, return zeros, shaped by `any_images`."""
         parameter = next(network.parameters())
         total: Tensor | None = None
         for batch in own:
@@ -133,14 +150,14 @@ class Task(Config, ABC):
         return 0 * self._sum(network, any_images, any_images) if total is None else total
 
     def improves(self, score: Mapping[str, Any], best: Mapping[str, Any] | None) -> bool:
-        """Tell whether a score on val is better than the best so far."""
+        """Tell whether a validation score is better than the best so far."""
         if best is None:
             return True
         new, old = score[self.selects], best[self.selects]
         return bool(new > old if self.higher_is_better else new < old)
 
     def plain(self) -> str | dict[str, Any]:
-        """Return the task as a recipe writes it: its name, or its name and the options that were set."""
+        """Return the task as written in a recipe: its name, or name and the options that were set."""
         options = self.model_dump(mode="json", exclude_unset=True)
         return {"name": self.name, **options} if options else self.name
 
@@ -150,20 +167,26 @@ register = TASKS.register
 
 
 def known_tasks() -> dict[str, type[Task]]:
-    """Return all tasks by name: ours, those registered in this process, and those of installed packages."""
+    """Return all tasks by name: built-in, registered in this process, and from installed packages."""
     return TASKS.all()
 
 
 def headlines(task: Task) -> list[Metric]:
-    """Return the metrics of a task that are printed wherever a score is."""
+    """Return the metrics of a task that are printed wherever a score is shown."""
     return [metric for metric in task.metrics if metric.headline]
 
 
 def parse_task(value: Any) -> Task:
-    """Turn `task` of a recipe into a task: a name, or `{name: ..., option: value}`.
+    """Parse `task` of a recipe.
+
+    Args:
+        value: A name, `{name: ..., option: value}` or a `Task`.
+
+    Returns:
+        The task.
 
     Raises:
-        RecipeError: Where a task or an option is unknown, or has a value that it cannot have.
+        RecipeError: A task or option is unknown, or a value is invalid.
 
     Example:
         >>> parse_task("classification").selects

@@ -1,8 +1,8 @@
-"""DiversePatch: three losses that keep the last layer's patches apart [gong2021 Sec. 4].
+"""DiversePatch: three losses that keep the patches of the last layer different [gong2021 Sec. 4].
 
     task loss + a1 cosine + a2 contrastive + a3 mixing
 
-`patch_losses` has the formulas, `patches` where the patches are read, `vitclinic.data.mixing` the CutMix that
+The formulas, and the hooks that read the patches, are in `patch_losses`; `vitclinic.data.mixing` has the CutMix that
 gives every patch its own label.
 """
 
@@ -31,7 +31,7 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class PatchObjective(Objective):
-    """One of the losses, times its weight, of the patches that the latest training pass left in `reader`."""
+    """One weighted loss on the patches that `reader` holds from the latest training pass."""
 
     def __init__(self, weight: float, reader: Reader) -> None:
         super().__init__()
@@ -41,16 +41,21 @@ class PatchObjective(Objective):
         return self.weight * self.loss(batch.patch_targets)
 
     def loss(self, patch_targets: Tensor | None) -> Tensor:
-        raise TypeError(f"{type(self).__name__} does not say what its loss is.")
+        """Return the unweighted loss; `patch_targets` [B, N, K] are needed by the mixing loss only."""
+        raise TypeError(f"{type(self).__name__} must implement loss().")
 
 
 class CosineObjective(PatchObjective):
+    """`cosine_loss` of the last layer's patches."""
+
     def loss(self, patch_targets: Tensor | None) -> Tensor:
         (last_bnd,) = self.reader.take()
         return cosine_loss(last_bnd)
 
 
 class ContrastiveObjective(PatchObjective):
+    """`contrastive_loss` between the patches of the first and the last layer."""
+
     def __init__(self, weight: float, reader: Reader, normalise: bool) -> None:
         super().__init__(weight, reader)
         self.normalise = normalise
@@ -60,13 +65,13 @@ class ContrastiveObjective(PatchObjective):
         if first_bnd.shape != last_bnd.shape:
             raise TreatmentError(
                 f"The contrastive loss needs every patch of the first layer in the last; of {first_bnd.shape[1]}"
-                f" there are {last_bnd.shape[1]}: train without dropping patches."
+                f" patches, {last_bnd.shape[1]} are left: train without dropping patches."
             )
         return contrastive_loss(first_bnd, last_bnd, self.normalise)
 
 
 class MixingObjective(PatchObjective):
-    """With the linear head that all patches share: trained, saved in the run's state, not exported."""
+    """`mixing_loss` with one linear head for all patches, which is saved in the run's state but not exported."""
 
     def __init__(self, weight: float, reader: Reader, width: int, classes: int) -> None:
         super().__init__(weight, reader)
@@ -78,7 +83,7 @@ class MixingObjective(PatchObjective):
         (last_bnd,) = self.reader.take()
         if patch_targets is None:
             raise TreatmentError(
-                "The mixing loss needs a target for every patch, and this batch has none: mix it by CutMix on patch"
+                "The mixing loss needs a target for every patch, but this batch has none: mix it with CutMix on patch"
                 " borders, or set the weight of mixing to 0."
             )
         return mixing_loss(self.head(last_bnd.to(self.head.weight.dtype)), patch_targets)
@@ -86,7 +91,16 @@ class MixingObjective(PatchObjective):
 
 @register
 class PatchDiversityTreatment(Treatment):
-    """The treatment `patch_diversity` of a recipe."""
+    """Three losses against patches that become alike: cosine, contrastive and mixing [gong2021 Sec. 4].
+
+    Attributes:
+        cosine: Weight of the cosine loss.
+        contrastive: Weight of the contrastive loss; by default 1, or 0 for networks that merge patches.
+        mixing: Weight of the mixing loss, which also sets the augmentation to CutMix on patch borders.
+        normalise: Use vectors of length 1 in the contrastive loss.
+        cutmix: Alpha of CutMix's Beta distribution.
+        probability: Share of the images that are mixed.
+    """
 
     name: ClassVar[str] = "patch_diversity"
     paper: ClassVar[str] = "gong2021 Sec. 4, Table 5"
@@ -120,35 +134,39 @@ class PatchDiversityTreatment(Treatment):
     @model_validator(mode="after")
     def _check_unused_options(self) -> PatchDiversityTreatment:
         if self.cosine == self.contrastive == self.mixing == 0:
-            raise ValueError("the weights of all three losses are 0: give one, or leave the treatment out")
+            raise ValueError("the weights of all three losses are 0: set one of them, or leave the treatment out")
         if self.normalise and self.contrastive == 0:
-            raise ValueError("'normalise' concerns the contrastive loss, whose weight is 0: leave it out")
+            raise ValueError("'normalise' is only for the contrastive loss, whose weight is 0: leave it out")
         for name in ("cutmix", "probability"):
             if getattr(self, name) is not None and self.mixing == 0:
-                raise ValueError(f"'{name}' belongs to the mixing loss, whose weight is 0: leave it out")
+                raise ValueError(f"'{name}' is only for the mixing loss, whose weight is 0: leave it out")
         return self
 
     def objectives(self, network: nn.Module, spec: ImageSpec) -> Mapping[str, Objective]:
         return self.patch_objectives(Patches.of(network, spec.img_size), spec.num_classes)
 
     def patch_objectives(self, patches: Patches, classes: int) -> dict[str, PatchObjective]:
-        """Return the losses whose weight is not 0, by name."""
+        """Build the losses with a nonzero weight, by name.
+
+        Raises:
+            TreatmentError: There is one patch only, patches are merged, or the patches do not divide the image.
+        """
         if patches.grid == (1, 1):
             raise TreatmentError(
-                f"{self.name} needs two patches at least, and images of {patches.size[0]} x {patches.size[1]} pixels"
-                " leave this network one: take larger images or smaller patches."
+                f"{self.name} needs at least two patches, but at {patches.size[0]} x {patches.size[1]} pixels this"
+                " network has one: use larger images or smaller patches."
             )
         alone = self.cosine == self.mixing == 0
         if (alone or self.contrastive or self.normalise) and not patches.kept:
             advice = f"leave {'contrastive' if self.contrastive else 'normalise'} out"
             raise TreatmentError(
-                f"{self.name}: the contrastive loss does not apply to a network that merges patches on the way;"
+                f"{self.name}: the contrastive loss does not apply to a network that merges patches;"
                 f" {'give cosine or mixing a weight' if alone else advice}."
             )
         objectives: dict[str, PatchObjective] = {}
         contrastive = float(patches.kept) if self.contrastive is None else self.contrastive
         if self.mixing:
-            _ = patches.cell  # sizes that do not divide are an error
+            _ = patches.cell  # raises if the patches do not divide the image
         if self.cosine:
             objectives["patch_cosine"] = CosineObjective(self.cosine, Reader(last=patches.last))
         if contrastive:
@@ -160,7 +178,7 @@ class PatchDiversityTreatment(Treatment):
         return objectives
 
     def augmentation(self, augment: Augment, network: nn.Module, spec: ImageSpec) -> Augment:
-        """Return CutMix on the borders of patches that have targets, no mixup, no repeated augmentation [Sec. 5.1]."""
+        """Return CutMix on patch borders with patch targets, without mixup or repeated augmentation [Sec. 5.1]."""
         if not self.mixing:
             return augment
         height, width = Patches.of(network, spec.img_size).cell
@@ -176,22 +194,32 @@ class PatchDiversityTreatment(Treatment):
 
 
 class PatchDiversity(nn.Module):
-    """The losses of the treatment in a training loop of one's own.
+    """The patch losses of [gong2021 Sec. 4] for your own training loop.
 
-    >>> import timm, torch.nn.functional as F
-    >>> network = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
-    >>> diversity = PatchDiversity(network, classes=1000)
-    >>> optimizer = torch.optim.AdamW([*network.parameters(), *diversity.parameters()])
-    >>> images, labels = torch.rand(4, 3, 32, 32), torch.tensor([7, 3, 9, 3])
-    >>> images, targets, patch_targets = diversity.mix(images, labels)
-    >>> task = F.cross_entropy(network(images), targets)
-    >>> losses = diversity(patch_targets)  # of the pass just made, weighted
-    >>> sorted(losses)
-    ['patch_contrastive', 'patch_cosine', 'patch_mixing']
-    >>> (task + sum(losses.values())).backward()
+    It registers hooks in `network`: copy the network (for averaged weights) before, and call `remove()` when training
+    is over.
 
-    The options are the treatment's. The hooks sit in `network`: copy it (for averaged weights) before, and call
-    `remove()` when training is over.
+    Args:
+        network: A network of a known family.
+        classes: Number of classes.
+        size: Height and width of the images; the network's own size unless given.
+        **options: The options of the treatment `patch_diversity`.
+
+    Raises:
+        TreatmentError: The losses do not fit the network, or it already has them.
+
+    Example:
+        >>> import timm, torch.nn.functional as F
+        >>> network = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
+        >>> diversity = PatchDiversity(network, classes=1000)
+        >>> optimizer = torch.optim.AdamW([*network.parameters(), *diversity.parameters()])
+        >>> images, labels = torch.rand(4, 3, 32, 32), torch.tensor([7, 3, 9, 3])
+        >>> images, targets, patch_targets = diversity.mix(images, labels)
+        >>> task = F.cross_entropy(network(images), targets)
+        >>> losses = diversity(patch_targets)  # weighted losses of the pass just made
+        >>> sorted(losses)
+        ['patch_contrastive', 'patch_cosine', 'patch_mixing']
+        >>> (task + sum(losses.values())).backward()
     """
 
     def __init__(
@@ -206,7 +234,7 @@ class PatchDiversity(nn.Module):
         self.treatment = validate(PatchDiversityTreatment, options)
         check_family(self.treatment, network)
         if getattr(network, _WATCHED, False):
-            raise TreatmentError("This network has its patch losses already: remove() them before adding others.")
+            raise TreatmentError("This network already has patch losses: remove() them before adding others.")
         self.patches = Patches.of(network, size)
         like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
         self._named = self.treatment.patch_objectives(self.patches, classes)
@@ -215,13 +243,18 @@ class PatchDiversity(nn.Module):
         setattr(network, _WATCHED, True)
 
     def forward(self, patch_targets: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the weighted losses of the network's latest training pass, by name."""
+        """Return the weighted losses of the latest training pass, by name."""
         return {name: objective.weight * objective.loss(patch_targets) for name, objective in self._named.items()}
 
     def mix(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return images, targets [B, K] and patch targets [B, N, K] after CutMix on patch borders with the next image.
+        """Mix every image with the next one by CutMix on patch borders.
 
-        `targets` are classes [B] or shares [B, K]. Random numbers come from torch's global generator.
+        Args:
+            images: [B, C, H, W].
+            targets: Class indices [B] or soft targets [B, K].
+
+        Returns:
+            Images, targets [B, K] and patch targets [B, N, K]. Randomness comes from torch's global generator.
         """
         alpha, probability = self.treatment.cutmix or 1.0, self.treatment.probability
         size = (images.shape[2], images.shape[3])
@@ -231,7 +264,7 @@ class PatchDiversity(nn.Module):
         return mixing(images, shares, torch.arange(len(images)).roll(-1).numpy(), keys)
 
     def remove(self) -> None:
-        """Take the hooks out of the network."""
+        """Remove the hooks from the network."""
         for objective in self._named.values():
             objective.reader.remove()
         self._unmark()

@@ -1,7 +1,7 @@
 """The three losses of DiversePatch, which keep patches from becoming alike [gong2021 Sec. 4].
 
-Plain functions of patch representations, without class and other prefix tokens. All compute in float32 at least, also
-under autocast; float64 stays float64.
+They are plain functions of patch representations, without class and other prefix tokens. All compute in at least
+float32, even under autocast; float64 stays float64.
 
 Shapes: B images, N patches, D channels, K classes.
 """
@@ -27,35 +27,56 @@ def cosine_loss(h_bnd: Tensor) -> Tensor:
 
         P(h) = 1 / (n (n - 1)) sum_{i != j} |h_i . h_j| / (|h_i| |h_j|)
 
-    A patch that is zero counts as orthogonal to all others.
+    A patch that is zero counts as orthogonal to all others [gong2021 Sec. 4].
 
-    >>> patches = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]])
-    >>> round(cosine_loss(patches).item(), 4)  # one of the three pairs is parallel
-    0.3333
+    Args:
+        h_bnd: Patches [B, N, D] with N > 1.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        TreatmentError: There is only one patch.
+
+    Example:
+        >>> patches = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]])
+        >>> round(cosine_loss(patches).item(), 4)  # one of the three pairs is parallel
+        0.3333
     """
     count = _count_patches(h_bnd)
     with torch.autocast(h_bnd.device.type, enabled=False):
         unit_bnd = F.normalize(_upcast(h_bnd), dim=-1)
         gram_bnn = unit_bnd @ unit_bnd.mT
-        # What is left out is a constant, 1 for a patch with itself, not a part of the gradient.
+        # The diagonal is a constant (1 for each patch with itself) and must not contribute a gradient.
         alike_b = gram_bnn.abs().sum(dim=(1, 2)) - gram_bnn.detach().diagonal(dim1=1, dim2=2).sum(dim=1)
         return alike_b.mean() / (count * (count - 1))
 
 
 def contrastive_loss(first_bnd: Tensor, last_bnd: Tensor, normalise: bool = False) -> Tensor:
-    """Each last-layer patch must resemble its own first-layer patch more than the other last-layer patches do.
+    """Return the loss that ties each last-layer patch to its own first-layer patch, against the other patches.
 
         -1/n sum_i log[ exp(h1_i . hL_i) / (exp(h1_i . hL_i) + exp(h1_i . mean_{j != i} hL_j)) ]
             = 1/n sum_i softplus(h1_i . (mean_{j != i} hL_j - hL_i))
 
-    averaged over images; the second form cannot overflow. No gradient goes into `first_bnd`. The paper's dot products
-    are raw; `normalise` makes every vector's length 1 before.
+    averaged over images; the second form cannot overflow. No gradient flows into `first_bnd` [gong2021 Sec. 4].
 
-    >>> first = torch.eye(2)[None]
-    >>> round(contrastive_loss(first, 10 * first).item(), 6)  # every patch is still itself
-    4.5e-05
-    >>> round(contrastive_loss(first, torch.ones(1, 2, 2)).item(), 4)  # all are the same: log 2
-    0.6931
+    Args:
+        first_bnd: Patches of the first layer [B, N, D].
+        last_bnd: Patches of the last layer [B, N, D].
+        normalise: Scale all vectors to length 1 first; the paper uses raw dot products.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        TreatmentError: There is only one patch.
+
+    Example:
+        >>> first = torch.eye(2)[None]
+        >>> round(contrastive_loss(first, 10 * first).item(), 6)  # every patch is still itself
+        4.5e-05
+        >>> round(contrastive_loss(first, torch.ones(1, 2, 2)).item(), 4)  # all are the same: log 2
+        0.6931
     """
     count = _count_patches(last_bnd)
     with torch.autocast(last_bnd.device.type, enabled=False):
@@ -73,9 +94,20 @@ def mixing_loss(logits_bnk: Tensor, targets_bnk: Tensor) -> Tensor:
 
         1/n sum_i CE(g(h_i), y_i)
 
-    >>> targets = torch.eye(2)[None]  # two patches, the first of class 0, the second of class 1
-    >>> round(mixing_loss(torch.zeros(1, 2, 2), targets).item(), 4)
-    0.6931
+    Args:
+        logits_bnk: Predictions of the patches [B, N, K].
+        targets_bnk: Soft targets of the patches [B, N, K].
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        TreatmentError: Predictions and targets differ in shape.
+
+    Example:
+        >>> targets = torch.eye(2)[None]  # two patches, the first of class 0, the second of class 1
+        >>> round(mixing_loss(torch.zeros(1, 2, 2), targets).item(), 4)
+        0.6931
     """
     if logits_bnk.shape != targets_bnk.shape:
         raise TreatmentError(
@@ -87,9 +119,9 @@ def mixing_loss(logits_bnk: Tensor, targets_bnk: Tensor) -> Tensor:
 
 
 def _count_patches(h_bnd: Tensor) -> int:
-    """The number of patches of an image, of which there must be more than one."""
+    """Return the number of patches per image, which must be more than one."""
     if h_bnd.shape[1] < 2:
-        raise TreatmentError("The diversity of an image's patches needs two of them at least; this image has one.")
+        raise TreatmentError("The patch losses need at least two patches; this image has one.")
     return h_bnd.shape[1]
 
 
@@ -99,10 +131,10 @@ def _upcast(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """The patches of a network at images of one size.
+    """The patches of a network for one image size.
 
-    `first` is the patch embedding before the position embedding; `last` the output of the final norm or, where that
-    acts on pooled features or is not there, of the last block.
+    `first` is the patch embedding before the position embedding. `last` is the output of the final norm, or of the
+    last block if that norm acts on pooled features or does not exist.
     """
 
     first: Site
@@ -110,15 +142,15 @@ class Patches:
     size: tuple[int, int]
     """The images' height and width."""
     grid: tuple[int, int]
-    """How many patches `last` has along each."""
+    """Rows and columns of patches in `last`."""
     width: int
     """The channels of `last`."""
     kept: bool
-    """Whether each patch of `first` is one of `last`, with as many channels: not where patches are merged."""
+    """True if `first` and `last` have the same patches and channels; False if patches are merged."""
 
     @classmethod
     def of(cls, network: nn.Module, size: tuple[int, int] | None = None) -> Patches:
-        """Find the patches by a forward pass of one image of that size, by default the one the network is made for."""
+        """Locate the patches with a forward pass of one image; `size` defaults to the network's own."""
         core, family = recognise(network)
         channels, *usual = family.input_size(core)
         like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
@@ -139,18 +171,18 @@ class Patches:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """The pixels of one patch; images that do not divide into such cells are an error."""
+        """Height and width of one patch in pixels; raises a TreatmentError if patches do not divide the image."""
         if self.size[0] % self.grid[0] or self.size[1] % self.grid[1]:
             raise TreatmentError(
                 f"Images of {self.size[0]} x {self.size[1]} pixels do not divide into the network's"
-                f" {self.grid[0]} x {self.grid[1]} last patches, so CutMix cannot keep to their borders: choose a size"
+                f" {self.grid[0]} x {self.grid[1]} last patches, so CutMix cannot follow their borders: choose a size"
                 " that divides, or switch the mixing loss off."
             )
         return self.size[0] // self.grid[0], self.size[1] // self.grid[1]
 
 
 def patch_tokens(site: Site, activation: Tensor) -> Tensor:
-    """Return what was read at `site` as [B, N, D], rows of the grid one after the other, prefix tokens stripped."""
+    """Return the activation at `site` as patches [B, N, D], row by row, without prefix tokens."""
     if activation.ndim == 3:
         return activation[:, site.layout.prefix :]
     x_bhwd = activation if site.layout.channels_last else activation.permute(0, 2, 3, 1)
@@ -158,7 +190,7 @@ def patch_tokens(site: Site, activation: Tensor) -> Tensor:
 
 
 class Reader:
-    """Hooks that hold a training pass's patches until the loss takes them; nothing is held of any other pass."""
+    """Hooks that keep the patches of a training pass until the loss takes them; other passes leave nothing."""
 
     def __init__(self, **sites: Site) -> None:
         self._sites = sites
@@ -175,16 +207,20 @@ class Reader:
         return hold
 
     def take(self) -> list[Tensor]:
-        """Return each site's patches [B, N, D], in the order the sites were named; they are held no longer."""
+        """Return the patches [B, N, D] of each site, in order, and release them.
+
+        Raises:
+            TreatmentError: There was no training pass since the last call.
+        """
         held, self._held = self._held, {}
         if held.keys() != self._sites.keys():
             raise TreatmentError(
-                "There are no patches to compare: call the network in training mode, with gradients, before each use of"
-                " its patch losses."
+                "There are no patches to compare: call the network in training mode, with gradients, before each call"
+                " of its patch losses."
             )
         return [patch_tokens(site, held[name]) for name, site in self._sites.items()]
 
     def remove(self) -> None:
-        """Take the hooks out of the network."""
+        """Remove the hooks from the network."""
         for handle in self._handles:
             handle.remove()

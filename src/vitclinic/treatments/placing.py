@@ -1,8 +1,8 @@
-"""Placing a part into the blocks of a network: which blocks, where in each, and how.
+"""Insertion of a new part into the blocks of a network.
 
-A part becomes a child of the module at whose end it acts, and a hook calls it. So no module is replaced or wrapped:
-every name in the state dict stays what it was, weights load before or after the surgery, and the unit whose module it
-is (`vitclinic.anatomy`) covers it.
+A part becomes a child of the module it acts on, called by a hook. No module is replaced or wrapped: names in the
+state dict stay the same, weights load before or after the surgery, and the part belongs to the unit
+(`vitclinic.anatomy`) of that module.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ or after the MLP and after the attention."""
 
 
 def _check_layers(value: Any) -> Any:
-    """Before the types are checked, which would answer for each of them: one sentence for all."""
+    """Check `layers` before pydantic does, which would print one error per type of the union."""
     numbers = value if isinstance(value, list) else []
     listed = numbers and all(type(number) is int for number in numbers) and len(set(numbers)) == len(numbers)
     if value not in ("upper", "all", None) and not listed:
-        raise ValueError("takes upper, all or a list of block numbers, each once")
+        raise ValueError("must be upper, all or a list of distinct block numbers")
     return value
 
 
 Layers = Annotated[Literal["upper", "all"] | list[int], BeforeValidator(_check_layers)]
-"""The upper half of the blocks, all, or these, counted from 0 over the whole network."""
+"""The upper half of the blocks, all of them, or these, counted from 0 over the whole network."""
 
 POSITION = "where: mlp_end, mlp_mid (after the activation), mlp_front, msa_end, or both (mlp_end and msa_end)"
 LAYERS = "which blocks: upper (the upper half), all, or a list of block numbers from 0 over the whole network"
@@ -50,7 +50,7 @@ Maker = Callable[[int], nn.Module]
 
 
 def place(network: nn.Module, name: str, position: Position, layers: Layers, make: Maker, spec: ImageSpec) -> None:
-    """Put a part `make(width)` named `name` at `position` of each of `layers`. A part maps tokens to tokens."""
+    """Insert `make(width)`, a map from tokens to tokens, under the name `name` at `position` of each of `layers`."""
     ends = _ends(Anatomy.of(network).blocks, position, layers, name)
     widths = _widths(network, ends, name, spec)
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
@@ -59,22 +59,22 @@ def place(network: nn.Module, name: str, position: Position, layers: Layers, mak
 
 
 def select_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Block]:
-    """Return the blocks that `layers` means. Of an odd number the middle one belongs to the upper half."""
+    """Return the blocks that `layers` selects; the middle block of an odd number belongs to the upper half."""
     if layers == "all":
         return list(blocks)
     if layers == "upper":
         return list(blocks[len(blocks) // 2 :])
     if outside := [number for number in layers if not 0 <= number < len(blocks)]:
         raise TreatmentError(
-            f"{name}: 'layers' lists block {outside[0]}, and this network has blocks 0 to {len(blocks) - 1}."
+            f"{name}: 'layers' lists block {outside[0]}, but this network has blocks 0 to {len(blocks) - 1}."
         )
     return [block for number, block in enumerate(blocks) if number in layers]
 
 
 def _ends(blocks: Sequence[Block], position: Position, layers: Layers, name: str) -> list[tuple[Unit, Site]]:
-    """The ends of modules that `position` means in the blocks that `layers` means, each with its unit.
+    """Return the sites of `position` in the selected blocks, each with its unit.
 
-    Of the upper half and of all blocks, those that have no such end (an `extra_block`) are passed over.
+    With `upper` and `all`, blocks without such a site (an `extra_block`) are skipped.
     """
     chosen = select_blocks(blocks, layers, name)
     positions: list[Position] = ["msa_end", "mlp_end"] if position == "both" else [position]
@@ -100,11 +100,11 @@ def _missing(block: Block, position: Position, layers: Layers, name: str, nowher
 
 
 def _end(block: Block, unit: Unit, position: Position, name: str) -> Site:
-    """The end of a module of `unit` that `position` means."""
+    """Return the site of `position` in a unit."""
     if position == "msa_end" and unit.attention is not None and unit.attention.windows is not None:
         raise TreatmentError(
-            f"{name} does not fit at {position}: the attention of {block.name} sees one window at a time, and the"
-            " mean is over all tokens; use an mlp position."
+            f"{name} does not fit at {position}: the attention of {block.name} sees one window at a time, but"
+            " the mean is over all tokens; use an mlp position."
         )
     if position == "mlp_mid":
         return into(_second_layer(unit, name), unit.output.layout)
@@ -114,8 +114,8 @@ def _end(block: Block, unit: Unit, position: Position, name: str) -> Site:
 
 
 def _second_layer(mlp: Unit, name: str) -> nn.Module:
-    """The layer that leads back to the network's width; in a gated MLP the third."""
-    # By what they have: those that ffn_variant makes are linear, too.
+    """Return the layer that projects back to the network's width; in a gated MLP it is the third."""
+    # By attribute, not by class: the layers of ffn_variant are linear too.
     linears = [module for module in own_modules(mlp.module) if isinstance(getattr(module, "in_features", None), int)]
     if len(linears) < 2:
         raise TreatmentError(f"{name} does not fit at mlp_mid: {mlp.name} has no two linear layers; use mlp_end.")
@@ -123,7 +123,7 @@ def _second_layer(mlp: Unit, name: str) -> nn.Module:
 
 
 def _unwrap_sequential(module: nn.Module, which: int) -> nn.Module:
-    """The module itself, or in a Sequential, which would run a new child as one more layer, its first or last."""
+    """Return the module, or a Sequential's first or last one: a new child of the Sequential would run as a layer."""
     while isinstance(module, nn.Sequential):
         module = module[which]
     return module
@@ -131,7 +131,7 @@ def _unwrap_sequential(module: nn.Module, which: int) -> nn.Module:
 
 @torch.no_grad()
 def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, spec: ImageSpec) -> list[int]:
-    """The number of channels at each end, from a forward pass, which also shows that an end is where it should be."""
+    """Measure the number of channels at each site with a forward pass, and check the position of the site."""
     sites: dict[tuple[str, int], Site] = {}
     for index, (unit, site) in enumerate(ends):
         sites |= {("part", index): site, ("state", index): unit.output}
@@ -141,8 +141,8 @@ def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, spec: 
     for index, (unit, site) in enumerate(ends):
         if site.end == "out" and seen["part", index].shape[-1] != seen["state", index].shape[-1]:
             raise TreatmentError(
-                f"{name} does not fit at the end of {unit.name}: its module ends before it leads back to the network's"
-                " width, as those of transformers 4 do; use transformers 5."
+                f"{name} does not fit at the end of {unit.name}: its module ends before it returns to the network's"
+                " width, as in transformers 4; use transformers 5."
             )
     return [seen["part", index].shape[-1] for index in range(len(ends))]
 
@@ -155,7 +155,7 @@ def _insert(site: Site, name: str, part: nn.Module) -> None:
         site.module.register_forward_hook(partial(_after, name))
 
 
-# The hooks find the part by its name in the module that they are called with, so that a copy calls its own part.
+# Hooks look the part up by name in the module they are called with, so that a copied network uses its own part.
 
 
 def _before(name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ def _after(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:
-    """Return `module` and all modules in it, in order, but for the parts that treatments placed there."""
+    """Return `module` and all modules in it, in order, except for parts inserted by treatments."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     placed = {hook.args[0] for hook in hooks if isinstance(hook, partial) and hook.func in (_before, _after)}
     children = [child for name, child in module.named_children() if name not in placed]
@@ -178,5 +178,5 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def mean_over_tokens(x_bnd: Tensor) -> Tensor:
-    """Return the mean over all tokens, prefix ones included: [B, N, D] or [B, H, W, D] to [B, 1, D] or [B, 1, 1, D]."""
+    """Return the mean over all tokens, prefix tokens included, as [B, 1, D]; on a grid as [B, 1, 1, D]."""
     return x_bnd.mean(dim=tuple(range(1, x_bnd.ndim - 1)), keepdim=True)

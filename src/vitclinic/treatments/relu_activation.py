@@ -1,4 +1,4 @@
-"""Every GELU of a network becomes a ReLU."""
+"""Replacement of every GELU of a network by ReLU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from vitclinic.treatments.treatment import Treatment, register
 
 
 def gelu_to_relu(network: nn.Module) -> int:
-    """Replace every GELU of any network by ReLU, in place, and return how many there were.
+    """Replace every GELU of any network by ReLU, in place.
 
-    A GELU is a module whose class says so in its name (PyTorch's, timm's and Hugging Face's, exact or approximate), or
-    `torch.nn.functional.gelu` kept by a module as its activation. One called by name in a `forward` is out of reach.
+    A GELU is a module with "gelu" in the name of its class (PyTorch's, timm's and Hugging Face's, exact or
+    approximate), or `torch.nn.functional.gelu` stored by a module as its activation. A GELU called by name in a
+    `forward` cannot be found.
+
+    Args:
+        network: Any network, of a known family or not.
+
+    Returns:
+        The number of replaced activations.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
@@ -37,12 +44,12 @@ def gelu_to_relu(network: nn.Module) -> int:
                 setattr(parent, name, F.relu)
                 replaced += 1
                 if isinstance(parent, nn.TransformerEncoderLayer):
-                    parent.activation_relu_or_gelu = 1  # its fast path goes by this number: 1 is ReLU
+                    parent.activation_relu_or_gelu = 1  # selects its fast path: 1 is ReLU
     return replaced
 
 
 def is_gelu(module: nn.Module) -> bool:
-    """Tell whether a module is a GELU of any kind: its class says so in its name."""
+    """Tell whether a module is a GELU of any kind, by the name of its class."""
     return "gelu" in type(module).__name__.lower()
 
 
@@ -52,7 +59,7 @@ def _is_functional_gelu(value: Any) -> bool:
 
 @register
 class ReluActivation(Treatment):
-    """GELU -> ReLU, the setting in which the paper compares condition numbers of the NTK [chen2022 App. G]."""
+    """Every GELU replaced by ReLU, the setting in which [chen2022 App. G] compares condition numbers of the NTK."""
 
     name: ClassVar[str] = "relu_activation"
     paper: ClassVar[str] = "chen2022 App. G; wang2022 Table 5"
@@ -67,7 +74,7 @@ class ReluActivation(Treatment):
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if gelu_to_relu(network) == 0:
             raise TreatmentError(
-                f"relu_activation found no GELU among the modules of this {type(network).__name__}: its activations are"
-                " others already, or are called by name in its forward."
+                f"relu_activation found no GELU among the modules of this {type(network).__name__}: it uses other"
+                " activations, or calls GELU by name in its forward."
             )
         return network

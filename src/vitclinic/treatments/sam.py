@@ -1,9 +1,9 @@
 """Sharpness-aware minimisation [chen2022 Eq. 1-2]: step with the gradient at w + eps, applied at w.
 
-Every group of micro-batches that has its own eps takes two passes: at w, apart from the other gradients and never
-synchronised (each process climbs on its own images: m-sharpness), and at w + eps, with the same dropout masks and
-with BatchNorm's running statistics standing still. Only the second gradients are added up, synchronised, clipped and
-stepped with. Weight decay is the optimizer's, at w.
+Every group of micro-batches with its own eps takes two passes: one at w, kept apart from the other gradients and never
+synchronised (each process climbs on its own images: m-sharpness), and one at w + eps, with the same dropout masks and
+with BatchNorm's running statistics frozen. Only the second gradients are summed, synchronised, clipped and used for
+the step. Weight decay is left to the optimizer and acts at w.
 """
 
 from __future__ import annotations
@@ -21,12 +21,22 @@ from vitclinic.treatments.sam_core import Ascent, Group, OrthogonalPart, sharpne
 from vitclinic.treatments.treatment import InputAscent, Losses, LossesAndGradients, StepRule, Treatment, register
 
 Part = tuple[Batch, float]
-"""Images that are differentiated together, and their share of a micro-batch."""
+"""Images of one pass, and their share of a micro-batch."""
 
 
 @register
 class SharpnessAware(Treatment):
-    """`sam`: also adaptive (ASAM) and periodic (LookSAM)."""
+    """Sharpness-aware minimisation: step from w with the gradient at w + rho g / |g| [chen2022 Eq. 1-2].
+
+    Attributes:
+        rho: Length of the ascent; 0 is the plain step.
+        adaptive: ASAM, which measures the ascent relative to the size of each weight [Kwon et al., ICML 2021].
+        eta: Constant that ASAM adds to the size of a weight.
+        every: LookSAM: steps from one ascent to the next [Liu et al., CVPR 2022].
+        alpha: LookSAM: weight of the reused component.
+        m: Images per ascent; all of a process's micro-batch unless given.
+        ascent: One ascent per micro-batch, or one for the whole `batch`.
+    """
 
     name: ClassVar[str] = "sam"
     paper: ClassVar[str] = "chen2022 Eq. 1-2, App. B, Table 11"
@@ -40,14 +50,14 @@ class SharpnessAware(Treatment):
     )
     adaptive: bool = Field(False, description="ASAM: the ascent is measured relative to each weight's size")
     eta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.01, description="what ASAM adds to a weight's size"
+        0.01, description="ASAM: constant added to a weight's size"
     )
     every: Annotated[int, Field(ge=1)] = Field(1, description="LookSAM: steps from one ascent to the next")
     alpha: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.7, description="LookSAM: weight of the reused part"
+        0.7, description="LookSAM: weight of the reused component"
     )
     m: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="images an ascent; all of a process's micro-batch unless given"
+        None, description="images per ascent; all of a process's micro-batch unless given"
     )
     ascent: Literal["micro_batch", "batch"] = Field(
         "micro_batch", description="with accumulation: an ascent for every micro-batch, or one for all of them"
@@ -56,16 +66,18 @@ class SharpnessAware(Treatment):
     @model_validator(mode="after")
     def _one_group_size(self) -> SharpnessAware:
         if self.m is not None and self.ascent == "batch":
-            raise ValueError("'m' divides a batch into ascents and 'ascent: batch' makes it one: give one of them")
+            raise ValueError(
+                "'m' divides a batch into ascents, but 'ascent: batch' asks for a single one: remove one of the two"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_unused_options(self) -> SharpnessAware:
         fields = SharpnessAware.model_fields
         if self.eta != fields["eta"].default and not self.adaptive:
-            raise ValueError("'eta' is ASAM's: give 'adaptive: true', too")
+            raise ValueError("'eta' is only for ASAM: add 'adaptive: true'")
         if self.alpha != fields["alpha"].default and self.every == 1:
-            raise ValueError("'alpha' is LookSAM's: give an 'every' above 1, too")
+            raise ValueError("'alpha' is only for LookSAM: set 'every' above 1")
         return self
 
     def step_rule(self) -> StepRule | None:
@@ -81,7 +93,14 @@ class SharpnessAware(Treatment):
 
 
 class SharpnessAwareStep:
-    """The step rule. `together`: one ascent for all micro-batches of a step."""
+    """The step rule of SAM, for the training loop.
+
+    Args:
+        ascent: The climb from w to w + eps.
+        reused: LookSAM's reused component, if any.
+        m: Images per ascent.
+        together: Use one ascent for all micro-batches of a step.
+    """
 
     def __init__(
         self, ascent: Ascent, reused: OrthogonalPart | None = None, *, m: int | None = None, together: bool = False
@@ -91,11 +110,11 @@ class SharpnessAwareStep:
         self.images = 0
 
     def take_input_ascent(self, inputs: InputAscent) -> None:
-        """Let the images climb with the weights, by the same backward pass [chen2022 Eq. 5]."""
+        """Perturb the images together with the weights, in the same backward pass [chen2022 Eq. 5]."""
         if self.reused is not None:
             raise TreatmentError(
-                "adversarial does not go with sam's every above 1: the steps in between have no first pass for its"
-                " images to climb by. Set sam's every to 1."
+                "adversarial cannot be combined with sam's every above 1: the steps in between have no first pass that"
+                " could perturb the images. Set sam's every to 1."
             )
         self.inputs = inputs
 
@@ -121,7 +140,7 @@ class SharpnessAwareStep:
     def _two_passes(
         self, group: list[Part], losses_and_gradients: LossesAndGradients, last: bool
     ) -> Group[list[tuple[Losses, float]]]:
-        """Return the passes of one ascent; the last of all synchronises the processes."""
+        """Return the two passes of one ascent; the very last pass synchronises the processes."""
         started: list[Part] = []
 
         def first() -> list[tuple[Losses, float]]:
@@ -131,8 +150,8 @@ class SharpnessAwareStep:
         def second(finite: bool) -> None:
             for (part, share), (climbed, _) in zip(group, started, strict=True):
                 images = self.inputs.finish(part, climbed) if self.inputs else part
-                # A first gradient that is not finite must skip the step in every process, and each of them waits
-                # for the others in the last pass: so the pass is made, and makes the common gradient not finite.
+                # A first gradient that is not finite must skip the step in every process. They all wait for each other
+                # in the last pass, so it still runs, and makes the common gradient not finite.
                 weight = share if finite else math.nan
                 losses_and_gradients(images, sync=last and part is group[-1][0], weight=weight)
             started.clear()
@@ -140,7 +159,7 @@ class SharpnessAwareStep:
         return Group(first, second)
 
     def state_dict(self) -> dict[str, Any]:
-        """`images` records m as it was: the images of one ascent, which also depend on the number of processes."""
+        """Return LookSAM's state and `images`, the actual m, which also depends on the number of processes."""
         return {"images": self.images, **({} if self.reused is None else self.reused.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,6 +169,6 @@ class SharpnessAwareStep:
 
 
 def _mean(passes: Sequence[tuple[Losses, float]]) -> Losses:
-    """The mean of each named loss, weighted by the images' shares."""
+    """Return the mean of each named loss, weighted by the shares of the images."""
     total = sum(share for _, share in passes)
     return {name: torch.stack([p[name] * (s / total) for p, s in passes]).sum() for name in passes[0][0]}

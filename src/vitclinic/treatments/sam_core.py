@@ -1,10 +1,10 @@
-"""What `sam` and the optimizer `SAM` share: the ascent from w to w + eps and back, the two passes, and LookSAM.
+"""The common core of `sam` and the optimizer `SAM`: the ascent to w + eps and back, the two passes, and LookSAM.
 
     SAM  [chen2022 Eq. 2]:           eps = rho g / |g|
     ASAM [Kwon et al., ICML 2021]:   eps = rho T^2 g / |T g|,   T = |w| + eta, element by element
 
-with g the gradient at w and |.| one l2 norm over all parameters. Both do not change when g is scaled, so that a loss
-scaler needs no unscaling here.
+where g is the gradient at w and |.| one l2 norm over all parameters. Neither changes when g is scaled, so there is no
+need to undo a loss scaler here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Ascent:
-    """A climb of length `rho`.
+    """A temporary move of the weights from w to w + eps, of length `rho`.
+
+    Attributes:
+        rho: Length of the ascent.
+        adaptive: Use ASAM's eps instead of SAM's.
+        eta: ASAM's eta.
 
     Example:
         >>> w = nn.Parameter(torch.tensor([0.0, 0.0]))
@@ -44,10 +49,13 @@ class Ascent:
 
     @contextmanager
     def climb(self, parameters: Sequence[nn.Parameter], gradients: Gradients) -> Iterator[bool]:
-        """Have the parameters at w + eps; afterwards, whatever happened, at w, from a copy.
+        """Move the parameters to w + eps inside the context, and restore w from a copy on the way out.
 
-        Yields whether the gradient was finite: if not, and if it is zero, nothing moves. The gradients are used up,
-        and the list is emptied so that their memory is free during the second pass.
+        If the gradient is zero or not finite, nothing moves. The gradients are consumed: the list is emptied, so that
+        their memory is free during the second pass.
+
+        Yields:
+            True if the gradient was finite.
         """
         moved: list[Tensor] = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
         slopes = [g for g in gradients if g is not None]
@@ -68,7 +76,7 @@ class Ascent:
 
     @torch.no_grad()
     def _turn(self, weights: list[Tensor], slopes: list[Tensor]) -> float:
-        """Turn the gradient, in place, into the direction to climb in; returns what makes it a step of length 1."""
+        """Turn the gradient in place into the direction of the ascent; return the norm to divide it by."""
         if not self.adaptive or not slopes:
             return float(get_total_norm(slopes))
         stretch = torch._foreach_abs(weights)
@@ -81,7 +89,7 @@ class Ascent:
 
 @contextmanager
 def separate_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Gradients]:
-    """Put the gradients of the passes inside into the list that is yielded; `.grad` is afterwards as before."""
+    """Collect the gradients of the passes inside in the yielded list; afterwards `.grad` is as before."""
     before = [p.grad for p in parameters]
     found: Gradients = []
     for p in parameters:
@@ -96,10 +104,10 @@ def separate_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[Gradients
 
 @contextmanager
 def keep_buffers(module: nn.Module) -> Iterator[None]:
-    """Let no buffer move: BatchNorm's running statistics and count, or any other, are afterwards as before.
+    """Restore all buffers, such as BatchNorm's running statistics, on the way out.
 
-    A copy put back, rather than a switch set on every layer: there is nothing to leave in a wrong position by entering
-    twice or leaving by an exception.
+    This copies buffers instead of toggling a flag on every layer, so no layer can be left in the wrong mode by nesting
+    or by an exception.
     """
     buffers = list(module.buffers())
     copies = [buffer.clone() for buffer in buffers]
@@ -113,7 +121,7 @@ def keep_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def freeze(module: nn.Module) -> Iterator[None]:
-    """Let no parameter ask for a gradient: a backward pass then costs only the way down to the images."""
+    """Turn off gradients of all parameters inside the context, so that a backward pass only goes to the images."""
     trained = [p for p in module.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)
@@ -125,9 +133,9 @@ def freeze(module: nn.Module) -> Iterator[None]:
 
 
 class OrthogonalPart:
-    """The reused part g_v / |g_v| of SAM's gradient, and how many steps were made.
+    """LookSAM's reused component g_v / |g_v| of SAM's gradient, and the number of steps made.
 
-    A step whose gradient is not finite is not counted and teaches nothing: it is going to be skipped.
+    A step whose gradient is not finite will be skipped, so it is neither counted nor learned from.
     """
 
     def __init__(self, every: int, alpha: float) -> None:
@@ -136,13 +144,13 @@ class OrthogonalPart:
         self.direction: list[Tensor] | None = None
 
     def due(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Tell whether the next step is to have an ascent of its own."""
+        """Tell whether the next step needs its own ascent."""
         known = self.direction is not None and len(self.direction) == len(parameters)
         return not known or self.steps % self.every == 0
 
     @torch.no_grad()
     def learn(self, parameters: Sequence[nn.Parameter], first: Sequence[Tensor]) -> None:
-        """Learn from the gradient `first` at w and the one at w + eps in `.grad`, both of all processes."""
+        """Update the component from the gradients `first` at w and `.grad` at w + eps, both over all processes."""
         second = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
         norm, size = float(get_total_norm(first)), float(get_total_norm(second))
         if not math.isfinite(norm + size):
@@ -151,14 +159,14 @@ class OrthogonalPart:
             along = sum(float((g / norm * s).sum()) for g, s in zip(first, second, strict=True))
             torch._foreach_add_(second, list(first), alpha=-along / norm)
         length = float(get_total_norm(second))
-        # Where both gradients point the same way, what is left over is rounding, not a direction.
+        # If both gradients are parallel, the remainder is rounding error, not a direction.
         rounding = 100 * max(torch.finfo(s.dtype).eps for s in second) * size
         torch._foreach_mul_(second, 1 / length if length > rounding else 0.0)
         self.direction, self.steps = second, self.steps + 1
 
     @torch.no_grad()
     def reuse(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Turn the gradient in `.grad` into LookSAM's."""
+        """Add the reused component to the gradient in `.grad`."""
         assert self.direction is not None
         pairs = [(p.grad, v) for p, v in zip(parameters, self.direction, strict=True) if p.grad is not None]
         norm = float(get_total_norm([g for g, _ in pairs]))
@@ -176,12 +184,12 @@ class OrthogonalPart:
 
 @dataclass(frozen=True)
 class Group(Generic[T]):
-    """Images that have one ascent: what to do with them at w, and at w + eps."""
+    """Images that share one ascent, as two passes: at w and at w + eps."""
 
     first: Callable[[], T]
-    """Differentiate at w; returns the losses there."""
+    """The pass at w; returns the losses there."""
     second: Callable[[bool], object]
-    """Differentiate at w + eps; told whether the first gradient was finite (if not, the weights are still at w)."""
+    """The pass at w + eps; its argument is False if the first gradient was not finite (the weights are then at w)."""
 
 
 def sharpness_aware_gradients(
@@ -196,12 +204,15 @@ def sharpness_aware_gradients(
     """Add all groups' gradients at w + eps to `.grad`, and return their losses at w.
 
     Args:
-        groups: Each has an eps of its own.
-        parameters: Those that climb.
-        ascent: How they climb.
-        reused: Where LookSAM keeps what it learns from both gradients.
-        module: Its buffers, such as BatchNorm's statistics, move in the first passes only.
+        groups: The images; each group has its own eps.
+        parameters: The parameters that climb.
+        ascent: The climb from w to w + eps.
+        reused: LookSAM's component, updated from both gradients; None for plain SAM.
+        module: The module whose buffers, such as BatchNorm's statistics, are updated in the first passes only.
         average: Replaces tensors by their means over all processes.
+
+    Returns:
+        The results of the first passes, one per group.
     """
     losses: list[T] = []
     total: list[Tensor] = []
@@ -227,7 +238,7 @@ def _copy_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) ->
 
 @torch.no_grad()
 def average_over_processes(tensors: Sequence[Tensor], group: Any = None) -> None:
-    """Replace each tensor by its mean over the processes of a group, all of which call this."""
+    """Replace each tensor by its mean over the processes of a group; every process must call this."""
     for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
         if work is not None:
             work.wait()

@@ -1,4 +1,4 @@
-"""SAM for a training loop of one's own: a wrapper around any torch optimizer."""
+"""SAM for your own training loop: a wrapper around any torch optimizer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,28 @@ Closure = Callable[[], Tensor]
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation [chen2022 Eq. 1-2] around a torch optimizer, which takes the steps.
+    """Sharpness-aware minimisation around any torch optimizer [chen2022 Eq. 1-2].
 
-    `adaptive` is ASAM, `every` above 1 is LookSAM. `module` is what the closure calls: its
-    BatchNorm statistics then move in the first pass only and, if it is wrapped by DistributedDataParallel, only the
-    second gradient is synchronised. Parameter groups and state are the optimizer's own, so that learning-rate
-    schedulers and gradient scalers take the wrapper or the optimizer. torch's random numbers (dropout masks) are the
-    same in both passes. `copy.deepcopy` copies optimizer, parameters and `module` together: a copy belongs to the
-    network `copy.module`, or to the one copied with it.
+        eps = rho g / |g|,    g the gradient at w; the optimizer steps from w with the gradient at w + eps
+
+    Parameter groups and state are the optimizer's own, so learning-rate schedulers and gradient scalers accept either
+    the wrapper or the optimizer. torch's random numbers (dropout masks) are the same in both passes. `copy.deepcopy`
+    copies optimizer, parameters and `module` together: the copy belongs to the network `copy.module`, or to the one
+    copied with it.
+
+    Args:
+        optimizer: The optimizer that takes the steps, such as AdamW or SGD.
+        rho: Length of the ascent; 0 is the plain step.
+        adaptive: ASAM: eps = rho T^2 g / |T g| with T = |w| + eta [Kwon et al., ICML 2021].
+        eta: ASAM's eta.
+        every: LookSAM: an ascent every so many steps [Liu et al., CVPR 2022].
+        alpha: LookSAM: length of the reused component relative to the gradient.
+        module: The module that the closure calls. Its BatchNorm statistics are then updated in the first pass only
+            and, if it is a DistributedDataParallel, only the second gradient is synchronised.
+
+    Raises:
+        ValueError: An option is out of range.
+        TreatmentError: The optimizer is already wrapped, or runs passes of its own (LBFGS).
 
     Example:
         >>> network = nn.Linear(3, 1)
@@ -47,12 +61,12 @@ class SAM(torch.optim.Optimizer):
         >>> bool(optimizer.step(closure) < first)
         True
 
-    Micro-batches: one closure that loops over them gives them one eps; several closures, one for each micro-batch, an
-    eps of its own each. In both the closures divide their losses by the number of micro-batches.
+    Micro-batches: one closure that loops over them uses one eps for all; several closures, one per micro-batch, use an
+    eps each. Either way, the closures divide their losses by the number of micro-batches.
 
-    With clipping or a `torch.amp.GradScaler` (whose scaled loss the closures differentiate) the passes and the step
-    are two calls. `step(closure)` is not for scaled losses: it cannot see the scale, and would step with gradients
-    that are as many times too long.
+    With gradient clipping or a `torch.amp.GradScaler` (the closures then differentiate the scaled loss), split the
+    passes and the step into two calls. Never use `step(closure)` with a scaled loss: it does not know the scale and
+    would step with gradients that are too long by that factor.
 
         loss = sam.gradients(closure)
         scaler.unscale_(sam)
@@ -74,7 +88,7 @@ class SAM(torch.optim.Optimizer):
     ) -> None:
         if not (math.isfinite(rho) and math.isfinite(eta)) or rho < 0 or eta < 0 or every < 1:
             raise ValueError(
-                f"rho and eta must be finite and must not be negative, every not below 1 (got {rho}, {eta}, {every})."
+                f"rho and eta must be finite and not negative, and every at least 1 (got {rho}, {eta}, {every})."
             )
         _check_base(optimizer)
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
@@ -84,10 +98,12 @@ class SAM(torch.optim.Optimizer):
         self._share()
 
     def gradients(self, closure: Closure, *more: Closure) -> Tensor:
-        """Leave the gradient to step with in `.grad`, in place of what was there; returns the loss at w.
+        """Compute the gradient to step with, in `.grad` (replacing what was there), and return the loss at w.
 
-        Several closures are the micro-batches of one step: each has its own eps, their second gradients and their
-        losses add up. They must not clear gradients.
+        Args:
+            closure: Runs forward and backward and returns the loss.
+            *more: Further micro-batches of the same step. Each closure has its own eps; their second gradients and
+                losses add up. They must not clear gradients.
         """
         closures = (closure, *more)
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -113,7 +129,7 @@ class SAM(torch.optim.Optimizer):
         return _total(losses)
 
     def _two_passes(self, closure: Closure, parameters: list[nn.Parameter], last: bool) -> Group[Tensor]:
-        """Return the passes of one closure, with the same random numbers in both."""
+        """Return the two passes of one closure, with the same random numbers in both."""
         cuda = sorted({p.get_device() for p in parameters if p.is_cuda})
 
         def first() -> Tensor:
@@ -121,7 +137,7 @@ class SAM(torch.optim.Optimizer):
                 return closure()
 
         def second(finite: bool) -> None:
-            # A first gradient that is not finite moves nothing: the second pass then repeats it in every process.
+            # After a first gradient that is not finite the weights are still at w: the second pass repeats the first.
             with self._synchronize(last):
                 closure()
 
@@ -132,9 +148,15 @@ class SAM(torch.optim.Optimizer):
             average_over_processes(tensors, self.module.process_group)
 
     def step(self, closure: Closure | None = None, *more: Closure) -> Tensor | None:  # type: ignore[override]
-        """`gradients` and the optimizer's step, which a gradient that is not finite skips; returns the loss at w.
+        """Make one step: `gradients`, then the optimizer's step unless the gradient is not finite.
 
-        Without a closure: the optimizer's step alone, after `gradients`.
+        Args:
+            closure: Runs forward and backward and returns the loss; without one, only the optimizer steps, with the
+                gradient that `gradients` left.
+            *more: Further micro-batches, as in `gradients`.
+
+        Returns:
+            The loss at w, or None without a closure.
         """
         if closure is None:
             self.optimizer.step()
@@ -147,7 +169,7 @@ class SAM(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and, with LookSAM, the reused vector."""
+        """Return the optimizer's state and, with LookSAM, the reused component."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "reused": None if self.reused is None else self.reused.state_dict(),
@@ -163,7 +185,7 @@ class SAM(torch.optim.Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copying and pickling take; groups and state are in the optimizer."""
+        """Return the attributes to copy or pickle; groups and state are in the optimizer."""
         return {name: getattr(self, name) for name in ("defaults", "optimizer", "module", "ascent", "reused")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -171,7 +193,7 @@ class SAM(torch.optim.Optimizer):
         self._share()
 
     def _synchronize(self, wanted: bool) -> AbstractContextManager[object]:
-        """Exchange the gradients of the passes inside between processes only if `wanted`."""
+        """Synchronise the gradients of the passes inside between processes only if `wanted`."""
         if wanted or not isinstance(self.module, DistributedDataParallel):
             return nullcontext()
         return self.module.no_sync()
@@ -179,7 +201,7 @@ class SAM(torch.optim.Optimizer):
 
 def _check_base(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, SAM):
-        raise TreatmentError("This optimizer is wrapped by SAM already: wrap it once.")
+        raise TreatmentError("This optimizer is already wrapped by SAM; wrap it once.")
     required = [
         name
         for name, parameter in inspect.signature(type(optimizer).step).parameters.items()
@@ -187,8 +209,8 @@ def _check_base(optimizer: torch.optim.Optimizer) -> None:
     ]
     if required:
         raise TreatmentError(
-            f"{type(optimizer).__name__} makes passes of its own in a step, so SAM has no gradient to give it: wrap an"
-            " optimizer that steps with the gradients it finds, such as AdamW or SGD."
+            f"{type(optimizer).__name__} runs its own passes in a step, so SAM cannot give it a gradient: wrap an"
+            " optimizer that uses the gradients it finds, such as AdamW or SGD."
         )
 
 

@@ -13,20 +13,20 @@ from vitclinic.treatments.treatment import Treatment, register
 
 
 def blur(x_bchw: Tensor) -> Tensor:
-    """Return the mean over 2 x 2 windows with stride 1, the last row and the last column repeated."""
+    """Return the mean over 2 x 2 windows with stride 1; the last row and column are repeated at the border."""
     for axis in (-2, -1):
         last = x_bchw.narrow(axis, x_bchw.shape[axis] - 1, 1)
-        # Slices and not a padding by repetition, whose gradient is not deterministic on GPUs.
+        # Slices instead of replicate padding, whose gradient is not deterministic on GPUs.
         following = torch.cat((x_bchw.narrow(axis, 1, x_bchw.shape[axis] - 1), last), dim=axis)
         x_bchw = (x_bchw + following) / 2
     return x_bchw
 
 
 class Blur(nn.Module):
-    """The mean over a 2 x 2 window with stride 1: y[i, j] = (x[i, j] + x[i+1, j] + x[i, j+1] + x[i+1, j+1]) / 4.
+    """A 2 x 2 box blur with stride 1: y[i, j] = (x[i, j] + x[i+1, j] + x[i, j+1] + x[i+1, j+1]) / 4.
 
-    The last row and the last column are repeated behind the border, so that the size stays and a constant map stays
-    what it is. There is nothing to train.
+    The last row and column are repeated at the border, so the size stays the same and a constant map is unchanged. It
+    has no parameters.
 
     Example:
         >>> Blur()(torch.tensor([[[[0.0, 4.0], [8.0, 0.0]]]]))
@@ -40,7 +40,7 @@ class Blur(nn.Module):
 
 @register
 class SpatialSmoothing(Treatment):
-    """A blur behind the last block of each stage: attention's smoothing of feature maps, not trained [park2022]."""
+    """A blur after the last block of each stage: the smoothing that attention does, without training [park2022]."""
 
     name: ClassVar[str] = "spatial_smoothing"
     paper: ClassVar[str] = "park2022 Fig. 3a, App. B"

@@ -1,4 +1,4 @@
-"""Squeeze-and-Excitation at the place of Context Broadcasting, the comparison of hyeonwoo2023's Table 3.
+"""Squeeze-and-Excitation in place of Context Broadcasting, for the comparison of [hyeonwoo2023 Table 3].
 
 Shapes: B images, N tokens (prefix tokens included; or a grid [B, H, W, D]), D channels, r the reduction.
 """
@@ -26,10 +26,15 @@ def squeeze_and_excite(x_bnd: Tensor, squeeze_rd: Tensor, excite_dr: Tensor) -> 
 class SqueezeExcitation(nn.Module):
     """SE(x_i) = x_i * sigmoid(W2 relu(W1 mean_j x_j)), W1 in R^(D/r x D), W2 in R^(D x D/r), without biases.
 
-    The mean is over all tokens; Hu et al. 2018 (Eq. 2-4) with tokens for pixels [hyeonwoo2023 Table 3].
+    This is Hu et al. 2018 (Eq. 2-4) with tokens instead of pixels; the mean is over all of them [hyeonwoo2023 Table 3].
 
-    >>> SqueezeExcitation(width=32, reduction=16)(torch.ones(2, 5, 32)).shape
-    torch.Size([2, 5, 32])
+    Args:
+        width: Number of channels D.
+        reduction: The ratio r of D to the gate's hidden width.
+
+    Example:
+        >>> SqueezeExcitation(width=32, reduction=16)(torch.ones(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
     """
 
     def __init__(self, width: int, reduction: int = 16) -> None:
@@ -38,7 +43,7 @@ class SqueezeExcitation(nn.Module):
         self.squeeze = nn.Linear(width, squeezed, bias=False)
         self.excite = nn.Linear(squeezed, width, bias=False)
         for layer in (self.squeeze, self.excite):
-            nn.init.trunc_normal_(layer.weight, std=0.02)  # as the linear layers of a ViT
+            nn.init.trunc_normal_(layer.weight, std=0.02)  # like the linear layers of a ViT
 
     def forward(self, x_bnd: Tensor) -> Tensor:
         return squeeze_and_excite(x_bnd, self.squeeze.weight, self.excite.weight)
@@ -46,7 +51,13 @@ class SqueezeExcitation(nn.Module):
 
 @register
 class SqueezeExcitationTreatment(Treatment):
-    """Channels gated by the mean of all tokens, at the end of the MLP."""
+    """Squeeze-and-Excitation at the end of the MLP: channels gated by the mean of all tokens [hyeonwoo2023 Table 3].
+
+    Attributes:
+        reduction: The ratio of the tokens' width to the gate's hidden width.
+        position: Position in the block, as for `context_broadcasting`.
+        layers: `upper`, `all` or a list of block numbers.
+    """
 
     name: ClassVar[str] = "squeeze_excitation"
     paper: ClassVar[str] = "hyeonwoo2023 Table 3"
@@ -54,7 +65,7 @@ class SqueezeExcitationTreatment(Treatment):
     costs: ClassVar[str] = "2 D^2 / r parameters, one mean and one product per block"
     families: ClassVar[tuple[str, ...]] = FAMILIES
 
-    reduction: int = Field(16, ge=1, description="by how much the gate's hidden layer is narrower than the tokens")
+    reduction: int = Field(16, ge=1, description="ratio of the tokens' width to the gate's hidden width")
     position: Position = Field("mlp_end", description=POSITION)
     layers: Layers = Field("upper", description=LAYERS)
 

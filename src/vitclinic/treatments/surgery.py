@@ -1,4 +1,4 @@
-"""Surgery: treatments applied to a network, each once, where they fit."""
+"""Surgery: apply treatments to a network, each at most once, if they fit."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from vitclinic.data import ImageSpec
 from vitclinic.treatments.treatment import Treatment, parse_treatments
 
 _RECORD = "treated_with"
-"""The attribute of a network that holds the names of the treatments it had, in order."""
+"""Attribute of a network with the names of its treatments, in order."""
 
 
 def treat(
     network: nn.Module, *treatments: str | dict[str, Any] | Treatment, spec: ImageSpec | None = None
 ) -> nn.Module:
-    """Apply the surgery of treatments to a network, in order.
+    """Apply treatments to a network, in order.
 
-    Treatments that change training rather than the network (sam, patch_diversity) are refused: docs/treatments says
-    how each is used in a loop of your own.
+    Treatments that change training rather than the network (sam, adversarial, patch_diversity) are refused;
+    docs/treatments shows how to use each of them in your own loop.
 
     Args:
-        network: A network of a known family; changed in place. Its normalization or another wrapper is kept.
+        network: A network of a known family, changed in place. A wrapper, such as its normalization, is kept.
         *treatments: Names, `{name: {option: value}}` or `Treatment` objects.
-        spec: The images and classes of the network; found by a forward pass unless given.
+        spec: Image shape and number of classes of the network; found by a forward pass unless given.
 
     Returns:
-        The treated network, which may be another module than the one given.
+        The treated network, which may be a different module than the one given.
 
     Raises:
-        TreatmentError: Where a treatment does not fit. Those before it have been applied, and the error says which.
+        RecipeError: A treatment or option is unknown, or the treatment changes training rather than the network.
+        TreatmentError: A treatment does not fit. The ones before it have been applied; the message says which.
 
     Example:
         >>> import timm
@@ -48,7 +49,7 @@ def treat(
         if type(treatment).operate is Treatment.operate:
             raise RecipeError(
                 f"{treatment.name} changes training, not the network: list it in a recipe, or see"
-                f" docs/treatments/{treatment.name}.md for its use in a loop of your own."
+                f" docs/treatments/{treatment.name}.md for how to use it in your own loop."
             )
         check_family(treatment, network)
     core, before = _core(network), treatments_of(network)
@@ -63,10 +64,15 @@ def treat(
 
 
 def operate(network: nn.Module, treatments: Sequence[Treatment], spec: ImageSpec) -> nn.Module:
-    """Return the network after the surgery of each treatment, in order.
+    """Apply the surgery of each treatment, in order, and return the network.
+
+    Args:
+        network: The bare network, without wrappers.
+        treatments: Parsed treatments.
+        spec: Image shape and number of classes.
 
     Raises:
-        TreatmentError: Where a treatment does not fit the network, or was applied before.
+        TreatmentError: A treatment does not fit the network, or was applied before.
     """
     for treatment in treatments:
         check_family(treatment, network)
@@ -79,13 +85,13 @@ def operate(network: nn.Module, treatments: Sequence[Treatment], spec: ImageSpec
 
 
 def treatments_of(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the treatments whose surgery a network had, in order."""
+    """Return the names of the treatments applied to a network, in order."""
     names: tuple[str, ...] = getattr(_core(network), _RECORD, ())
     return names
 
 
 def check_family(treatment: Treatment, network: nn.Module) -> None:
-    """Raise where `network` is of no family that the treatment fits."""
+    """Raise a TreatmentError if the treatment does not fit the family of `network`."""
     if treatment.families is None:
         return
     fitting = ", ".join(treatment.families)
@@ -100,15 +106,25 @@ def check_family(treatment: Treatment, network: nn.Module) -> None:
 
 
 def check_untouched(treatment: str, module: nn.Module, place: str, act: str = "replace") -> None:
-    """Raise where something acts on a module that `treatment` would replace or copy, and would be lost or doubled."""
+    """Raise a TreatmentError if a module to replace or copy has hooks, which would be lost or doubled."""
     if module._forward_hooks or module._forward_pre_hooks:
         raise TreatmentError(
-            f"{treatment} would {act} {place}, on which another treatment or a hook acts; list {treatment} first."
+            f"{treatment} would {act} {place}, which another treatment or a hook acts on; list {treatment} first."
         )
 
 
 def image_spec(network: nn.Module) -> ImageSpec:
-    """Return the number of classes, channels and image size of a network of a known family, by a forward pass."""
+    """Find the number of classes, channels and image size of a network of a known family, with a forward pass.
+
+    Args:
+        network: The network, with or without wrappers.
+
+    Returns:
+        The spec to build or treat the network with.
+
+    Raises:
+        AnatomyError: The network is of no known family.
+    """
     core, family = recognise(network)
     channels, height, width = family.input_size(core)
     like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
@@ -118,7 +134,7 @@ def image_spec(network: nn.Module) -> ImageSpec:
 
 
 def _core(network: nn.Module) -> nn.Module:
-    """The network inside its wrappers; itself where its family is not known."""
+    """Return the network inside its wrappers, or the network itself if its family is unknown."""
     try:
         return recognise(network)[0]
     except AnatomyError:
@@ -126,6 +142,7 @@ def _core(network: nn.Module) -> nn.Module:
 
 
 def _replace_core(wrapper: nn.Module, core: nn.Module, treated: nn.Module) -> nn.Module:
+    """Put the treated network back into its wrapper."""
     if treated is not core:
         path = next(name for name, module in wrapper.named_modules() if module is core)
         wrapper.set_submodule(path, treated)

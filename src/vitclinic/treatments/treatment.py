@@ -1,9 +1,9 @@
-"""What a treatment is: a strict config, facts about it, and up to six seams.
+"""The base class of treatments: a strict config, facts about the treatment, and six hooks into training.
 
-A treatment changes a training run in at most six ways, and the training loop knows these seams and no
-treatment: *surgery* on the network before the optimizer is built, an added *objective*, the *augmentation* of the
-images, a *batch transform*, a *step rule* and an *input ascent* (at most one of each a run). A treatment overrides the
-seams it uses and leaves the others.
+A treatment changes a training run through at most six hooks: *surgery* on the network before the optimizer is built,
+added *objectives*, the *augmentation* of the images, a *batch transform*, a *step rule* and an *input ascent* (at most
+one of the last two per run). It overrides the hooks it needs. The training loop knows the hooks and no treatment in
+particular.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ BatchTransform: TypeAlias = "Callable[[Batch], Batch]"
 
 
 class LossesAndGradients(Protocol):
-    """Forward and backward of one micro-batch: adds to the parameters' gradients, returns the named losses.
+    """Forward and backward of one micro-batch: adds to the parameters' gradients and returns the named losses.
 
-    With `sync=False` the gradients stay this process's own. `weight` is the share of the step's gradient that this
-    micro-batch stands for, relative to the others; one that is not a number makes a gradient that is not. Called twice
-    on one batch it uses the same dropout masks. Images that require a gradient get theirs.
+    With `sync=False` the gradients are not exchanged between processes. `weight` scales the micro-batch's contribution
+    to the gradient of the step relative to the others; NaN makes the gradient NaN. Two calls on the same batch use the
+    same dropout masks. Images that require a gradient get one.
     """
 
     @property
     def module(self) -> nn.Module:
-        """What is differentiated: the network with its objectives, out of all wrappers."""
+        """The differentiated module, without wrappers: the network with its objectives."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """What the optimizer trains."""
+        """The parameters that the optimizer trains."""
 
     @property
     def scale(self) -> float:
-        """What the gradients are multiplied by (fp16's loss scale; 1 otherwise); the loop divides by it later."""
+        """The factor on the gradients (the loss scale of fp16, otherwise 1); the loop divides by it later."""
 
     def __call__(self, batch: Batch, sync: bool = True, weight: float = 1.0) -> Losses: ...
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each of this process's tensors by its mean over all processes, all of which call this."""
+        """Replace each tensor by its mean over all processes; every process must call this."""
 
 
 class StepRule(Protocol):
-    """The rule by which a step gets its gradient; clipping, unscaling, optimizer, EMA and schedule stay in the loop."""
+    """The computation of a step's gradient; clipping, unscaling, optimizer, EMA and schedule stay in the loop."""
 
     def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
-        """Leave the gradient to step with in `.grad`; return the named losses at the weights stepped from."""
+        """Leave the gradient to step with in `.grad`; return the named losses at the current weights."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -65,69 +65,86 @@ class StepRule(Protocol):
 
 
 class InputAscent(Protocol):
-    """A change of the images towards a higher loss, by one backward pass from a start."""
+    """A perturbation of the images towards a higher loss, from a starting point and one backward pass."""
 
     def start(self, batch: Batch) -> Batch:
-        """Return the batch that the pass is made with: its images ask for a gradient."""
+        """Return the batch to run the pass on; its images require a gradient."""
 
     def finish(self, batch: Batch, started: Batch) -> Batch:
-        """Return the batch to train on, from the one given and the started one, whose images now have a gradient."""
+        """Return the batch to train on, given the original and the started one, whose images now have a gradient."""
 
 
 @runtime_checkable
 class TakesInputAscent(Protocol):
-    """A step rule with a first pass of its own, by which the images can climb, too."""
+    """A step rule with a first pass that can also perturb the images."""
 
-    def take_input_ascent(self, inputs: InputAscent) -> None: ...
+    def take_input_ascent(self, inputs: InputAscent) -> None:
+        """Perturb the images with `inputs` in the first pass."""
 
 
 class Treatment(Config):
-    """Base of all treatments: subclass, state the facts, add fields, override seams, and `register`."""
+    """Base class of all treatments: subclass it, state the facts, add fields for options, override hooks, `register`.
+
+    Example:
+        >>> class FreezeHead(Treatment):
+        ...     name = "freeze_head"
+        ...     changes = "the classifier keeps its initial weights"
+        ...
+        ...     def operate(self, network, spec):
+        ...         network.get_classifier().requires_grad_(False)
+        ...         return network
+        >>> FreezeHead().passes()
+        1.0
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
-    """The paper's key, with the place in it."""
+    """The key of the paper, with section or equation."""
     changes: ClassVar[str] = ""
-    """What it changes, in one line."""
+    """One line on what it changes."""
     costs: ClassVar[str] = ""
-    """What it costs, in one line."""
+    """One line on what it costs."""
     tasks: ClassVar[tuple[str, ...] | None] = None
-    """The tasks that it makes sense for; None: any."""
+    """Names of the tasks it applies to; None means any."""
     families: ClassVar[tuple[str, ...] | None] = None
-    """The families of networks (names of `vitclinic.anatomy`) that it fits; None: any network."""
+    """Families of networks (names from `vitclinic.anatomy`) it fits; None means any network."""
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        """Return the network to train, changed in place or replaced: surgery.
+        """Return the network to train, changed in place or replaced (surgery).
+
+        Args:
+            network: The bare network, before the optimizer is built.
+            spec: Image shape and number of classes.
 
         Raises:
-            TreatmentError: Where the treatment does not fit the network.
+            TreatmentError: The treatment does not fit the network.
         """
         return network
 
     def objectives(self, network: nn.Module, spec: ImageSpec) -> Mapping[str, Objective]:
-        """Return losses to add to the task's own, by name."""
+        """Return losses to add to the task's own, by name; their parameters are trained too."""
         return {}
 
     def augmentation(self, augment: Augment, network: nn.Module, spec: ImageSpec) -> Augment:
-        """Return the augmentation to train with, where the recipe's is at odds with this treatment; the run says so."""
+        """Return the augmentation to train with, if the recipe's conflicts with this treatment; runs report it."""
         return augment
 
     def batch_transform(self, network: nn.Module, spec: ImageSpec) -> BatchTransform | None:
-        """Return a change to every training batch, drawn from the batch's keys; None: no change."""
+        """Return a function to apply to every training batch, with randomness from the batch's keys, or None."""
         return None
 
     def step_rule(self) -> StepRule | None:
-        """Return the rule by which a step gets its gradient; None: plain back-propagation."""
+        """Return the rule that computes a step's gradient; None means plain back-propagation."""
         return None
 
     def input_ascent(self) -> InputAscent | None:
-        """Return how the images of a step climb before it, by a pass of their own or by the step rule's first."""
+        """Return the perturbation of a step's images, which uses the step rule's first pass or a pass of its own."""
         return None
 
     def passes(self) -> float:
-        """Return the cost of a step in forward and backward passes of the network; a plain step is one."""
+        """Return the cost of a step in forward-backward passes of the network; a plain step costs one."""
         return 1.0
 
 
@@ -136,23 +153,30 @@ register = TREATMENTS.register
 
 
 def known_treatments() -> dict[str, type[Treatment]]:
-    """Return all treatments by name: ours, those registered in this process, and those of installed packages."""
+    """Return all treatments by name: built-in, registered in this process, and from installed packages."""
     return TREATMENTS.all()
 
 
 def parse_treatments(entries: Sequence[Any]) -> list[Treatment]:
     """Turn `["sam", {"conv_stem": {"act": "gelu"}}]` into treatments, in order.
 
+    Args:
+        entries: Names, `{name: {option: value}}` or `Treatment` objects.
+
     Raises:
-        RecipeError: Where a treatment or an option is unknown, or has a value that it cannot have.
+        RecipeError: A treatment or option is unknown, or a value is invalid.
+
+    Example:
+        >>> parse_treatments(["sam", {"sam": {"rho": 0.2}}])[1].rho
+        0.2
     """
     return TREATMENTS.parse(entries)
 
 
 class Treatments(tuple[Treatment, ...]):
-    """The treatments of a recipe, parsed once, with the plain data that they were written as.
+    """The treatments of a recipe, together with the plain data they were parsed from.
 
-    A run's digest is of the plain data, to the letter: `sam` and `{sam: {rho: 0.05}}` are two recipes.
+    The digest of a run covers the plain data literally: `sam` and `{sam: {rho: 0.1}}` are two different recipes.
 
     Example:
         >>> treatments = Treatments(["conv_stem", {"sam": {"rho": 0.1}}])
@@ -170,12 +194,12 @@ class Treatments(tuple[Treatment, ...]):
         return treatments
 
     def __reduce__(self) -> tuple[type[Treatments], tuple[list[Any]]]:
-        """Travel to other processes as plain data."""
+        """Pickle as plain data, for other processes."""
         return Treatments, (self.written,)
 
 
 def _plain(entry: Any) -> Any:
-    """An entry of a recipe's `treatments` as it would be written in a file."""
+    """Return an entry of a recipe's `treatments` as it would be written in a file."""
     if isinstance(entry, Treatment):
         options = entry.model_dump(mode="json", exclude_unset=True)
         return {entry.name: options} if options else entry.name

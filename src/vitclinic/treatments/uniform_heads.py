@@ -1,8 +1,8 @@
-"""Widening a ViT: every layer at a larger width, old values kept where they were.
+"""Uniform attention as a head, and the widening of a ViT that one more head needs.
 
-New entries are drawn as those beside them are distributed: normal, with the mean and the standard deviation of the old
-tensor. So a network that is not trained yet is what its library would have made at that width, whatever the rule that
-it starts by (a norm's scale of 1 goes on as 1, a bias of 0 as 0, a weight of deviation 0.02 with 0.02).
+Widening keeps old values where they were. New entries are drawn from a normal distribution with the mean and standard
+deviation of the old tensor, so an untrained network is distributed as its library would have built it at that width,
+whatever its initialisation (a norm's scale stays 1, a bias 0, a weight of deviation 0.02 keeps 0.02).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from vitclinic.treatments.treatment import Treatment, register
 
 
 def grow(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tensor:
-    """Return a tensor of `shape` that begins with `old` on every axis; the rest is drawn like `like` (else `old`).
+    """Enlarge a tensor to `shape`: it begins with `old` on every axis, the rest is drawn like `like` (default `old`).
 
-    >>> grow(torch.ones(2), (3,))
-    tensor([1., 1., 1.])
+    Example:
+        >>> grow(torch.ones(2), (3,))
+        tensor([1., 1., 1.])
     """
     like = old.detach() if like is None else like.detach()
     new = torch.empty(*shape, dtype=old.dtype, device=old.device)
@@ -36,7 +37,7 @@ def grow(old: Tensor, shape: Sequence[int], like: Tensor | None = None) -> Tenso
 
 
 def grow_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> nn.Linear:
-    """Return a linear layer of a weight of `shape` that begins with `weight` and `bias`, else drawn like `like`."""
+    """Build a linear layer with a weight of `shape` that begins with `weight` and `bias`, the rest like `like`."""
     layer = nn.Linear(shape[1], shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(grow(weight, shape, like.weight), like.weight.requires_grad)
     if bias is not None:
@@ -45,7 +46,7 @@ def grow_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None, shape: tup
 
 
 def check_widening(anatomy: Anatomy, name: str) -> None:
-    """Raise where `widen` could not widen all of the network."""
+    """Raise a TreatmentError if `widen` cannot widen every layer of the network."""
     network = anatomy.network
     if anatomy.family != "timm ViT":
         raise TreatmentError(f"{name} does not fit a {anatomy.family} at a larger width; use a timm ViT.")
@@ -61,10 +62,9 @@ def check_widening(anatomy: Anatomy, name: str) -> None:
 
 
 def widen(anatomy: Anatomy, by: int, attentions: Sequence[nn.Module]) -> None:
-    """Make every layer but the attention of a timm ViT wider by `by`; MLPs keep their ratio.
+    """Widen every layer of a timm ViT by `by`, except for `attentions`, which the caller widens; MLPs keep their ratio.
 
-    The `attentions` are their owner's to widen. Of a stem only its last convolution, which leads to the network's
-    width, and the norms behind it are changed.
+    In a stem only the last convolution, which projects to the network's width, and the norms after it change.
     """
     network: Any = anatomy.network
     width = network.embed_dim
@@ -93,13 +93,13 @@ def widen(anatomy: Anatomy, by: int, attentions: Sequence[nn.Module]) -> None:
 
 
 def _widen_tokens(network: nn.Module, by: int) -> None:
-    """Class, distillation and register tokens and the position embedding."""
+    """Widen class, distillation and register tokens and the position embedding."""
     for name, old in list(network.named_parameters(recurse=False)):
         setattr(network, name, nn.Parameter(grow(old, (*old.shape[:-1], old.shape[-1] + by)), old.requires_grad))
 
 
 def _widen_layer(layer: Any, shape: tuple[int, ...]) -> None:
-    """The weight of a linear layer or a convolution, and its bias."""
+    """Widen weight and bias of a linear layer or a convolution."""
     layer.weight = nn.Parameter(grow(layer.weight, shape), layer.weight.requires_grad)
     if layer.bias is not None:
         layer.bias = nn.Parameter(grow(layer.bias, shape[:1]), layer.bias.requires_grad)
@@ -110,12 +110,12 @@ def _widen_layer(layer: Any, shape: tuple[int, ...]) -> None:
 
 
 def _widen_vectors(module: Any, widths: dict[int, int]) -> None:
-    """Norms, layer scales and whatever else has one value per channel."""
+    """Widen norms, layer scales and everything else with one value per channel."""
     for name, old in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(grow(old, (widths.get(len(old), len(old)),)), old.requires_grad))
     if isinstance(module, nn.BatchNorm2d):
         module.num_features = widths[module.num_features]
-        for name in ("running_mean", "running_var"):  # by their mean: a variance that is drawn might be negative
+        for name in ("running_mean", "running_var"):  # filled with the mean: a drawn variance could be negative
             old = getattr(module, name)
             setattr(module, name, grow(old, (module.num_features,), old.mean()))
     shape = getattr(module, "normalized_shape", None)
@@ -124,28 +124,33 @@ def _widen_vectors(module: Any, widths: dict[int, int]) -> None:
 
 
 Variant = Literal["replace", "adjust", "append"]
-"""The paper's words for (A), (B) and (C)."""
+"""The paper's names for (A), (B) and (C)."""
 
 
 def attend_uniformly(x_bnd: Tensor, values: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return what uniform attention gives every token: the mean over all tokens, projected to `values` if given."""
+    """Return the output of uniform attention: the mean over all tokens for each token, projected by `values`."""
     mean_b1d = x_bnd.mean(dim=1, keepdim=True)
     return (mean_b1d if values is None else values(mean_b1d)).expand(-1, x_bnd.shape[1], -1)
 
 
 class UniformHeadAttention(nn.Module):
-    """Multi-head self-attention whose last head gives every token the mean of the values of all tokens.
+    """Multi-head self-attention whose last head returns the mean value over all tokens [hyeonwoo2023 Sec. 3.3].
 
         out_i = W_proj [head_1(x)_i, ..., head_h(x)_i, mean_j (W_value x_j)]
 
-    Made from an attention of timm's with the weights that it has: `learned` of its heads stay; if a head is left over,
-    its values become the uniform head's. The mean is taken before the projection to values, which commutes with it and
-    then costs 1/N. Dropout on the attention acts on the learned heads only. What is wider than before is drawn as
-    `grow` says.
+    Built from a timm attention and its weights: the first `learned` heads stay; if one is left over, its values become
+    the uniform head's. The mean is taken before the projection to values, which gives the same result at 1/N of the
+    cost. Attention dropout acts on the learned heads only. New entries are drawn by `grow`.
+
+    Args:
+        attention: The timm attention to convert.
+        learned: Number of learned heads.
+        uniform_width: Width of the uniform head.
+        width: Width of the network.
     """
 
     uniform_heads = 1
-    """How many heads come after the learned ones in a recorded map (`vitclinic.anatomy.record_attention`)."""
+    """Number of heads after the learned ones in a recorded map (`vitclinic.anatomy.record_attention`)."""
 
     def __init__(self, attention: Any, learned: int, uniform_width: int, width: int) -> None:
         super().__init__()
@@ -189,7 +194,11 @@ class UniformHeadAttention(nn.Module):
 
 @register
 class UniformHeads(Treatment):
-    """Uniform attention as a head of every MSA."""
+    """Uniform attention as one head of every MSA [hyeonwoo2023 Sec. 3.3, Table 1].
+
+    Attributes:
+        variant: `replace` (A), `adjust` (B) or `append` (C).
+    """
 
     name: ClassVar[str] = "uniform_heads"
     paper: ClassVar[str] = "hyeonwoo2023 Sec. 3.3, Table 1 (A, B, C)"
