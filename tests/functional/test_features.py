@@ -127,7 +127,7 @@ def test_the_feature_variance_is_torch_s_over_places() -> None:
     maps = normal(3, 4, 5, 6)
     torch.testing.assert_close(F.feature_variance(maps), maps.flatten(2).var(-1).mean(1))
     torch.testing.assert_close(F.feature_variance(3 * maps + 7), 9 * F.feature_variance(maps))
-    with pytest.raises(ValueError, match="single place"):
+    with pytest.raises(ValueError, match="single position"):
         F.feature_variance(maps[..., :1, :1])
 
 

@@ -323,7 +323,7 @@ def test_no_blocks_at_all_is_a_mistake() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"layers": "uppr"}, r"^'treatments\.context_broadcasting\.layers': must be upper, all or .* \(got 'uppr'\)\.$"),
+        ({"layers": "uppr"}, r"^'treatments\.context_broadcasting\.layers': must be upper, all .* \(got 'uppr'\)\.$"),
         ({"layers": [1, "2"]}, r"^'treatments\.context_broadcasting\.layers': must be upper, all or .*\.$"),
         ({"layers": [1, 0, 1]}, r"layers': must be .* distinct block numbers \(got \[1, 0, 1\]\)\.$"),
         ({"initial_scale": 0.5}, r"initial_scale is only for CB_S; add scaled: true"),

@@ -1,4 +1,4 @@
-"""Every formula of the papers as a plain function of tensors, or of a loss and parameters.
+"""The formulas of the papers as plain functions of tensors, or of a loss and parameters.
 
     from vitclinic import functional as F
 
@@ -7,8 +7,8 @@
     F.relative_log_amplitude(maps)                  F.sam_perturbation(params, rho=0.1)
 
 Arguments are plain tensors in the field's convention: tokens [B, N, D], attention [B, H, N, N], maps and images
-[B, C, H, W]. A wrong shape is a ValueError. Half precision is computed in float32; float32 and float64 stay what they
-are unless a function says otherwise. Probes and treatments compute by the same code. docs/functional.md has the table.
+[B, C, H, W]. A wrong shape raises a ValueError. Half precision is computed in float32; float32 and float64 keep their
+type unless a function says otherwise. Probes and treatments use the same code. docs/functional.md lists everything.
 """
 
 from vitclinic.functional.attention import (

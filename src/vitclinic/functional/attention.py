@@ -42,7 +42,7 @@ def attention_entropy(attention: Tensor) -> Tensor:
 
 
 def upper_attention_entropy(attention: Tensor) -> Tensor:
-    """Return the 85th percentile of the entropies of each image's heads and queries: where the upper 15% begin.
+    """Return the 85th percentile of attention entropy over each image's heads and queries.
 
     Args:
         attention: [B, H, Q, K].
@@ -62,7 +62,7 @@ def upper_attention_entropy(attention: Tensor) -> Tensor:
 
 
 def attention_distance(attention: Tensor, grid: tuple[int, int], prefix: int = 0, *, per_query: bool = False) -> Tensor:
-    """Return how far attention reaches on the grid, of each image and head.
+    """Return the mean attention distance on the grid, for each image and head.
 
         1 / (n (n-1)) sum_{i != j} a_ij |p_i - p_j|_1,   n = h * w,   p in [0, 1]^2
 
@@ -86,7 +86,7 @@ def attention_distance(attention: Tensor, grid: tuple[int, int], prefix: int = 0
     check_attention(attention)
     check_grid(attention.shape[3], grid, prefix)
     if attention.shape[2] != attention.shape[3] or grid == (1, 1):
-        raise ValueError("attention must be [B, H, N, N] between two patches at least.")
+        raise ValueError("attention must be [B, H, N, N] with at least two patches.")
     places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).to(attention.device)
     apart = distance.grid_distances(places[None], grid).to(widen(attention).dtype)
     total = distance.total_distance(attention[:, None], nnf.pad(apart, (prefix, 0, prefix, 0)))
@@ -96,7 +96,7 @@ def attention_distance(attention: Tensor, grid: tuple[int, int], prefix: int = 0
 
 
 def attention_map(attention: Tensor, grid: tuple[int, int], prefix: int = 1) -> Tensor:
-    """Return what each patch gets of the class token's attention, mean over heads, on the grid.
+    """Return the class token's attention to each patch, averaged over heads, on the grid.
 
     Args:
         attention: [B, H, N, N].
@@ -124,7 +124,7 @@ def attention_map(attention: Tensor, grid: tuple[int, int], prefix: int = 1) -> 
 
 
 def softmax_jacobian_norm(attention: Tensor, scale: float = 1.0) -> Tensor:
-    """Return the nuclear norm of the Jacobian of softmax(scale * s) at each row a: how steep attention is to learn.
+    """Return the nuclear norm of the Jacobian of softmax(scale * s) at each attention row a: how steep it is there.
 
         |scale (diag(a) - a a^T)|_* = scale * sum_j (a_j - a_j^2)
 
@@ -148,7 +148,7 @@ def softmax_jacobian_norm(attention: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def cb_scale_ratio(scale: Tensor) -> float:
-    """Return |lambda_0.1| / |lambda_0.9|, the quantiles of the learned scales of CB_S in one layer.
+    """Return |lambda_0.1| / |lambda_0.9|, a ratio of quantiles of the learned CB_S scales of one layer.
 
     Args:
         scale: Lambda, [D].
@@ -169,7 +169,7 @@ def cb_scale_ratio(scale: Tensor) -> float:
 
 
 def uniform_attention(values: Tensor) -> Tensor:
-    """Return what a head of uniform attention gives each token: the mean of the values of all tokens.
+    """Return the output of a uniform attention head: for each token, the mean value over all tokens.
 
     Args:
         values: [B, N, D].
@@ -189,7 +189,7 @@ def uniform_attention(values: Tensor) -> Tensor:
 
 
 def softmax_free_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Return (q k^T / sqrt(D)) v: attention whose logits are the weights.
+    """Return (q k^T / sqrt(D)) v: attention that uses its logits as weights.
 
     Args:
         query: [B, H, N, D].
@@ -221,7 +221,7 @@ def talking_heads_attention(
     scale: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the weights W softmax(L q k^T / sqrt(D)) with mixes L and W of the heads; without them plain attention.
+    """Return the weights W softmax(L q k^T / sqrt(D)) with mixes L and W of the heads; plain attention without them.
 
     Args:
         query: [B, H, Q, D].
@@ -251,7 +251,7 @@ def talking_heads_attention(
 
 
 def neighborhood_mask(grid: tuple[int, int], kernel: int, prefix: int = 0) -> Tensor:
-    """Return which keys each query may see in local attention: those at most (kernel - 1) / 2 rows and columns away.
+    """Return the mask of keys each query sees in local attention: at most (kernel - 1) / 2 rows and columns away.
 
     A window of 2g - 1 on a g x g grid sees everything. Prefix tokens see and are seen by all.
 
@@ -273,7 +273,7 @@ def neighborhood_mask(grid: tuple[int, int], kernel: int, prefix: int = 0) -> Te
                 [0, 1, 1]], dtype=torch.int32)
     """
     if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"kernel must be odd, so that it has a middle (got {kernel}).")
+        raise ValueError(f"kernel must be odd (got {kernel}).")
     return variant_attention.neighbours(grid, kernel, prefix)
 
 

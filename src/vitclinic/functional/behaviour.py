@@ -26,7 +26,7 @@ Model = Callable[[Tensor], Any]
 
 
 def accuracy(logits: Tensor, targets: Tensor, k: int = 1) -> float:
-    """Return the share of images whose label is among the k largest logits; of equal logits the first class wins.
+    """Return the top-k accuracy: the share of images whose label is among the k largest logits (first class wins ties).
 
     Args:
         logits: [B, K].
@@ -43,7 +43,7 @@ def accuracy(logits: Tensor, targets: Tensor, k: int = 1) -> float:
 
 
 def accuracy_on_valid(logits: Tensor, valid: Tensor) -> float:
-    """Return the share of images whose largest logit is one of those that are right for them, as in ReaL labels.
+    """Return the accuracy with several valid labels per image, as in ReaL: any of them counts as correct.
 
     Args:
         logits: [B, K].
@@ -61,15 +61,15 @@ def accuracy_on_valid(logits: Tensor, valid: Tensor) -> float:
     check_same(logits, valid, "logits and valid classes")
     counted = valid.any(1).cpu().numpy()
     if not counted.any():
-        raise ValueError("No image has a right class.")
+        raise ValueError("No image has a valid label.")
     return float(shift.hits(logits.detach(), valid.cpu().numpy())[counted].mean())
 
 
 class Reliability(NamedTuple):
-    """Confidence against accuracy, by bins of the confidence; NaN where a bin is empty."""
+    """A reliability diagram: accuracy and mean confidence per bin of confidence; NaN for empty bins."""
 
     images: Tensor
-    """How many."""
+    """Number of images in each bin."""
     confidence: Tensor
     accuracy: Tensor
 
@@ -120,7 +120,7 @@ def _reliability(logits: Tensor, targets: Tensor, bins: int) -> answers.Reliabil
     check_shape(logits, "B K", "logits")
     check_labels(targets, len(logits), "targets")
     if bins < 1 or not len(logits):
-        raise ValueError(f"There must be a bin and an image (got {bins} and {len(logits)}).")
+        raise ValueError(f"Need at least one bin and one image (got {bins} and {len(logits)}).")
     logits, targets = logits.detach().cpu().double(), targets.cpu()
     found = answers.Reliability(bins)
     confidence = logits.log_softmax(1).amax(1).exp().numpy()
@@ -129,7 +129,7 @@ def _reliability(logits: Tensor, targets: Tensor, bins: int) -> answers.Reliabil
 
 
 def accuracy_drop(correct: Tensor, changed: Tensor) -> float:
-    """Return what is lost of the accuracy on the same images, by a lesion, noise or a corruption.
+    """Return the drop in accuracy on the same images, after a lesion, noise or a corruption.
 
     Args:
         correct: Whether each image is recognised by the network as it is, booleans [B].
@@ -149,7 +149,7 @@ def accuracy_drop(correct: Tensor, changed: Tensor) -> float:
 
 @contextmanager
 def lesion(module: nn.Module) -> Iterator[None]:
-    """Take a module out of its network for as long as the context lasts.
+    """Remove a module from its network inside the context.
 
     A branch (an MSA, an MLP) gives zero, so that the residual passes unchanged; a Conv2d between as many channels gives
     its input, every s-th place of it if it has a stride s.
@@ -206,7 +206,7 @@ def missing_rate(predictions: Tensor, one: Tensor, other: Tensor) -> float:
 
 
 def shape_bias(predictions: Tensor, shapes: Tensor, textures: Tensor) -> float:
-    """Return the share of decisions for the shape among those for shape or texture, where the two disagree.
+    """Return the share of shape decisions among shape or texture decisions, on images where the two disagree.
 
     Args:
         predictions: [B].

@@ -37,7 +37,7 @@ class Estimate(NamedTuple):
 
     mean: float
     standard_error: float
-    """Of the mean; NaN for a single draw."""
+    """Standard error of the mean; NaN for a single draw."""
     draws: Tensor
 
     @classmethod
@@ -47,7 +47,7 @@ class Estimate(NamedTuple):
 
 
 class Surface(LossSurface):
-    """The surface of a loss that was given as a callable, or as model, criterion and batches."""
+    """The loss surface of a callable, or of model, criterion and batches."""
 
     def __init__(self, loss: Loss, params: Iterable[Tensor]) -> None:
         named = {str(place): p for place, p in enumerate(list_parameters(params))}
@@ -56,10 +56,10 @@ class Surface(LossSurface):
         given: list[Any] = [None] if callable(loss) else list(loss[2])
         self.batches, self.images = given, 1 if callable(loss) else sum(len(batch[1]) for batch in given)
         if not self.images:
-            raise ValueError("There are no batches to take the loss of.")
+            raise ValueError("There are no batches to compute the loss on.")
 
     def total_loss(self, batch: Any) -> Tensor:
-        """The loss of the callable, or the sum over a batch's samples."""
+        """Return the loss of the callable, or the sum over the samples of a batch."""
         if callable(self.loss):
             found, samples = self.loss(), 1
         else:
@@ -70,19 +70,19 @@ class Surface(LossSurface):
         return found * samples if samples > 1 else found
 
     def random(self, purpose: str, seed: int) -> Tensor:
-        """A standard Gaussian vector [n], the same for a seed on any device."""
+        """Draw a standard Gaussian vector [n], the same for a seed on any device."""
         generator = torch.Generator().manual_seed(torch_seed(purpose, seed))
         drawn = torch.randn(self.size, generator=generator, dtype=torch.float64)
         return drawn.to(self.weights[0].device, self.vector_dtype)
 
 
 def hessian_vector_product(loss: Loss, params: Iterable[Tensor], vector: Sequence[Tensor]) -> list[Tensor]:
-    """Return H v, H the Hessian of the loss in the parameters: the derivative of (gradient . v).
+    """Return H v, where H is the Hessian of the loss with respect to the parameters: the gradient of (gradient . v).
 
     Args:
         loss: A callable that returns a scalar, or (model, criterion, batches).
-        params: The parameters; the others are held where they are.
-        vector: v, one tensor a parameter.
+        params: The parameters; all others are held fixed.
+        vector: The vector v, one tensor per parameter.
 
     Returns:
         H v, one tensor a parameter.
@@ -111,7 +111,7 @@ def hessian_eigenvalues(
     max_products: int = 200,
     seed: int = 0,
 ) -> Tensor:
-    """Return the k eigenvalues of the Hessian that are largest in magnitude, with their sign, by Lanczos.
+    """Return the k Hessian eigenvalues of largest magnitude, with their sign, by Lanczos.
 
     Args:
         loss: A callable that returns a scalar, or (model, criterion, batches).
@@ -144,7 +144,7 @@ def hessian_eigenvalues(
 
 
 def hessian_trace(loss: Loss, params: Iterable[Tensor], draws: int = 10, *, seed: int = 0) -> Estimate:
-    """Return an estimate of the trace of the Hessian by Hutchinson's method.
+    """Estimate the trace of the Hessian with Hutchinson's method.
 
         trace(H) = E[v^T H v],   v of random signs
 
@@ -178,7 +178,7 @@ def hessian_trace(loss: Loss, params: Iterable[Tensor], draws: int = 10, *, seed
 def hessian_density(
     loss: Loss, params: Iterable[Tensor], steps: int = 20, draws: int = 1, *, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the density of all eigenvalues of the Hessian as nodes and weights: stochastic Lanczos quadrature.
+    """Estimate the density of all Hessian eigenvalues, as nodes and weights, by stochastic Lanczos quadrature.
 
         1/n sum_i f(lambda_i) ~ sum_j weight_j f(node_j)
 
@@ -213,7 +213,7 @@ def hessian_density(
 
 
 def nep(eigenvalues: Tensor) -> float:
-    """Return the negative eigenvalue proportion: the share of the eigenvalues, of all mini-batches, that is negative.
+    """Return the negative eigenvalue proportion: the share of negative eigenvalues over all mini-batches.
 
     References:
         park2022 Sec. 2, App. A.
@@ -226,7 +226,7 @@ def nep(eigenvalues: Tensor) -> float:
 
 
 def ape(eigenvalues: Tensor) -> float:
-    """Return the average positive eigenvalue: the mean of the eigenvalues that are positive; NaN where none is.
+    """Return the average positive eigenvalue: the mean of the positive eigenvalues; NaN if there are none.
 
     References:
         park2022 Sec. 2, App. A.

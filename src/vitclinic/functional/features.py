@@ -69,7 +69,7 @@ def cka(x: Tensor, y: Tensor) -> Tensor:
 
 
 def minibatch_cka(batches: Iterable[Sequence[Tensor]]) -> Tensor:
-    """Return the CKA of all pairs of layers, HSIC being averaged over mini-batches before the ratio is taken.
+    """Return the CKA of all pairs of layers; HSIC is averaged over mini-batches before taking the ratio.
 
     Args:
         batches: For each mini-batch the features [n, ...] of L layers; one of fewer than four images is left out.
@@ -92,7 +92,7 @@ def minibatch_cka(batches: Iterable[Sequence[Tensor]]) -> Tensor:
 
 
 def _pair(x: Tensor, y: Tensor) -> unbiased.Matrix:
-    """HSIC of (x, y) with each other and themselves, [2, 2]."""
+    """Return the HSIC of x and y with each other and themselves, [2, 2]."""
     if x.ndim < 2 or y.ndim < 2 or len(x) != len(y):
         raise ValueError(f"features must be [n, ...] of the same n images (got {tuple(x.shape)}, {tuple(y.shape)}).")
     grams = torch.stack([unbiased.gram(features).double().cpu() for features in (x.detach(), y.detach())])
@@ -149,7 +149,7 @@ def fourier_log_amplitude(maps: Tensor) -> Tensor:
 
 
 def relative_log_amplitude(maps: Tensor) -> Tensor:
-    """Return the log amplitude of feature maps less that at frequency 0: Delta log amplitude.
+    """Return the log amplitude of feature maps relative to that at frequency 0 (Delta log amplitude).
 
     Its last column, at frequency pi, is what a unit is known by; across a unit it falls if the unit is a low-pass
     filter and rises if it is a high-pass filter.
@@ -173,7 +173,7 @@ def relative_log_amplitude(maps: Tensor) -> Tensor:
 
 
 def fourier_frequencies(size: tuple[int, int]) -> Tensor:
-    """Return the frequencies of the half-diagonal for maps of H x W places, in units of pi: [F] from 0 to 1.
+    """Return the frequencies of the half-diagonal for H x W maps, in units of pi: [F] from 0 to 1.
 
     Example:
         >>> fourier_frequencies((4, 4)).tolist()
@@ -183,7 +183,7 @@ def fourier_frequencies(size: tuple[int, int]) -> Tensor:
 
 
 def feature_variance(maps: Tensor) -> Tensor:
-    """Return the variance of feature maps over their places, averaged over channels.
+    """Return the variance of feature maps over positions, averaged over channels.
 
         1/C sum_c 1/(HW - 1) sum_p (x_cp - mean_p x_cp)^2
 
@@ -203,12 +203,12 @@ def feature_variance(maps: Tensor) -> Tensor:
     """
     check_shape(maps, "B C H W", "feature maps")
     if maps.shape[2] * maps.shape[3] < 2:
-        raise ValueError("feature maps of a single place have no variance over places.")
+        raise ValueError("feature maps of a single position have no variance over positions.")
     return spatial_variance(widen(maps))
 
 
 def active_neurons(activation: Tensor) -> Tensor:
-    """Return the share of values above zero behind an activation function, of each image.
+    """Return the share of values above zero after an activation function, for each image.
 
     Args:
         activation: [B, ...], such as the hidden values [B, N, 4 D] of an MLP.
@@ -229,7 +229,7 @@ def active_neurons(activation: Tensor) -> Tensor:
 
 
 def sparsity(activation: Tensor) -> Tensor:
-    """Return the share of values behind an activation function that are not above zero: 1 - active neurons.
+    """Return the share of values after an activation function that are not above zero: 1 - active neurons.
 
     Args:
         activation: [B, ...].
@@ -248,7 +248,7 @@ def sparsity(activation: Tensor) -> Tensor:
 
 
 def activation_norm(activation: Tensor) -> Tensor:
-    """Return |a|_2 of each image over all tokens (or places) and channels.
+    """Return |a|_2 for each image, over all tokens (or positions) and channels.
 
     Args:
         activation: [B, ...].
@@ -282,7 +282,7 @@ def weight_norm(params: Iterable[Tensor]) -> float:
 
 
 def block_structure(cka: Tensor, stages: Sequence[int]) -> float:
-    """Return how much more alike layers of one stage are than layers of different stages as far apart in depth.
+    """Return how much more similar layers within a stage are than equally distant layers of different stages.
 
     The mean CKA of pairs within a stage less that of pairs across stages, at each distance in depth at which there are
     both, averaged over the distances; 0 for a single stage.

@@ -23,7 +23,7 @@ Model = Callable[[Tensor], Any]
 def attack_step(
     images: Tensor, current: Tensor, gradient: Tensor, epsilon: float, step: float, norm: Norm = "linf"
 ) -> Tensor:
-    """Return the images after one step towards a higher loss, within epsilon of the originals and within [0, 1].
+    """Take one step towards a higher loss, within epsilon of the original images and within [0, 1].
 
         x <- clip_{epsilon, [0, 1]}(x + step * d),   d = sign(g) in l_inf, g / |g| in l_2
 
@@ -52,7 +52,7 @@ def attack_step(
 
 
 def fgsm(model: Model, images: Tensor, targets: Tensor, epsilon: float = 2 / 255, norm: Norm = "linf") -> Tensor:
-    """Return the images after the fast gradient sign method: one step of length epsilon.
+    """Attack images with the fast gradient sign method: one step of length epsilon.
 
     Args:
         model: Takes images in [0, 1], normalizes them itself and returns logits; put it in evaluation mode.
@@ -83,7 +83,7 @@ def pgd(
     norm: Norm = "linf",
     start: Tensor | None = None,
 ) -> Tensor:
-    """Return the images after projected gradient descent: `steps` steps, each as in `attack_step`.
+    """Attack images with projected gradient descent: `steps` times `attack_step`.
 
     Args:
         model: Takes images in [0, 1], normalizes them itself and returns logits; put it in evaluation mode.
@@ -116,7 +116,7 @@ def _ball(norm: Norm, epsilon: float) -> Ball:
 
 
 def frequency_rings(size: tuple[int, int], width: float = 0.1) -> Tensor:
-    """Return the number of the ring of each frequency of an image's FFT2: r for distances in [r, r + 1) * width * pi.
+    """Return the ring index of each frequency of an image's FFT2: r for distances in [r, r + 1) * width * pi.
 
     Args:
         size: Height and width of the images.
@@ -138,7 +138,7 @@ def frequency_rings(size: tuple[int, int], width: float = 0.1) -> Tensor:
 
 
 def band_noise(noise: Tensor, mask: Tensor) -> Tensor:
-    """Return the part of noise that lies within a band of frequencies, scaled to a root mean square of 1 an image.
+    """Filter noise to a band of frequencies, scaled to a root mean square of 1 per image.
 
         a F^-1( F(delta) * M_f ),   a such that every band is as strong
 
@@ -159,12 +159,14 @@ def band_noise(noise: Tensor, mask: Tensor) -> Tensor:
     """
     check_shape(noise, "B C H W", "noise")
     if mask.shape != noise.shape[2:]:
-        raise ValueError(f"the mask must be {tuple(noise.shape[2:])} as the noise (got {tuple(mask.shape)}).")
+        raise ValueError(
+            f"the mask must have the shape of the noise, {tuple(noise.shape[2:])} (got {tuple(mask.shape)})."
+        )
     return frequency_noise.unit_noise(widen(noise), mask)
 
 
 def occlude_center(images: Tensor, color: float | Sequence[float] | Tensor = 0.0) -> Tensor:
-    """Return the images with the central square of half the height and width in one color: 112 x 112 of 224 x 224.
+    """Cover the central square of half the height and width with one color: 112 x 112 of 224 x 224.
 
     Args:
         images: [B, C, H, W].
@@ -182,7 +184,7 @@ def occlude_center(images: Tensor, color: float | Sequence[float] | Tensor = 0.0
 
 
 def corrupt(images: Tensor, name: str, severity: int, indices: Sequence[int] | None = None, seed: int = 0) -> Tensor:
-    """Return the images under one of the 19 corruptions of ImageNet-C.
+    """Apply one of the 19 corruptions of ImageNet-C.
 
     Args:
         images: [B, 1 or 3, H, W] in [0, 1], at least 32 x 32.

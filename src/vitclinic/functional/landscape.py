@@ -21,7 +21,7 @@ from vitclinic.probes.curvature.flatness import sample_losses
 def average_flatness(
     loss: Loss, params: Iterable[Tensor], sigma: float = 0.01, draws: int = 100, *, seed: int = 0
 ) -> Estimate:
-    """Return an estimate of the average flatness L^N: the mean loss of weights with Gaussian noise on them.
+    """Estimate the average flatness L^N: the mean loss of weights with added Gaussian noise.
 
         L^N = E[L(w + e)],   e ~ N(0, sigma^2 I);   to second order L(w) + sigma^2 / 2 trace(H)
 
@@ -52,7 +52,7 @@ def average_flatness(
 
 
 def random_direction(params: Iterable[Tensor], seed: int = 0) -> list[Tensor]:
-    """Return standard Gaussian numbers, one tensor a parameter, the same for a seed on any device.
+    """Draw standard Gaussian numbers, one tensor per parameter, the same for a seed on any device.
 
     Example:
         >>> [part.shape for part in random_direction(torch.nn.Linear(3, 2).parameters())]
@@ -68,7 +68,7 @@ def filter_normalize(
     *,
     vectors: Literal["zero", "normalize"] = "zero",
 ) -> list[Tensor]:
-    """Return the direction with the norms of the weights, part by part.
+    """Rescale a direction to the norms of the weights, filter by filter.
 
         d_f <- d_f |w_f| / |d_f|
 
@@ -100,7 +100,7 @@ def filter_normalize(
 def loss_landscape(
     loss: Loss, params: Iterable[Tensor], along: Sequence[Sequence[Tensor]], points: int = 21, span: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss on a line or a plane through the weights.
+    """Evaluate the loss on a line or plane through the weights.
 
         L(w + x d_1 + y d_2),   x and y from -span to span
 
@@ -134,7 +134,7 @@ def loss_landscape(
 
 
 def ntk(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the neural tangent kernel of some images, the logits of each image summed.
+    """Return the neural tangent kernel of a batch of images, with the logits of each image summed.
 
         Theta = J J^T,   J_i the gradient of sum_k f_k(x_i) in all parameters
 
@@ -159,7 +159,7 @@ def ntk(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def condition_number(kernel: Tensor, precision: torch.dtype = torch.float64) -> float:
-    """Return kappa = lambda_1 / lambda_m of a symmetric positive kernel such as the NTK's.
+    """Return the condition number kappa = lambda_1 / lambda_m of a symmetric positive kernel such as the NTK.
 
     Args:
         kernel: [m, m].
@@ -175,7 +175,7 @@ def condition_number(kernel: Tensor, precision: torch.dtype = torch.float64) -> 
     """
     check_shape(kernel, "m m", "the kernel")
     if len(kernel) < 2 or kernel.shape[0] != kernel.shape[1]:
-        raise ValueError(f"the kernel must be square, of two images at least (got {tuple(kernel.shape)}).")
+        raise ValueError(f"the kernel must be square, with at least two images (got {tuple(kernel.shape)}).")
     return tangent_kernel.conditioning(kernel.detach().double(), torch.finfo(precision).eps).kappa
 
 
@@ -189,7 +189,7 @@ class Polar(NamedTuple):
 
 
 def polar_coordinates(weights: Sequence[Tensor | Sequence[Tensor]]) -> Polar:
-    """Return the course of a training around its final weights.
+    """Return the training trajectory in polar coordinates around the final weights.
 
         D_t = w_t - w_final,   r_t = |D_t| / |D_0|,   theta_t = arccos(D_t . D_0 / (|D_t| |D_0|))
 
@@ -208,7 +208,7 @@ def polar_coordinates(weights: Sequence[Tensor | Sequence[Tensor]]) -> Polar:
         ([1.0, 0.5], [0.0, 90.0])
     """
     if len(weights) < 2:
-        raise ValueError(f"A trajectory has two weights at least (got {len(weights)}).")
+        raise ValueError(f"A trajectory needs at least two sets of weights (got {len(weights)}).")
     states = [[w] if isinstance(w, Tensor) else list(w) for w in weights]
     for state in states:
         check_parts(state, states[-1], "the weights of each step")

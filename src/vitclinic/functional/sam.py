@@ -24,7 +24,7 @@ def sam_perturbation(
     eta: float = 0.01,
     gradients: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return SAM's ascent eps, one tensor a parameter, with one norm over all of them.
+    """Return SAM's ascent eps, one tensor per parameter, with a single norm over all of them.
 
         SAM    eps = rho g / |g|_2
         ASAM   eps = rho T^2 g / |T g|_2,   T = |w| + eta
@@ -60,7 +60,7 @@ def sam_perturbation(
 
 
 def looksam_direction(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
-    """Return the unit vector of what SAM's gradient has orthogonal to the plain one, which LookSAM reuses.
+    """Return the component of SAM's gradient orthogonal to the plain one, as a unit vector, which LookSAM reuses.
 
         v = (g_s - (g_s . u) u) / |g_s - (g_s . u) u|,   u = g / |g|
 
@@ -90,7 +90,7 @@ def looksam_direction(first: Sequence[Tensor], second: Sequence[Tensor]) -> list
 
 
 def looksam_gradient(gradient: Sequence[Tensor], direction: Sequence[Tensor], alpha: float = 0.7) -> list[Tensor]:
-    """Return the gradient of a step between two ascents: g + alpha |g| v.
+    """Return LookSAM's gradient for a step between two ascents: g + alpha |g| v.
 
     Args:
         gradient: g at w, one tensor a parameter.
@@ -113,7 +113,7 @@ def looksam_gradient(gradient: Sequence[Tensor], direction: Sequence[Tensor], al
 
 
 def _with_gradients(gradients: Sequence[Tensor]) -> list[nn.Parameter]:
-    """Parameters whose `.grad` these are (copies)."""
+    """Return parameters with (copies of) these tensors as `.grad`."""
     carriers = [nn.Parameter(torch.empty_like(g)) for g in gradients]
     for carrier, gradient in zip(carriers, gradients, strict=True):
         carrier.grad = gradient.detach().clone()

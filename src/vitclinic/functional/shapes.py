@@ -36,7 +36,7 @@ def check_attention(attention: Tensor) -> None:
 
 
 def check_grid(tokens: int, grid: tuple[int, int], prefix: int, what: str = "attention") -> None:
-    """Raise ValueError unless prefix tokens and grid together are as many as there are tokens."""
+    """Raise ValueError unless prefix tokens and grid add up to the number of tokens."""
     if tokens != prefix + grid[0] * grid[1]:
         raise ValueError(
             f"{what} has {tokens} tokens, and {prefix} prefix tokens with a grid of {grid[0]} x {grid[1]} are"
@@ -45,7 +45,7 @@ def check_grid(tokens: int, grid: tuple[int, int], prefix: int, what: str = "att
 
 
 def list_parameters(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters as a list; raise ValueError unless all of them are leaves that ask for a gradient."""
+    """Return the parameters as a list; raise ValueError unless all of them are leaves that require a gradient."""
     found = [params] if isinstance(params, Tensor) else list(params)
     if not found:
         raise ValueError("There are no parameters; give `model.parameters()` or a list of tensors.")
@@ -58,11 +58,11 @@ def list_parameters(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return half precision as float32; float32 and float64 as they are."""
+    """Convert half precision to float32; keep float32 and float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_parts(parts: Sequence[Tensor], like: Sequence[Tensor], what: str) -> None:
-    """Raise ValueError unless there is one tensor for each of `like`, of its shape."""
+    """Raise ValueError unless there is one tensor of the same shape for each of `like`."""
     if [p.shape for p in parts] != [p.shape for p in like]:
         raise ValueError(f"{what} must have one tensor of the same shape for each parameter.")

@@ -74,7 +74,7 @@ def scaled_relu(x: Tensor, shift: float | Tensor = 0.0, scale: float | Tensor = 
 
 
 def context_broadcasting(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return the tokens with the mean of all tokens mixed in.
+    """Mix the mean of all tokens into every token (Context Broadcasting).
 
         CB(x_i)   = (x_i + mean_j x_j) / 2
         CB_S(x_i) = x_i + Lambda * mean_j x_j
@@ -98,12 +98,12 @@ def context_broadcasting(x: Tensor, scale: Tensor | None = None) -> Tensor:
     if x.ndim != 4:
         check_shape(x, "B N D", "tokens")
     if scale is not None and scale.shape != x.shape[-1:]:
-        raise ValueError(f"scale must be [{x.shape[-1]}], one a channel (got {tuple(scale.shape)}).")
+        raise ValueError(f"scale must be [{x.shape[-1]}], one per channel (got {tuple(scale.shape)}).")
     return broadcasting.broadcast_context(x, scale)
 
 
 def squeeze_excitation(x: Tensor, squeeze: Tensor, excite: Tensor) -> Tensor:
-    """Return the tokens with their channels gated by the mean of all tokens.
+    """Gate the channels of the tokens by the mean of all tokens (Squeeze-and-Excitation).
 
         x_i * sigmoid(W2 relu(W1 mean_j x_j))
 
@@ -127,7 +127,7 @@ def squeeze_excitation(x: Tensor, squeeze: Tensor, excite: Tensor) -> Tensor:
 
 
 def spatial_smoothing(maps: Tensor) -> Tensor:
-    """Return feature maps after a 2 x 2 mean of stride 1, the last row and column repeated: the size stays.
+    """Blur feature maps with a 2 x 2 mean of stride 1; the last row and column are repeated, so the size stays.
 
     Args:
         maps: [B, C, H, W].
@@ -170,7 +170,7 @@ def patch_cosine_loss(h: Tensor) -> Tensor:
 
 
 def patch_contrastive_loss(first: Tensor, last: Tensor, normalize: bool = False) -> Tensor:
-    """Return the loss by which each last-layer patch must resemble its own first-layer patch.
+    """Return the loss that ties each last-layer patch to its own first-layer patch.
 
         -1/n sum_i log[ exp(h1_i . hL_i) / (exp(h1_i . hL_i) + exp(h1_i . mean_{j != i} hL_j)) ]
 
@@ -217,11 +217,11 @@ def patch_mixing_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def _check_patches(h: Tensor) -> None:
     check_shape(h, "B N D", "patches")
     if h.shape[1] < 2:
-        raise ValueError("The diversity of patches needs two of them at least.")
+        raise ValueError("The patch losses need at least two patches.")
 
 
 def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
-    """Return labels as shares of the classes, `smoothing` of it spread evenly over all classes.
+    """Convert labels to soft targets, with `smoothing` spread evenly over all classes.
 
     Args:
         labels: Class indices [B].
@@ -240,7 +240,7 @@ def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Te
 
 
 def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return images after CutMix on patch borders, with a target for the image and one for every patch.
+    """Mix images by CutMix on patch borders; return them with a target for each image and for each patch.
 
     An image's target is lambda y_i + (1 - lambda) y_j, lambda being the share of its patches that are its own.
 

@@ -167,7 +167,7 @@ def parse_treatments(entries: Sequence[Any]) -> list[Treatment]:
         RecipeError: A treatment or option is unknown, or a value is invalid.
 
     Example:
-        >>> parse_treatments(["sam", {"sam": {"rho": 0.2}}])[1].rho
+        >>> parse_treatments(["conv_stem", {"sam": {"rho": 0.2}}])[1].rho
         0.2
     """
     return TREATMENTS.parse(entries)
