@@ -31,7 +31,7 @@ def refused(network: Any, first: Any, second: Any, sentence: str) -> None:
 @pytest.mark.parametrize("name", ["local_attention", "no_softmax", "talking_heads", "uniform_heads"])
 @pytest.mark.parametrize("part", MSA_END, ids=str)
 def test_a_part_at_the_end_of_an_attention_is_not_thrown_away_with_it(name: str, part: dict[str, Any]) -> None:
-    refused(tiny_vit(), part, name, rf"blocks\.\d\.msa, on which .* acts; list {name} first\.$")
+    refused(tiny_vit(), part, name, rf"blocks\.\d\.msa, which .* acts on; list {name} first\.$")
     assert treat(tiny_vit(), name, part)(IMAGES).shape == (2, 5)
 
 
@@ -50,7 +50,7 @@ def test_a_part_inside_an_mlp_is_not_thrown_away_with_a_layer(network: str, posi
     placed = {part: {"position": position}}
     for variant in ("conv_gelu", "conv_bn_gelu"):
         rewritten = {"ffn_variant": {"variant": variant}}
-        refused(NETWORKS[network](), placed, rewritten, r"mlp, on which .* acts; list ffn_variant first\.$")
+        refused(NETWORKS[network](), placed, rewritten, r"mlp, which .* acts on; list ffn_variant first\.$")
         assert treat(NETWORKS[network](), rewritten, placed)
     assert treat(NETWORKS[network](), placed, {"ffn_variant": {"variant": "relu"}})
 
@@ -64,7 +64,7 @@ def test_a_part_at_the_end_of_an_mlp_is_no_layer_of_it() -> None:
 
 
 def test_the_grid_that_local_attention_watches_is_not_replaced() -> None:
-    sentence = r"conv_stem would replace the stem's convolution, on which .* acts; list conv_stem first\.$"
+    sentence = r"conv_stem would replace the stem's convolution, which .* acts on; list conv_stem first\.$"
     refused(tiny_vit(dynamic_img_size=True), "local_attention", "conv_stem", sentence)
     network = treat(tiny_vit(dynamic_img_size=True), "conv_stem", "local_attention").eval()
     for size in ((32, 48), (48, 16)):

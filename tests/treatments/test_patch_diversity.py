@@ -210,7 +210,7 @@ def test_swin_has_cosine_and_mixing_on_its_last_grid_and_no_contrastive():
 @pytest.mark.parametrize(
     ("network", "size", "options", "message"),
     [
-        (lambda: swin(img_size=16, depths=(1,) * 4, num_heads=(2,) * 4), (16, 16), {}, "leave this network one"),
+        (lambda: swin(img_size=16, depths=(1,) * 4, num_heads=(2,) * 4), (16, 16), {}, "this network has one"),
         (lambda: swin(img_size=36, depths=(1,) * 3, num_heads=(2,) * 3), (36, 36), {}, "36 x 36 .* 5 x 5 last"),
         (lambda: timm.create_model("resnet18"), (32, 32), {}, "does not fit a timm ResNet"),
         (lambda: nn.Flatten(), (32, 32), {}, "no known family"),
