@@ -27,7 +27,7 @@ Closure = Callable[[], Tensor]
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation around any torch optimizer [chen2022 Eq. 1-2].
+    """Sharpness-aware minimization around any torch optimizer [chen2022 Eq. 1-2].
 
         eps = rho g / |g|,    g the gradient at w; the optimizer steps from w with the gradient at w + eps
 
@@ -51,6 +51,7 @@ class SAM(torch.optim.Optimizer):
         TreatmentError: The optimizer is already wrapped, or runs passes of its own (LBFGS).
 
     Example:
+        >>> _ = torch.manual_seed(0)
         >>> network = nn.Linear(3, 1)
         >>> optimizer = SAM(torch.optim.AdamW(network.parameters(), lr=0.01), rho=0.1, module=network)
         >>> def closure():
