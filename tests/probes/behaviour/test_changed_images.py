@@ -233,7 +233,10 @@ def test_pairs_of_few_images():
 
     assert found_by("missing_rate", with_train(3)).scalars["missing_rate"].n == 1
     (found,) = measure(with_train(1), parse_probes(["missing_rate"]))
-    assert (found.status, found.reason) == ("does_not_apply", "there is one training image, and so no pair.")
+    assert (found.status, found.reason) == (
+        "does_not_apply",
+        "there is only one training image, so there are no pairs.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,7 @@ def test_pairs_of_few_images():
         (
             "occlusion",
             {"value": "mean"},
-            "the network does not say its mean colour, and the data has no training images with one.",
+            "no mean colour is known: the network has no normalization, and the data no train images.",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_grey_images_and_other_precisions():
 def test_what_cannot_be_measured_is_said():
     (found,) = measure(subject(dataset=pictures(side=16)), [Corruptions()])
     assert found.status == "does_not_apply"
-    assert found.reason == "corruptions are defined from 32 pixels a side, and the images are 16 x 16."
+    assert found.reason == "corruptions need images of at least 32 pixels a side, and these are 16 x 16."
     broken = Fragile()
     nn.init.constant_(broken.head.weight, float("nan"))
     (found,) = measure(subject(broken), [Corruptions()])

@@ -97,7 +97,7 @@ def test_other_classes_do_not_apply():
     (found,) = measure(subject("unknown"), parse_probes(["shape_bias"]))
     assert (found.status, found.reason) == (
         "does_not_apply",
-        "the network's classes are not those of the `shapes` set.",
+        "it needs a network trained on the `shapes` data set, and this one has other classes.",
     )
     found = bias(Knowing(mostly_shape), dataset=dataset(names=tuple(f"{k}" for k in range(10))))
     assert found.status == "does_not_apply"

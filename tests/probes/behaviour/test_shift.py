@@ -42,29 +42,29 @@ def test_maps(given, classes, right):
 @pytest.mark.parametrize(
     ("given", "classes", "names", "message"),
     [
-        (None, ("cat", "moon", "sun"), NAMES, "The network has no classes 'moon', 'sun'; say what stands for them"),
+        (None, ("cat", "moon", "sun"), NAMES, "The network has no classes 'moon', 'sun'; map them to outputs"),
         (
             {"a": "dog"},
             ("a", "b"),
             NAMES,
-            "The class map has no class 'b'; write null for a class that is to be left out.",
+            "The class map lacks class 'b'. Map a class to null to leave it out.",
         ),
         ({"a": "dgo"}, ("a",), NAMES, "'a': the network has no class 'dgo'. Did you mean 'dog'?"),
-        ({"a": "dog"}, ("a",), None, "what the network's outputs mean is not known; write a number for 'dog'"),
-        ({"a": 4}, ("a",), NAMES, "there is no output 4; the network has 4, from 0"),
+        ({"a": "dog"}, ("a",), None, "the class names of the network are not known. Write a number for 'dog'"),
+        ({"a": 4}, ("a",), NAMES, "there is no output 4; the network has 4 outputs, from 0"),
         ({"a": -1}, ("a",), NAMES, "there is no output -1"),
-        ({"a": 1.5}, ("a",), NAMES, "expected the name or the number of an output"),
-        ({"a": True}, ("a",), NAMES, "expected the name or the number of an output"),
+        ({"a": 1.5}, ("a",), NAMES, "expected the name or number of an output"),
+        ({"a": True}, ("a",), NAMES, "expected the name or number of an output"),
         ({"aa": 1, "b": 1}, ("aaa", "b"), NAMES, "the data has no class 'aa'. Did you mean 'aaa'?"),
-        ({2: 1}, ("a", "b"), NAMES, "the data has no class 2; it has 2, from 0"),
-        ({"a": 1, 0: 1}, ("a",), NAMES, "'a' is there twice"),
-        ({"a": 1, "0": 1}, ("a",), NAMES, "'a' is there twice"),
-        ({True: 1, 0: 1}, ("a", "b"), NAMES, "expected a class's name or number (got True); put a name in quotes."),
-        ({None: 1}, ("None",), NAMES, "expected a class's name or number (got None)"),
-        ("dog", ("a", "b", "c"), NAMES, "must be a list, or a table of classes and outputs (got str)"),
-        (3, ("a", "b", "c"), NAMES, "must be a list, or a table of classes and outputs (got int)"),
-        ([1], ("a", "b"), NAMES, "The class map has 1 entries and the data 2 classes"),
-        ({"a": "crane"}, ("a",), ("crane", "crane", "x", "y"), "several classes 'crane'; write the number"),
+        ({2: 1}, ("a", "b"), NAMES, "the data has no class 2; it has 2 classes, from 0"),
+        ({"a": 1, 0: 1}, ("a",), NAMES, "The class map has 'a' twice"),
+        ({"a": 1, "0": 1}, ("a",), NAMES, "The class map has 'a' twice"),
+        ({True: 1, 0: 1}, ("a", "b"), NAMES, "expected the name or number of a class (got True). Put names in quotes."),
+        ({None: 1}, ("None",), NAMES, "expected the name or number of a class (got None)"),
+        ("dog", ("a", "b", "c"), NAMES, "must be a list, or a mapping of classes to outputs (got str)"),
+        (3, ("a", "b", "c"), NAMES, "must be a list, or a mapping of classes to outputs (got int)"),
+        ([1], ("a", "b"), NAMES, "The class map has 1 entries, but the data has 2 classes"),
+        ({"a": "crane"}, ("a",), ("crane", "crane", "x", "y"), "several classes 'crane'. Write the number"),
     ],
 )
 def test_wrong_and_missing_classes_are_sentences(given, classes, names, message):
@@ -157,12 +157,12 @@ def test_several_right_outputs_for_one_image(tmp_path):
     assert found.scalars["accuracy_among_mapped"].value == sum(among) / counted
     assert found.scalars["images_left_out"].value == len(rights) - counted
     path.write_text(json.dumps(each[:-1]))
-    assert "one entry for each of 1797 images; what is given has 1796" in shifted(patient, labels=str(path)).reason
+    assert "one entry for each of the 1797 images (got 1796" in shifted(patient, labels=str(path)).reason
     path.write_text("{")
-    assert "cannot be read" in shifted(patient, labels=str(path)).reason
+    assert "Cannot read" in shifted(patient, labels=str(path)).reason
     path.write_text(json.dumps([[] for _ in each]))
     assert shifted(patient, labels=str(path)).reason == "The labels leave out all images."
-    assert "give one" in shifted(patient, labels=str(path), classes={"0": 1}).reason
+    assert "not both" in shifted(patient, labels=str(path), classes={"0": 1}).reason
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_is_wrong_is_said(folder):
     assert "There is no data at" in shifted(patient, data=str(folder / "nowhere")).reason
     nothing = shifted(patient, data=str(folder), classes=dict.fromkeys(MAP))
     assert nothing.reason == "The class map leaves out all images."
-    assert "cannot be read" in shifted(patient, classes=str(folder / "map.json")).reason
+    assert "Cannot read" in shifted(patient, classes=str(folder / "map.json")).reason
 
 
 def test_a_network_of_other_classes_is_no_failure_unless_something_was_asked_for():
@@ -190,7 +190,7 @@ def test_a_network_of_other_classes_is_no_failure_unless_something_was_asked_for
     patient = subject(cnn, output_names=names)
     found = shifted(patient)
     assert found.status == "does_not_apply"
-    assert found.reason.startswith("the network has no classes '0', '1', '2' and 7 more; say what stands for them")
+    assert found.reason.startswith("the network has no classes '0', '1', '2' and 7 more; map them to outputs")
     assert shifted(patient, data="digits").status == "failed"
     assert shifted(patient, classes={"0": "digit 0"}).status == "failed"
     assert shifted(patient, classes=list(names)).status == "ok"
@@ -251,9 +251,9 @@ def test_a_network_without_names_is_told_numbers():
     patient = Subject(Two(), digits())
     found = shifted(patient)
     assert found.status == "does_not_apply"
-    assert found.reason.startswith("the network has 2 outputs of unknown meaning and the data 10 classes; say which")
+    assert found.reason.startswith("the network has 2 outputs without names, and the data 10 classes; map classes")
     found = shifted(patient, data="digits")
-    assert (found.status, found.reason[:41]) == ("does_not_apply", "the network has 2 outputs of unknown mean")
+    assert (found.status, found.reason[:41]) == ("does_not_apply", "the network has 2 outputs without names, ")
     found = shifted(patient, classes=[0] * 5 + [1] * 5)
     assert found.status == "ok", found.reason
     assert found.scalars["accuracy"].value > 0.9

@@ -28,12 +28,23 @@ from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally, reg
 from vitclinic.probes.subject import Subject
 
 _SIMULATED = 4000
-"""Draws: enough for the third digit of an end of an interval."""
+"""Simulated draws: enough for three digits of the interval."""
 
 
 @register
 class Accuracy(StreamingProbe):
-    """Top-1 and top-5 accuracy, NLL, calibration error and reliability diagram [park2022 Fig. F.1]."""
+    """Top-1 and top-5 accuracy, NLL, calibration error and reliability diagram [park2022 Fig. F.1].
+
+    nll = 1/n sum_i -log p_i(y_i), and ece = sum_b n_b/n |accuracy_b - confidence_b| over bins b of the confidence
+    [Guo et al. 2017].
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> Accuracy()(model, loader).scalars["accuracy"].n
+        8
+    """
 
     name = "accuracy"
     group = "Behaviour"
@@ -51,23 +62,23 @@ class Accuracy(StreamingProbe):
     needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
     on_all_images: ClassVar[bool] = True
 
-    bins: Annotated[int, Field(ge=1)] = Field(15, description="bins of the confidence")
+    bins: Annotated[int, Field(ge=1)] = Field(15, description="number of bins of the confidence")
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(subject, self.bins)
 
 
 class Reliability:
-    """Confidence against accuracy, in bins of equal width of the confidence; sums over images, whatever the batches."""
+    """Accuracy against confidence, in bins of equal width; sums over images that do not depend on batches."""
 
     def __init__(self, bins: int) -> None:
         self.counts: NDArray[np.int64] = np.zeros(bins, np.int64)
         self.correct: NDArray[np.int64] = np.zeros(bins, np.int64)
         self.confidence: NDArray[np.float64] = np.zeros(bins)
         self.squares: NDArray[np.float64] = np.zeros(bins)
-        """Of correct - confidence, for the interval."""
+        """Sum of (correct - confidence)^2, for the interval."""
         self.chance: NDArray[np.float64] = np.zeros(bins)
-        """The sum of confidence (1 - confidence): the variance of a bin's gap if the network were calibrated."""
+        """Sum of confidence (1 - confidence): the variance of a bin's gap if the network were calibrated."""
 
     def add(self, confidence: NDArray[np.float64], correct: NDArray[np.bool_]) -> None:
         bins = len(self.counts)
@@ -88,20 +99,21 @@ class Reliability:
 
     @property
     def gap(self) -> float:
-        """The ECE, sum_b n_b/n |accuracy_b - confidence_b|."""
+        """ECE, sum_b n_b/n |accuracy_b - confidence_b|."""
         return float(np.abs(self.correct - self.confidence).sum() / int(self.counts.sum()))
 
     def error(self) -> Scalar:
-        """The ECE with its interval.
+        """Return the ECE with its interval.
 
-        It is the mean over images of s_b (correct - confidence), s_b the sign of its bin's gap. Its upper end is that
-        of this mean's t interval, the signs held fixed. As gaps of either sign add up, the ECE of a calibrated network
-        is above 0, too: the lower end is below it by no less than what chance alone adds up to.
+        The ECE is the mean over images of s_b (correct - confidence), where s_b is the sign of the gap of its bin. The
+        upper end is that of the t interval of this mean, with fixed signs. Since gaps of either sign add up, the ECE of
+        a calibrated network is above 0, too; so the lower end is below the value by at least the ECE that chance alone
+        produces.
         """
         n, value = int(self.counts.sum()), self.gap
         if n < 2:
             return Scalar(value=value, n=n)
-        from scipy.special import stdtrit  # a tenth of a second that only this needs
+        from scipy.special import stdtrit  # imported here, since it takes a tenth of a second
 
         variance = max(0.0, float(self.squares.sum()) - n * value**2) / (n - 1)
         half = float(stdtrit(n - 1, 0.975)) * math.sqrt(variance / n)
@@ -109,14 +121,14 @@ class Reliability:
         return Scalar(value=value, low=max(0.0, value - below), high=min(1.0, value + half), n=n)
 
     def _by_chance(self) -> float:
-        """The ECE that as many calibrated answers of these confidences exceed once in 40 times, by simulation."""
+        """Return the 97.5% quantile of the ECE of a calibrated network with these confidences, by simulation."""
         deviation = np.sqrt(self.chance[self.counts > 0].clip(0))
         random = np.random.default_rng(0)
         draws = (np.abs(random.standard_normal((100, len(deviation)))) @ deviation for _ in range(_SIMULATED // 100))
         return float(np.quantile(np.concatenate(list(draws)), 0.975) / self.counts.sum())
 
     def diagram(self) -> dict[str, NDArray[np.generic]]:
-        """Arrays [bins]; NaN where a bin has no images."""
+        """Return the arrays of the reliability diagram, [bins]; NaN for empty bins."""
         filled = np.where(self.counts > 0, self.counts, np.nan)
         pairs = zip(self.correct.tolist(), self.counts.tolist(), strict=True)
         low, high = np.array([share_interval(*pair) if pair[1] else (np.nan, np.nan) for pair in pairs]).T
@@ -131,7 +143,7 @@ class Reliability:
 
 
 class Hits:
-    """How many images have their label first, and among the first five."""
+    """Number of images with their label first, and among the first five."""
 
     def __init__(self) -> None:
         self.first = self.fifth = 0
@@ -175,7 +187,7 @@ class _Tally(Tally):
     def finish(self) -> Result:
         n = self.nll.n
         scalars = {"accuracy": share(self.hits.first, n)}
-        if self.outputs > 5:  # of five or fewer classes, the five best are all
+        if self.outputs > 5:  # with five classes or fewer, top-5 is always right
             scalars["top5_accuracy"] = share(self.hits.fifth, n)
         scalars["nll"] = mean(self.nll, 0.0)
         scalars["ece"] = self.reliability.error()
@@ -186,7 +198,7 @@ class _Tally(Tally):
 
 
 def ranks(logits_bk: Tensor, y_b: Tensor) -> Tensor:
-    """How many classes come before the label's [B]; of equal logits the first class does, as in argmax."""
+    """Return the number of classes that rank before the label, [B]; ties go to the first class, as in argmax."""
     own = logits_bk.gather(1, y_b[:, None])
     earlier = torch.arange(logits_bk.shape[1]) < y_b[:, None]
     return ((logits_bk > own) | ((logits_bk == own) & earlier)).sum(1)

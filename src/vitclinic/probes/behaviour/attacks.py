@@ -1,9 +1,9 @@
-"""Images moved, within a small ball, towards a higher loss [Goodfellow et al. 2015; Madry et al. 2018].
+"""Adversarial attacks: moving images within a small ball towards a higher loss [Goodfellow 2015; Madry 2018].
 
-    x <- nearest image in the ball and in [0, 1] to  x + step * d,     d the steepest direction for dCE/dx
+    x <- project(x + step * d),     onto the ball and [0, 1];  d the steepest direction for g = dCE/dx
 
-d is sign(g) in l_inf and g / |g| in l_2. Neither depends on the length of the gradient g, which is therefore computed
-up to a factor: a network that is sure of itself has no gradient in its own precision, and yet a direction.
+d is sign(g) in l_inf and g / |g| in l_2. Neither depends on the length of g, so g is computed up to a positive factor:
+the gradient of a very confident network vanishes in its own precision, but its direction does not.
 
 Shapes: B images, C channels, K classes.
 """
@@ -37,7 +37,7 @@ Network = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class Attack:
-    """`steps` steps of length `step` within a ball: one of length epsilon is FGSM, more and shorter ones are PGD.
+    """Attack of `steps` steps of length `step` within a ball: a single step of length epsilon is FGSM, more are PGD.
 
     Example:
         >>> attack = Attack(Ball("linf", 0.1), steps=1, step=0.1)
@@ -54,9 +54,9 @@ class Attack:
     def __call__(
         self, network: Network, images: Tensor, targets: Tensor, start: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The attacked images, and of each whether its gradient was zero in some step [B].
+        """Return the attacked images, and for each whether its gradient was zero in some step, [B].
 
-        `start` is what to add to the images before the first step.
+        `start` is added to the images before the first step.
         """
         x_bchw = images if start is None else self.ball.nearest(images, images + start)
         stuck = torch.zeros(len(images), dtype=torch.bool, device=images.device)
@@ -68,7 +68,7 @@ class Attack:
 
 
 def image_gradient(network: Network, images: Tensor, targets: Tensor) -> Tensor:
-    """The gradient of each image's cross-entropy, times some positive number; zero where there is none."""
+    """Return the gradient of each image's cross-entropy up to a positive factor; zero if there is no gradient."""
     with torch.enable_grad():
         x_bchw = images.detach().requires_grad_()
         logits = as_logits(network(x_bchw))
@@ -79,9 +79,9 @@ def image_gradient(network: Network, images: Tensor, targets: Tensor) -> Tensor:
 
 
 def loss_slope(logits: Tensor, targets: Tensor) -> Tensor:
-    """The gradient of the cross-entropy in the logits [B, K], p - y, divided by the largest p(k) of a wrong class k.
+    """Return the gradient of the cross-entropy in the logits [B, K], p - y, divided by the largest wrong probability.
 
-    Zero where there is no wrong class.
+    It is zero if there is only one class.
     """
     own = F.one_hot(targets, logits.shape[1]).bool()
     wrong = logits.double().masked_fill(own, -torch.inf)
@@ -90,7 +90,7 @@ def loss_slope(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def inside(ball: Ball, draws: Draws, shape: tuple[int, ...]) -> Tensor:
-    """Changes [B, *shape] drawn uniformly from a ball."""
+    """Draw perturbations [B, *shape] uniformly from a ball."""
     if ball.norm == "linf":
         return ball.epsilon * (2 * draws.uniform(*shape) - 1)
     radius = draws.uniform(1, 1, 1) ** (1 / torch.Size(shape).numel())
@@ -98,7 +98,7 @@ def inside(ball: Ball, draws: Draws, shape: tuple[int, ...]) -> Tensor:
 
 
 def on_surface(ball: Ball, draws: Draws, shape: tuple[int, ...]) -> Tensor:
-    """Changes [B, *shape] as large as a ball allows: its corners in l_inf, uniformly from its surface in l_2."""
+    """Draw perturbations [B, *shape] as large as a ball allows: its corners in l_inf, its surface in l_2."""
     noise = draws.normal(*shape)
     if ball.norm == "linf":
         return ball.epsilon * noise.sign()
@@ -107,40 +107,40 @@ def on_surface(ball: Ball, draws: Draws, shape: tuple[int, ...]) -> Tensor:
 
 _EPSILON: dict[Norm, float] = {"linf": 2 / 255, "l2": 0.5}
 _FARTHEST = 1e6
-"""Farther than any two images are from each other; the square of a step must be a number in float32."""
+"""Larger than the distance of any two images, but small enough to be squared in float32."""
 _CLEARLY = 0.75
-"""The least share of images on which an attack is stronger than noise. A gradient that says nothing gives a half; two
-ViTs trained on CIFAR-10 give all images up to an epsilon of 0.1, and 78 and 82% at 0.5, where a step leads too far."""
+"""Minimum share of images on which an attack must be stronger than noise. A meaningless gradient gives a half; two ViTs
+trained on CIFAR-10 give all images up to an epsilon of 0.1, and 78 and 82% at 0.5, where a step leads too far."""
 _STEP_COSTS = 2
-"""Forward passes: one, and the way back to the images."""
+"""Cost of a step in forward passes: one forward, and one for the backward pass to the images."""
 
 
 def _fraction(value: Any) -> Any:
-    """4/255, as people write it."""
+    """Parse a fraction such as 4/255."""
     written = re.fullmatch(r"(\d+(?:\.\d+)?)/([1-9]\d*)", value) if isinstance(value, str) else None
     return float(written[1]) / int(written[2]) if written else value
 
 
 class _Outcomes:
-    """Of each image, whether it was recognised, and as what it left the attack."""
+    """Outcomes of the attack for each image."""
 
     def __init__(self, images: int) -> None:
         self.clean, self.robust, self.in_noise, self.stuck = (np.zeros(images, np.bool_) for _ in range(4))
         self.above_noise, self.below_noise = (np.zeros(images, np.bool_) for _ in range(2))
-        """Whether the first attempt leaves the right class a smaller lead than noise does, or a larger one."""
+        """True if the first attempt leaves the right class a smaller (larger) lead than noise does."""
 
 
 class AttackProbe(BehaviourProbe):
-    """What FGSM and PGD have in common. Images that are not recognised as they are need no attack."""
+    """Base class of FGSM and PGD. Images that are misclassified already are not attacked."""
 
-    revision: ClassVar[int] = 3  # compared with noise by the lead of the right class, too
+    revision: ClassVar[int] = 3  # also compared with noise by the lead of the right class
 
     epsilon: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=_FARTHEST)] | None = Field(
-        None, description="largest change, in [0, 1] pixels; by default 2/255 in linf and 0.5 in l2"
+        None, description="size of the perturbation, for pixels in [0, 1]; by default 2/255 in linf and 0.5 in l2"
     )
-    norm: Norm = Field("linf", description="of the change: linf, the largest of all pixels, or l2")
-    random_start: bool = Field(False, description="begin at a random point of the ball, not at the image")
-    restarts: Annotated[int, Field(ge=0)] = Field(0, description="further attempts, from random points of the ball")
+    norm: Norm = Field("linf", description="norm of the perturbation, linf or l2")
+    random_start: bool = Field(False, description="start at a random point of the ball instead of the image")
+    restarts: Annotated[int, Field(ge=0)] = Field(0, description="additional attempts from random points of the ball")
 
     @property
     def ball(self) -> Ball:
@@ -148,7 +148,7 @@ class AttackProbe(BehaviourProbe):
 
     @property
     def attack(self) -> Attack:
-        raise TypeError(f"{type(self).__name__} does not say how it attacks.")
+        raise TypeError(f"{type(self).__name__} must implement attack.")
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) * (2 + (1 + self.restarts) * (_STEP_COSTS * self.attack.steps + 1)))
@@ -165,7 +165,7 @@ class AttackProbe(BehaviourProbe):
 
     def _measure_batch(self, subject: Subject, batch: Batch, outcomes: _Outcomes) -> None:
         places = batch.indices.numpy()
-        # An attack's steps are finer than half precision.
+        # The steps of an attack are finer than half precision.
         images = batch.images.to(torch.promote_types(subject.dtype, torch.float32))
         correct = is_correct(subject, images, batch.targets)
         outcomes.clean[places] = correct
@@ -216,7 +216,7 @@ class AttackProbe(BehaviourProbe):
 
 @torch.no_grad()
 def _answers(subject: Subject, images: Tensor, targets: Tensor) -> tuple[Correct, NDArray[np.float64]]:
-    """Whether each image is recognised, and the lead of its class's logit over the largest other."""
+    """Return which images are classified correctly, and the lead of the right logit over the largest other one."""
     logits = check_logits(subject.logits(images.to(subject.dtype)), subject.name).double()
     own = logits.gather(1, targets[:, None])
     others = logits.scatter(1, targets[:, None], -torch.inf).amax(1)
@@ -225,32 +225,47 @@ def _answers(subject: Subject, images: Tensor, targets: Tensor) -> tuple[Correct
 
 
 def weakness(outcomes: _Outcomes, stuck: int) -> str | None:
-    """Why the robust accuracy may be too high: there was no gradient to follow, or it led nowhere."""
+    """Return the reason why the robust accuracy may be too high; None if there is none.
+
+    Either there was no gradient to follow, or following it is not clearly better than noise.
+    """
     clean, robust, in_noise = outcomes.clean, outcomes.robust, outcomes.in_noise
     attacked = int(clean.sum())
     if stuck:
         return (
-            f"the gradient is zero for {stuck} of the {attacked} attacked images, which the attack could not move: "
+            f"the gradient is zero for {stuck} of the {attacked} attacked images, so the attack could not move them: "
             "robust_accuracy is an upper bound."
         )
     by_attack, by_noise = int((clean & ~robust).sum()), int((clean & ~in_noise).sum())
     if by_noise > by_attack:
         return (
             f"random noise of the same size fools the network on {by_noise} images and the attack on {by_attack}: "
-            "its gradient is masked, and robust_accuracy an upper bound."
+            "the gradient is masked, and robust_accuracy is an upper bound."
         )
     above, below = int(outcomes.above_noise.sum()), int(outcomes.below_noise.sum())
     if above < _CLEARLY * (above + below):
         return (
-            f"of {above + below} images the attack brings only {above} nearer to another class than random noise of "
-            "the same size does: its gradient is masked, and robust_accuracy an upper bound."
+            f"the attack moves only {above} of {above + below} images closer to another class than random noise of the "
+            "same size does: the gradient is masked, and robust_accuracy is an upper bound."
         )
     return None
 
 
 @register
 class FGSM(AttackProbe):
-    """Accuracy under the fast gradient sign method [hyeonwoo2023 Table 8; Goodfellow et al. 2015]."""
+    """Accuracy under the fast gradient sign method [hyeonwoo2023 Table 8; Goodfellow et al. 2015].
+
+    x' = clip(x + epsilon sign(g)) with g the gradient of the cross-entropy in the pixels x in [0, 1]; epsilon g / |g|
+    in the l2 norm.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> scalars = FGSM(epsilon=4 / 255)(model, loader).scalars
+        >>> scalars["robust_accuracy"].value <= scalars["clean_accuracy"].value
+        True
+    """
 
     name = "fgsm"
     group = "Behaviour"
@@ -267,7 +282,18 @@ class FGSM(AttackProbe):
 
 @register
 class PGD(AttackProbe):
-    """Accuracy under projected gradient descent, 10 steps by default [chen2022 App. B; Madry et al. 2018]."""
+    """Accuracy under projected gradient descent, 10 steps by default [chen2022 App. B; Madry et al. 2018].
+
+    x <- project(x + step d) onto the epsilon-ball around the image and [0, 1], with d = sign(g) (linf) or g / |g| (l2).
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> scalars = PGD(steps=2, step=0.5)(model, loader).scalars
+        >>> scalars["robust_accuracy"].value <= scalars["clean_accuracy"].value
+        True
+    """
 
     name = "pgd"
     group = "Behaviour"
@@ -278,9 +304,9 @@ class PGD(AttackProbe):
     key_scalars: ClassVar[KeyScalars] = {"robust_accuracy": "higher", "drop": "lower"}
     cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})
 
-    steps: Annotated[int, Field(ge=1)] = Field(10, description="steps of each attempt")
+    steps: Annotated[int, Field(ge=1)] = Field(10, description="steps per attempt")
     step: Annotated[float, Field(gt=0, le=_FARTHEST)] = Field(
-        0.125, description="length of a step, in epsilons: 0.25/255 for an epsilon of 2/255"
+        0.125, description="step length in units of epsilon: 0.25/255 for an epsilon of 2/255"
     )
 
     @property

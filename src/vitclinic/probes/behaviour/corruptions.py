@@ -23,21 +23,21 @@ from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
 
 SAVED_EVERY = 1.0
-"""Seconds of work that a killed exam may lose."""
+"""Seconds of work that a killed exam may lose at most."""
 
 SHOWN = 3
-"""The severity of the samples, which show what was done to the images."""
+"""Severity of the samples shown in reports."""
 SAMPLE_SIDE = 64
-"""Pixels of a sample's longer side, at most."""
+"""Maximum length of a sample's longer side in pixels."""
 
 _UNKNOWN = -1
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int8]]
-"""Places of images, and a column of `Outcomes.correct` for each."""
+"""Indices of images, and their columns of `Outcomes.correct`."""
 
 
 class Outcomes:
-    """Whether each image was recognised under each corruption and severity, and as it is: row 0."""
+    """Correctness of each image, clean (row 0) and under each corruption and severity."""
 
     def __init__(self, names: Sequence[str], images: int) -> None:
         self.cells: list[tuple[str, int] | None] = [None, *((name, s) for name in names for s in SEVERITIES)]
@@ -49,11 +49,11 @@ class Outcomes:
 
     @property
     def by_corruption(self) -> NDArray[np.int8]:
-        """[corruptions, severities, images]."""
+        """Correctness as [corruptions, severities, images]."""
         return self.correct[1:].reshape(-1, len(SEVERITIES), self.correct.shape[1])
 
     def take(self, arrays: dict[str, NDArray[np.int8]] | None) -> None:
-        """Go on from what was kept before."""
+        """Resume from the arrays of an earlier attempt."""
         if arrays is not None and arrays["correct"].shape == self.correct.shape:
             self.correct[...] = arrays["correct"]
 
@@ -62,8 +62,9 @@ class Outcomes:
 class Corruptions(BehaviourProbe):
     """Accuracy under 15 or 19 corruptions at 5 severities [park2022 Fig. 12b; chen2022 Table 2].
 
-    The mean over corruptions and severities of the accuracy, not relative to another network (no mCE). Images are
-    corrupted in [0, 1], each by its own random numbers.
+    The accuracy is averaged over corruptions and severities, and is not relative to another network (no mCE). Pixels in
+    [0, 1] are corrupted, with random numbers of their own for each image. The corruptions are those of CIFAR-10-C and
+    ImageNet-C [Hendrycks & Dietterich 2019].
     """
 
     name = "corruptions"
@@ -76,8 +77,8 @@ class Corruptions(BehaviourProbe):
     revision: ClassVar[int] = 3  # intervals have a width
     cheaper: ClassVar[Cheaper] = ({"images": 100}, {"images": 300})
 
-    kinds: Literal[15, 19] = Field(15, description="the 15 of the benchmark, or with the 4 kept for validation")
-    images: Annotated[int, Field(ge=1)] = Field(1000, description="at most so many images, stratified")
+    kinds: Literal[15, 19] = Field(15, description="15 (the benchmark) or 19 (with the four for validation)")
+    images: Annotated[int, Field(ge=1)] = Field(1000, description="maximum number of images (stratified sample)")
 
     @property
     def corruptions(self) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ class Corruptions(BehaviourProbe):
     def check(self, subject: Subject) -> None:
         if min(subject.dataset.size) < SMALLEST:
             side = " x ".join(map(str, subject.dataset.size))
-            raise DoesNotApply(f"corruptions are defined from {SMALLEST} pixels a side, and the images are {side}.")
+            raise DoesNotApply(f"corruptions need images of at least {SMALLEST} pixels a side, and these are {side}.")
 
     def measure(self, subject: Subject) -> Result:
         outcomes = Outcomes(self.corruptions, len(subject))
@@ -110,14 +111,14 @@ class Corruptions(BehaviourProbe):
         return replace(result, arrays={**result.arrays, "samples": samples})
 
     def _samples(self, subject: Subject) -> NDArray[np.uint8]:
-        """The first image as it is and under each corruption, [1 + corruptions, H, W(, C)], made small."""
+        """Return the first image, clean and under each corruption, [1 + corruptions, H, W(, C)], as thumbnails."""
         batch = next(subject.batches())
         image, row = batch.images[:1], subject.images.rows[batch.indices.numpy()[:1]]
         shown = [Corruption(name, SHOWN, seed=subject.seed)(image, row) for name in self.corruptions]
         return _small(torch.cat([image, *shown]))
 
     def _own(self, subject: Subject, unseen: NDArray[np.int64], outcomes: Outcomes, partial: Partial) -> Iterator[Seen]:
-        """What becomes of this process's batches, every n-th of the images that are not known under all corruptions."""
+        """Yield the outcomes of this process's batches, every n-th of those that are not finished."""
         size, distributed = subject.batch_size, subject.distributed
         mine = unseen[np.arange(len(unseen)) // size % distributed.size == distributed.rank]
         if not len(mine):
@@ -131,8 +132,8 @@ class Corruptions(BehaviourProbe):
     def _measure_batch(
         self, subject: Subject, batch: Batch, places: NDArray[np.int64], outcomes: Outcomes, partial: Partial
     ) -> None:
-        """All corruptions of one batch: its images are read once."""
-        rows = subject.images.rows[places]  # an image's own number, whatever the limit
+        """Measure all corruptions of one batch, so that its images are read only once."""
+        rows = subject.images.rows[places]  # the number of an image in its file, whatever the limit
         for cell, row in zip(outcomes.cells, outcomes.correct, strict=True):
             if (row[places] != _UNKNOWN).all():
                 continue
@@ -160,7 +161,7 @@ _FIELDS = (("accuracy", "value"), ("low", "low"), ("high", "high"))
 
 
 def _small(images_nchw: Tensor) -> NDArray[np.uint8]:
-    """Pixels in [0, 1] as bytes, [n, H, W, C] or [n, H, W] of one channel, the longer side at most `SAMPLE_SIDE`."""
+    """Convert pixels in [0, 1] to thumbnails in bytes, [n, H, W, C], or [n, H, W] for one channel."""
     images = images_nchw.detach().float().cpu()
     factor = SAMPLE_SIDE / max(images.shape[-2:])
     if factor < 1:

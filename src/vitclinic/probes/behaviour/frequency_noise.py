@@ -1,8 +1,8 @@
-"""Accuracy under noise of one band of frequencies [park2022 Fig. 2b].
+"""Accuracy under noise in one frequency band [park2022 Fig. 2b].
 
     x' = x + a F^-1( F(delta) * M_f )
 
-with delta Gaussian, M_f a ring in the plane of frequencies, and a such that |x' - x| is the same for every ring.
+with delta Gaussian, M_f a ring in the frequency plane, and a such that |x' - x| is the same for every ring.
 
 Shapes: B images, C channels.
 """
@@ -29,12 +29,23 @@ from vitclinic.probes.probe import Result, register
 from vitclinic.probes.subject import Subject
 
 Rings = NDArray[np.int64]
-"""Of each frequency, [height, width], the number of its ring."""
+"""Ring of each frequency, [height, width]."""
 
 
 @register
 class FrequencyNoise(BehaviourProbe):
-    """Accuracy lost to Gaussian noise of one ring of frequencies after the other [park2022 Fig. 2b]."""
+    """Drop in accuracy under Gaussian noise in one ring of frequencies at a time [park2022 Fig. 2b].
+
+    x' = x + a F^-1(F(delta) * M_r) with delta Gaussian, M_r a ring in the frequency plane, and a such that the noise
+    has the same norm for every ring.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> FrequencyNoise(width=0.5)(model, loader).arrays["drop"].shape  # three rings
+        (3,)
+    """
 
     name = "frequency_noise"
     group = "Behaviour"
@@ -46,9 +57,9 @@ class FrequencyNoise(BehaviourProbe):
     revision: ClassVar[int] = 3  # rings of both halves are in neither; intervals have a width
 
     strength: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        0.1, description="root mean square of the noise, in [0, 1] pixels; the same for every ring"
+        0.1, description="root mean square of the noise for pixels in [0, 1]; the same for every ring"
     )
-    width: Annotated[float, Field(ge=0.001, le=1.5)] = Field(0.1, description="of a ring, in pi")
+    width: Annotated[float, Field(ge=0.001, le=1.5)] = Field(0.1, description="width of a ring, in units of pi")
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) * (1 + len(np.unique(rings(*subject.dataset.size, self.width)))))
@@ -102,10 +113,10 @@ class FrequencyNoise(BehaviourProbe):
 
 
 def rings(height: int, width: int, thickness: float) -> Rings:
-    """The ring [height, width] that each frequency of an image's Fourier transform is in.
+    """Return the ring of each frequency of an image's Fourier transform, [height, width].
 
-    Ring r holds the frequencies whose distance from zero, in pi, is at least r and less than r + 1 thicknesses: every
-    frequency is in one ring, those in the corners of the plane, up to sqrt(2) pi, included.
+    Ring r holds the frequencies whose distance from zero, in units of pi, is at least r and less than r + 1 times the
+    thickness. Every frequency is in one ring, including the corners of the plane, up to sqrt(2) pi.
     """
     vertical, horizontal = 2 * np.fft.fftfreq(height)[:, None], 2 * np.fft.fftfreq(width)[None]
     distance = np.hypot(vertical, horizontal) / thickness
@@ -114,7 +125,7 @@ def rings(height: int, width: int, thickness: float) -> Rings:
 
 
 def unit_noise(delta_bchw: Tensor, mask_hw: Tensor) -> Tensor:
-    """The part of `delta` within the masked frequencies, scaled to a root mean square of 1 in each image."""
+    """Return the part of `delta` at the masked frequencies, scaled to a root mean square of 1 in each image."""
     height, width = mask_hw.shape
     spectrum = torch.fft.rfft2(delta_bchw) * mask_hw[:, : width // 2 + 1].to(delta_bchw.device)
     part = torch.fft.irfft2(spectrum, (height, width))
@@ -123,5 +134,5 @@ def unit_noise(delta_bchw: Tensor, mask_hw: Tensor) -> Tensor:
 
 
 def mean_drop(clean: Correct, noisy: list[Correct]) -> Scalar:
-    """What is lost of the accuracy on average over several kinds of noise; an image under all of them is one sample."""
+    """Return the drop in accuracy, averaged over several kinds of noise; an image under all of them is one sample."""
     return mean_over(clean - np.mean(noisy, axis=0), -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""How often the point halfway between two training images is taken for neither [chen2022 Table 6]."""
+"""Missing rate: how often the midpoint of two training images is classified as neither [chen2022 Table 6]."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ from vitclinic.probes.subject import Subject
 
 @register
 class MissingRate(OwningProbe):
-    """Share of midpoints of two training images that are taken for neither's class [chen2022 Table 6].
+    """Share of midpoints of two training images that are classified as neither of the two [chen2022 Table 6].
 
     A prediction at (x_i + x_j) / 2 is a miss unless it is y_i or y_j [Zhang et al. 2018]. No image is in two pairs.
+
+    Example:
+        >>> import timm, torch
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> MissingRate()(model, loader).scalars["missing_rate"].n  # pairs
+        4
     """
 
     name = "missing_rate"
@@ -55,7 +62,7 @@ class MissingRate(OwningProbe):
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"pairs": 256},)
 
-    pairs: Annotated[int, Field(ge=1)] = Field(1024, description="at most so many pairs of training images")
+    pairs: Annotated[int, Field(ge=1)] = Field(1024, description="maximum number of pairs of training images")
 
     def view(self, subject: Subject) -> Subject:
         return subject.on("train", 2 * self.pairs, strict=True)
@@ -66,7 +73,7 @@ class MissingRate(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         total = len(subject) // 2
         if not total:
-            raise DoesNotApply("there is one training image, and so no pair.")
+            raise DoesNotApply("there is only one training image, so there are no pairs.")
         missed, different = np.zeros(total, np.bool_), np.zeros(total, np.bool_)
 
         def measure_batch(batches: tuple[Batch, Batch]) -> int:
@@ -96,14 +103,14 @@ def is_missed(predicted: Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 
 def draw_pairs(images: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The two halves of a random order of the images; of an odd number one is left out."""
+    """Draw random pairs of images, no image twice; one is left over if their number is odd."""
     order = generator("missing_rate", seed).permutation(images)
     half = images // 2
     return order[:half], order[half : 2 * half]
 
 
 def iterate_pairs(subject: Subject) -> Iterator[tuple[Batch, Batch]]:
-    """Batches of first and of second images, in pairs; those that are this process's share."""
+    """Yield this process's share of pairs, as batches of first and of second images."""
     halves = [_part(subject.dataset, subject.images, rows) for rows in draw_pairs(len(subject), subject.seed)]
     part, parts = subject.distributed.rank, subject.distributed.size
     one, other = (evaluation_batches(half, "train", subject.batch_size, part, parts) for half in halves)

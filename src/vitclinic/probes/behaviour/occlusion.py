@@ -1,4 +1,4 @@
-"""Accuracy with the centre of the image hidden [hyeonwoo2023 Table 8]."""
+"""Accuracy with the centre of the image occluded [hyeonwoo2023 Table 8]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from vitclinic.probes.subject import Subject
 
 @register
 class Occlusion(BehaviourProbe):
-    """Accuracy with the central square of half the width hidden [hyeonwoo2023 Table 8]."""
+    """Accuracy with the centre of the image, half as high and half as wide, occluded [hyeonwoo2023 Table 8].
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> sorted(Occlusion()(model, loader).scalars)
+        ['accuracy', 'clean_accuracy', 'drop']
+    """
 
     name = "occlusion"
     group = "Behaviour"
@@ -42,7 +50,7 @@ class Occlusion(BehaviourProbe):
         ),
     )
 
-    value: Literal["black", "mean"] = Field("black", description="what hides: black, or the mean colour")
+    value: Literal["black", "mean"] = Field("black", description="fill colour: black, or the mean colour")
 
     def forwards(self, subject: Subject) -> float:
         return 2.0 * len(subject)
@@ -63,7 +71,7 @@ class Occlusion(BehaviourProbe):
 
 
 def occlude(images_bchw: Tensor, colour_c: Tensor) -> Tensor:
-    """Images with the centre, half as high and half as wide, in one colour: 112 x 112 of 224 x 224."""
+    """Return images with their centre, half as high and half as wide, in one colour: 112 x 112 of 224 x 224."""
     hidden = images_bchw.clone()
     rows, columns = (_middle(side) for side in images_bchw.shape[2:])
     hidden[:, :, rows, columns] = colour_c.to(hidden)[:, None, None]
@@ -77,9 +85,9 @@ def _middle(side: int) -> slice:
 
 
 def mean_colour(subject: Subject) -> Tensor:
-    """What is zero once the network has normalised it; where that is not known, the mean of the training images."""
+    """Return the colour that the network normalizes to zero or, if not known, the mean of the training images."""
     if isinstance(subject.network, Normalized):
         return subject.network.mean.flatten()
     if not len(subject.dataset.train):
-        raise DoesNotApply("the network does not say its mean colour, and the data has no training images with one.")
+        raise DoesNotApply("no mean colour is known: the network has no normalization, and the data no train images.")
     return torch.tensor(subject.dataset.statistics[0])

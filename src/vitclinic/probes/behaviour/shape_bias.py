@@ -1,4 +1,4 @@
-"""Whether a network goes by shape or by texture [Geirhos et al., ICLR 2019], on the `shapes` set's cue conflicts."""
+"""Shape bias: decisions by shape or by texture [Geirhos et al. 2019], on cue conflicts of the `shapes` data set."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from vitclinic.probes.subject import Subject
 
 @register
 class ShapeBias(OwningProbe):
-    """Share of decisions by shape where shape and texture disagree, of networks trained on `shapes` [Geirhos 2019].
+    """Share of decisions by shape when shape and texture disagree, for networks trained on `shapes` [Geirhos 2019].
 
-    Each image has the shape of one class and the texture that goes with another. Of the decisions for either, the share
-    that is for the shape; decisions for a third class are left out.
+    Each image has the shape of one class and the texture of another. shape_bias = shape decisions / (shape + texture
+    decisions); decisions for a third class do not count.
     """
 
     name = "shape_bias"
@@ -39,7 +39,9 @@ class ShapeBias(OwningProbe):
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 180}, {"images": 450})
 
-    images: Annotated[int, Field(ge=1)] = Field(900, description="how many; every 90 hold each pair of classes once")
+    images: Annotated[int, Field(ge=1)] = Field(
+        900, description="number of images; every 90 hold each pair of classes once"
+    )
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         return {"shapes": shapes.VERSION}
@@ -49,7 +51,7 @@ class ShapeBias(OwningProbe):
 
     def check(self, subject: Subject) -> None:
         if subject.classes != shapes.CLASSES:
-            raise DoesNotApply("the network's classes are not those of the `shapes` set.")
+            raise DoesNotApply("it needs a network trained on the `shapes` data set, and this one has other classes.")
 
     def measure(self, subject: Subject) -> Result:
         chosen, shape, texture = (np.zeros(self.images, np.int64) for _ in range(3))
@@ -67,7 +69,7 @@ class ShapeBias(OwningProbe):
 
 
 def conflicts(subject: Subject, rows: NDArray[np.int64]) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
-    """Images as the network takes them, the classes of their shapes, and those of their textures."""
+    """Return images as the network takes them, the classes of their shapes, and those of their textures."""
     drawn = [shapes.cue_conflict(subject.seed, int(row)) for row in rows]
     size, channels = subject.dataset.size, subject.dataset.channels
     pixels = np.stack([decode_and_fit(Image.fromarray(image), channels, size) for image, _, _ in drawn])
@@ -77,7 +79,7 @@ def conflicts(subject: Subject, rows: NDArray[np.int64]) -> tuple[torch.Tensor, 
 def count_decisions(
     predicted: NDArray[np.int64], shape: NDArray[np.int64], texture: NDArray[np.int64], classes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return how many predictions are for the shape, and how many for the texture, by the class of the shape."""
+    """Return the number of predictions for the shape, and for the texture, by the class of the shape."""
     by_shape, by_texture = (np.bincount(shape[predicted == cue], minlength=classes) for cue in (shape, texture))
     return by_shape, by_texture
 
@@ -97,5 +99,5 @@ def _result(chosen: NDArray[np.int64], shape: NDArray[np.int64], texture: NDArra
             scalars[f"shape_bias_{name}"] = share(ours, both)
     images = np.bincount(shape, minlength=classes)
     arrays = {"images": images, "shape_decisions": shape_decisions, "texture_decisions": texture_decisions}
-    reason = None if decided.any() else "no decision is for the shape or for the texture, so that there is no share."
+    reason = None if decided.any() else "no decision is for the shape or the texture, so there is no ratio."
     return Result(scalars, arrays=arrays).unless(reason)

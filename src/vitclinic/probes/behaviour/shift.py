@@ -1,8 +1,8 @@
-"""Which outputs of a network are right for images of another data set's classes.
+"""Accuracy on another data set, with a map from its classes to the network's outputs.
 
-A map has an entry for each class of the set: one output or several, by name or by number, any of which is right; or
-null, which leaves the images of that class out. It is written as {class: entry}, a class by name or by number, or as a
-list in the order of the classes.
+A map has an entry for each class of the data set: one or several outputs, by name or by number, any of which is right;
+or null, which leaves out the images of that class. It is written as {class: entry}, with classes by name or by number,
+or as a list in the order of the classes.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
 Valid = NDArray[np.bool_]
-"""[classes, outputs]: whether an output is right for a class."""
+"""[classes, outputs]: True if an output is right for a class."""
 
 _SHOWN = 3
-"""How many names an error lists."""
+"""Maximum number of names in an error message."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """A network's outputs: how many and, where that is known, what they mean."""
+    """Outputs of a network: their number and, if known, their class names."""
 
     count: int
     names: tuple[str, ...] | None
 
     def resolve(self, entry: Any, where: str) -> list[int]:
-        """The numbers of the outputs that an entry of a map stands for; `where` says whose entry it is."""
+        """Return the outputs that an entry of a map stands for; `where` is the entry's place, for error messages."""
         if entry is None:
             return []
         entries = entry if isinstance(entry, list | tuple) else [entry]
@@ -55,21 +55,24 @@ class Outputs:
         if isinstance(item, str):
             return self._find(item, where)
         if isinstance(item, bool) or not isinstance(item, int):
-            raise DataError(f"{where}: expected the name or the number of an output, or several (got {item!r}).")
+            raise DataError(f"{where}: expected the name or number of an output, or a list of these (got {item!r}).")
         if not 0 <= item < self.count:
-            raise DataError(f"{where}: there is no output {item}; the network has {self.count}, from 0.")
+            raise DataError(f"{where}: there is no output {item}; the network has {self.count} outputs, from 0.")
         return item
 
     def _find(self, name: str, where: str) -> int:
         if self.names is None:
-            raise DataError(f"{where}: what the network's outputs mean is not known; write a number for '{name}'.")
+            raise DataError(f"{where}: the class names of the network are not known. Write a number for '{name}'.")
         return _place(name, self.names, f"{where}: the network")
 
 
 def class_map(given: Mapping[Any, Any] | Sequence[Any] | None, classes: tuple[str, ...], outputs: Outputs) -> Valid:
-    """The outputs that are right for each class; without a map, those of the same names or, without names, numbers.
+    """Return the outputs that are right for each class, [classes, outputs].
 
-    A DoesNotApply where there is no map, and nothing else to say what the outputs mean.
+    Without a map, outputs are matched by name or, if the names are not known, by number.
+
+    Raises:
+        DoesNotApply: If there is no map, and outputs cannot be matched.
     """
     if given is None:
         entries = _by_name(classes, outputs)
@@ -77,11 +80,11 @@ def class_map(given: Mapping[Any, Any] | Sequence[Any] | None, classes: tuple[st
         entries = _by_class(given, classes)
     elif isinstance(given, str) or not isinstance(given, Sequence):
         kind = type(given).__name__
-        raise DataError(f"The class map must be a list, or a table of classes and outputs (got {kind}).")
+        raise DataError(f"The class map must be a list, or a mapping of classes to outputs (got {kind}).")
     else:
         entries = list(given)
         if len(entries) != len(classes):
-            raise DataError(f"The class map has {len(entries)} entries and the data {len(classes)} classes.")
+            raise DataError(f"The class map has {len(entries)} entries, but the data has {len(classes)} classes.")
     valid = np.zeros((len(classes), outputs.count), np.bool_)
     for label, (name, entry) in enumerate(zip(classes, entries, strict=True)):
         valid[label, outputs.resolve(entry, f"The class map, '{name}'")] = True
@@ -89,37 +92,35 @@ def class_map(given: Mapping[Any, Any] | Sequence[Any] | None, classes: tuple[st
 
 
 def image_map(given: Any, records: int, outputs: Outputs) -> list[list[int]]:
-    """The outputs that are right for each image of the set [Beyer et al. 2020], an empty list for none."""
+    """Return the outputs that are right for each image of the data set [Beyer et al. 2020]; an empty list for none."""
     if not isinstance(given, list) or len(given) != records:
-        found = f"has {len(given)} entries" if isinstance(given, list) else "is no list"
-        raise DataError(
-            f"The labels must be a list with one entry for each of {records} images; what is given {found}."
-        )
+        found = f"{len(given)} entries" if isinstance(given, list) else f"a {type(given).__name__}"
+        raise DataError(f"The labels must be a list with one entry for each of the {records} images (got {found}).")
     return [outputs.resolve(entry, f"The labels, image {number}") for number, entry in enumerate(given)]
 
 
 def find_mismatch(classes: tuple[str, ...], outputs: Outputs) -> str | None:
-    """Why classes and outputs do not belong together without a map; None where they do, by names or by numbers."""
+    """Return the reason why classes and outputs cannot be matched without a map; None if they can."""
     if outputs.names is None:
         if outputs.count == len(classes):
             return None
         return (
-            f"the network has {outputs.count} outputs of unknown meaning and the data {len(classes)} "
-            f"class{'' if len(classes) == 1 else 'es'}; say which belong together (shift.classes)."
+            f"the network has {outputs.count} outputs without names, and the data {len(classes)} "
+            f"class{'' if len(classes) == 1 else 'es'}; map classes to outputs with shift.classes."
         )
     known = set(outputs.names)
     missing = [name for name in classes if name not in known]
-    return f"the network has no {_list(missing)}; say what stands for them (shift.classes)." if missing else None
+    return f"the network has no {_list(missing)}; map them to outputs with shift.classes." if missing else None
 
 
 def read_map(path: str) -> Any:
-    """What a JSON or YAML file holds."""
+    """Return the content of a JSON or YAML file."""
     file = Path(path).expanduser()
     try:
         text = file.read_text(encoding="utf-8")
         found = read_json(text) if file.suffix == ".json" else read_yaml(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise DataError(f"'{path}' cannot be read: {' '.join(str(error).split())}.") from error
+        raise DataError(f"Cannot read '{path}': {' '.join(str(error).split())}.") from error
     if found is None:
         raise DataError(f"'{path}' is empty.")
     return found
@@ -138,19 +139,19 @@ def _by_class(given: Mapping[Any, Any], classes: tuple[str, ...]) -> list[Any]:
     for key, entry in given.items():
         label = _label(key, classes)
         if not 0 <= label < len(classes):
-            raise DataError(f"The class map: the data has no class {label}; it has {len(classes)}, from 0.")
+            raise DataError(f"The class map: the data has no class {label}; it has {len(classes)} classes, from 0.")
         if label in entries:
-            raise DataError(f"The class map: '{classes[label]}' is there twice.")
+            raise DataError(f"The class map has '{classes[label]}' twice.")
         entries[label] = entry
     if missing := [name for label, name in enumerate(classes) if label not in entries]:
-        raise DataError(f"The class map has no {_list(missing)}; write null for a class that is to be left out.")
+        raise DataError(f"The class map lacks {_list(missing)}. Map a class to null to leave it out.")
     return [entries[label] for label in range(len(classes))]
 
 
 def _label(key: Any, classes: tuple[str, ...]) -> int:
-    """The class that a key of a map names or numbers; JSON writes a number as a text."""
+    """Return the class that a key of a map names or numbers; JSON keys are always strings."""
     if isinstance(key, bool) or not isinstance(key, str | int):
-        raise DataError(f"The class map: expected a class's name or number (got {key!r}); put a name in quotes.")
+        raise DataError(f"The class map: expected the name or number of a class (got {key!r}). Put names in quotes.")
     if isinstance(key, int):
         return key
     if key not in classes and key.isdecimal() and key.isascii():
@@ -162,12 +163,12 @@ def _place(name: str, names: tuple[str, ...], owner: str) -> int:
     if name not in names:
         raise DataError(f"{owner} has no class '{name}'.{did_you_mean(name, names)}")
     if names.count(name) > 1:
-        raise DataError(f"{owner} has several classes '{name}'; write the number of the one that is meant.")
+        raise DataError(f"{owner} has several classes '{name}'. Write the number of the one you mean.")
     return names.index(name)
 
 
 def _list(names: Sequence[str]) -> str:
-    """class 'a', or classes 'a', 'b' and 5 more"""
+    """Return names as text: class 'a', or classes 'a', 'b', 'c' and 5 more."""
     shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{'class' if len(names) == 1 else 'classes'} {shown}{more}"
@@ -180,8 +181,15 @@ Entry = int | str | list[int | str] | None
 class Shift(OwningProbe):
     """Accuracy on another data set, by a map of its classes to the network's [chen2022 Table 2; Beyer et al. 2020].
 
-    An image is recognised if the largest logit is one of those that are right for it; once with all the network's
-    outputs in competition, and once with only those that are right for some class of the set.
+    An image is classified correctly if the largest logit is one of its right outputs: once among all outputs of the
+    network, and once among only those that are right for some class of the data set.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> Shift()(model, loader).scalars["accuracy"].n
+        8
     """
 
     name = "shift"
@@ -205,15 +213,15 @@ class Shift(OwningProbe):
             " custom for ReaL, the second for ImageNet-R and -A; where the set has all classes they are the same.",
         ),
     )
-    asked_for = True  # without another data set to look at it repeats the accuracy
+    asked_for = True  # without another data set, it repeats the accuracy
     by_default: ClassVar[bool] = False
 
-    data: str | None = Field(None, description="the other data, as in --data; by default the exam's own")
+    data: str | None = Field(None, description="the other data set, as in --data; by default the exam's own")
     classes: dict[str | int, Entry] | list[Entry] | str | None = Field(
-        None, description="{class: output or outputs}, a list of these, or a JSON or YAML file; by default by name"
+        None, description="{class: output or outputs}, a list of these, or a JSON or YAML file; by default, by name"
     )
-    labels: str | None = Field(None, description="a JSON or YAML file: the right outputs of each image, as in ReaL")
-    images: Annotated[int, Field(ge=1)] | None = Field(None, description="at most so many images, stratified")
+    labels: str | None = Field(None, description="JSON or YAML file with the right outputs of each image, as in ReaL")
+    images: Annotated[int, Field(ge=1)] | None = Field(None, description="maximum number of images (stratified sample)")
 
     def view(self, subject: Subject) -> Subject:
         if self.data is not None:
@@ -222,7 +230,7 @@ class Shift(OwningProbe):
         return subject.on(subject.split, self.images) if few else subject
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """What the files say, and what the outputs are taken to mean."""
+        """Return digests of the files, and of the class names of the outputs."""
         files = {"classes": self.classes if isinstance(self.classes, str) else None, "labels": self.labels}
         read = {key: fingerprint(repr(read_map(path))) for key, path in files.items() if path is not None}
         return read if subject.output_names is None else {**read, "outputs": fingerprint(subject.output_names)}
@@ -257,15 +265,15 @@ class Shift(OwningProbe):
         return Result(scalars, arrays={"correct": correct, "among_mapped": among, "counted": counted})
 
     def _right(self, subject: Subject) -> tuple[Callable[[NDArray[np.int64]], Valid], NDArray[np.bool_]]:
-        """What gives, for the images at some places, the outputs that are right; and those right for any image."""
+        """Return a function from indices of images to their right outputs, and the outputs right for any image."""
         if self.labels is not None and self.classes is not None:
-            raise DataError("shift.labels says what is right for each image, shift.classes for each class: give one.")
+            raise DataError("Give either shift.labels (per image) or shift.classes (per class), not both.")
         outputs = Outputs(subject.outputs, self._names(subject))
         images = subject.images
         if self.labels is None:
             given = read_map(self.classes) if isinstance(self.classes, str) else self.classes
             if given is None and self.data is None and (reason := find_mismatch(subject.classes, outputs)):
-                raise DoesNotApply(reason)  # nothing was asked for that could be wrong
+                raise DoesNotApply(reason)  # the user asked for nothing that could be wrong
             valid = class_map(given, subject.classes, outputs)
             return lambda places: valid[images.labels[places]], np.logical_or.reduce(valid)
         store = images.images
@@ -283,12 +291,12 @@ class Shift(OwningProbe):
         return right_for, competing
 
     def _names(self, subject: Subject) -> tuple[str, ...] | None:
-        """What the outputs mean: of a network that does not say it, the exam's classes, if these are as many."""
+        """Return the class names of the outputs; if not known, the exam's classes, provided that there are as many."""
         own = self.data is None and subject.outputs == len(subject.classes)
         return subject.output_names or (subject.classes if own else None)
 
 
 def hits(logits: Tensor, valid: Valid) -> NDArray[np.bool_]:
-    """Whether the largest logit is a right one."""
+    """Return which images have a right output as their largest logit."""
     found: NDArray[np.bool_] = valid[np.arange(len(valid)), logits.argmax(1).cpu().numpy()]
     return found

@@ -1,4 +1,4 @@
-"""The likelihood of training images as training showed them [park2022 Fig. 5]."""
+"""NLL of training images, augmented as in training [park2022 Fig. 5]."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ from vitclinic.probes.subject import Subject
 class TrainNLL(OwningProbe):
     """NLL of training images, augmented as in the network's own training [park2022 Fig. 5].
 
-    nll = 1/n sum_i sum_k -y_i(k) log p_i(k), the targets y soft where training mixes images or smooths labels. Its
-    least value is then not 0 but the entropy of the targets, which is reported beside it.
+    nll = 1/n sum_i sum_k -y_i(k) log p_i(k), with soft targets y if the training mixes images or smooths labels. Its
+    minimum is then the entropy of the targets, which is reported as well, instead of 0.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> TrainNLL()(model, loader).scalars["target_entropy"].value  # hard labels
+        0.0
     """
 
     name = "train_nll"
@@ -36,8 +43,8 @@ class TrainNLL(OwningProbe):
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 512},)
 
-    images: Annotated[int, Field(ge=1)] = Field(2048, description="the first so many of the augmented stream")
-    augment: bool = Field(True, description="the images as the run's training showed them, where that is known")
+    images: Annotated[int, Field(ge=1)] = Field(2048, description="number of images, the first of the augmented stream")
+    augment: bool = Field(True, description="augment as in the run's training, if it is known")
 
     def view(self, subject: Subject) -> Subject:
         return subject.on("train", strict=True)
@@ -48,7 +55,7 @@ class TrainNLL(OwningProbe):
         return {"augment": subject.training.augment.resolve().model_dump(mode="json")}
 
     def count(self, subject: Subject) -> int:
-        """How many images are shown: without augmentation, a second showing would say nothing new."""
+        """Return the number of images; without augmentation, each is used once at most."""
         repeated = self.augment and subject.training is not None
         return self.images if repeated else min(self.images, len(subject))
 
@@ -78,6 +85,6 @@ class TrainNLL(OwningProbe):
 
 
 def shares(targets: Tensor, classes: int) -> Tensor:
-    """Targets as shares of the classes, [B, K] in float64."""
+    """Return hard or soft targets as class probabilities, [B, K] in float64."""
     hard = targets.ndim == 1
     return torch.nn.functional.one_hot(targets, classes).double() if hard else targets.double()
