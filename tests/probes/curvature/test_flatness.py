@@ -119,7 +119,7 @@ def test_enough_draws_are_enough_and_all_are_made_where_none_is() -> None:
     assert few.status == "not_converged"
     assert few.reason == (
         f"after 12 draws the standard error is {few.scalars['standard_error'].value:.2g} and the mean"
-        f" {few.scalars['flatness'].value:.4g}; asked for was a share of 1e-09."
+        f" {few.scalars['flatness'].value:.4g}; requested was a share of 1e-09."
     )
 
 
@@ -140,14 +140,14 @@ def test_a_budget_ends_it_with_what_there_is() -> None:
     assert (found.status, found.scalars["flatness"].n) == ("not_converged", 1)
     assert (
         found.reason
-        == "after 1 draws the standard error is unknown; asked for was a share of 0.01, of at least 10 draws."
+        == "after 1 draws the standard error is unknown; requested was a share of 0.01, of at least 10 draws."
     )
 
 
 def test_noise_that_breaks_the_network_is_said() -> None:
     (found,) = measure(subject("vit"), parse_probes([{"flatness": {"sigma": 1e38}}]))
     assert found.status == "not_converged"
-    assert "take a smaller sigma" in (found.reason or "")
+    assert "use a smaller sigma" in (found.reason or "")
     assert not math.isfinite(found.scalars["flatness"].value)
 
 
@@ -155,4 +155,4 @@ def test_too_few_draws_to_judge_says_how_many_there_must_be() -> None:
     probe = Flatness(draws=4, precision=0.5)
     reason = probe._shortcoming(np.array([1.0, 1.0, 1.1, 1.0]))
     assert reason is not None
-    assert reason.endswith("asked for was a share of 0.5, of at least 10 draws.")
+    assert reason.endswith("requested was a share of 0.5, of at least 10 draws.")

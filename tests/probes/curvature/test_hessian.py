@@ -73,7 +73,7 @@ def test_decay_acts_on_the_decayed_parameters_only() -> None:
     torch.testing.assert_close(found, vectors @ (dense("vit") + 0.7 * torch.diag(mask)), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("context", ["measured", "evaluated"])
+@pytest.mark.parametrize("context", ["gradient_mode", "evaluation_mode"])
 def test_a_network_is_as_it_was_after_an_error_inside(context: str) -> None:
     net = network("convnet")
     net.train()

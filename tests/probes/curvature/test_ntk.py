@@ -270,7 +270,7 @@ def test_random_constant_and_broken_networks_are_refused() -> None:
     nn.init.constant_(broken.head.weight, float("nan"))
     (found,) = measure(subject(broken), [NTK()])
     assert (found.status, "not finite" in found.reason) == ("failed", True)
-    with pytest.raises(ModelError, match="are zero"):
+    with pytest.raises(ModelError, match="are all zero"):
         conditioning(torch.zeros(3, 3, dtype=torch.float64), 1e-7)
     stateless = Unknown()
     stateless.body[1] = nn.BatchNorm2d(6, track_running_stats=False)

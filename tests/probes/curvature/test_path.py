@@ -157,7 +157,7 @@ def test_a_plane_of_a_longer_path(normalisation: str | None) -> None:
 
 def test_where_there_is_no_such_plane_it_says_what_to_do() -> None:
     for odd, words in (
-        (subject("unknown"), "only a run has weights of several epochs"),
+        (subject("unknown"), "it needs the weights of several epochs"),
         (patient(), "(0) differ from the network's in 0 directions"),
         (patient(moved(network(), 0.1, 1)), "(0, 1) differ from the network's in 1 directions; keep more"),
     ):

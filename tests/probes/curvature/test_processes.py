@@ -184,7 +184,7 @@ def test_memory_that_is_short_in_one_halves_the_batch_of_both(found: list[dict[s
 def test_different_weights_are_refused(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["other weights"]["status"] == "failed"
-        assert "hold different weights" in each["other weights"]["reason"]
+        assert "have different weights" in each["other weights"]["reason"]
 
 
 def test_one_process_of_a_group_may_measure_by_itself(found: list[dict[str, Any]]) -> None:

@@ -109,7 +109,7 @@ class Noisy(nn.Module):
 def test_a_network_that_is_random_in_eval_mode_is_refused(name: str) -> None:
     found = measured(Subject(Noisy(), data(), batch_size=5), **{name: {}})
     assert found.status == "failed"
-    assert "random in evaluation mode" in " ".join(found.reason.split())
+    assert "random in eval mode" in " ".join(found.reason.split())
     assert not found.scalars
 
 
@@ -198,10 +198,10 @@ def test_a_mini_batch_that_the_budget_cuts_off_is_left_out_unless_it_is_the_firs
     assert first.status == "not_converged"
     assert first.scalars["products"].value == 3
     assert first.arrays["eigenvalues"].shape == (1, 3)
-    assert "1 of 1 mini-batches not converged in 3 products" in first.reason
+    assert "1 of 1 mini-batches have not converged in 3 products" in first.reason
     with hurried(int(per_batch) + 5):
         second = measured(patient("vit"), hessian_spectrum={**options, "budget": "10m"})
-    assert second.reason == "1 of 3 mini-batches within the budget."
+    assert second.reason == "the budget ended after 1 of 3 mini-batches."
     np.testing.assert_array_equal(second.arrays["eigenvalues"], whole.arrays["eigenvalues"][:1])
 
 
@@ -218,7 +218,9 @@ def test_a_draw_of_the_density_that_the_budget_cuts_off_is_dropped() -> None:
 
 def test_the_clock_of_sharpness_starts_before_images_are_read() -> None:
     subject = patient("vit")
-    with mock.patch.object(Subject, "share", lambda self: pytest.fail("read") if not made else Subject.batches(self)):
+    with mock.patch.object(
+        Subject, "own_batches", lambda self: pytest.fail("read") if not made else Subject.batches(self)
+    ):
         made: list[object] = []
         with mock.patch.object(sharpness, "Clock", lambda *a, **k: made.append(a) or curvature.Clock(*a, **k)):
             assert measured(subject, sharpness={"components": False}).status == "ok"

@@ -66,7 +66,7 @@ def test_the_end_itself_has_no_angle_and_weights_that_did_not_move_none_at_all()
     polar = polar_coordinates(at(1, 0), at(0, 0), [at(1, 0), at(0, 0)])
     assert polar.radius.tolist() == [1, 0]
     assert np.isnan(polar.angle).tolist() == [False, True]
-    with pytest.raises(ModelError, match="distance 0"):
+    with pytest.raises(ModelError, match="final weights is 0"):
         polar_coordinates(at(1, 0), at(1, 0), [])
     with pytest.raises(ModelError, match="not finite"):
         polar_coordinates(at(1, 0), at(0, 0), [at(np.nan, 0)])
@@ -152,7 +152,7 @@ def test_without_kept_weights_it_says_what_to_set(tmp_path: Path) -> None:
     late = train({**TINY, "checkpoint": {"keep_epochs": [1]}, "out": str(tmp_path / "run")})
     found = vitclinic.examine(late, probes=["trajectory"])["trajectory"]
     assert found.status == "does_not_apply"
-    assert "checkpoints lack epoch 0 and its projections are not kept; train with" in found.reason
+    assert "checkpoints lack epoch 0 and its projections are not kept: train with" in found.reason
 
 
 def test_only_parameters_count_and_three_states_are_held_at_a_time() -> None:

@@ -1,4 +1,4 @@
-"""What all curvature probes share: which images, how long, and the surface that they measure."""
+"""Code shared by the curvature probes: choice of images, time budget, and the loss surface."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from vitclinic.probes.subject import Subject
 
 
 class CurvatureProbe(OwningProbe):
-    """A probe of the loss as a function of the weights, by default on training images [chen2022 App. F]."""
+    """Base class of probes of the loss as a function of the weights; on training images by default [chen2022]."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
     by_default: ClassVar[bool] = False
 
-    split: Literal["train", "val", "test"] = Field("train", description="which images")
-    images: Annotated[int, Field(ge=1)] = Field(256, description="how many of them")
-    batch_norm: Mode = Field("eval", description="BatchNorm by its running statistics (eval), or by the batch (train)")
-    budget: Time | None = Field(None, description="time after which the best estimate so far is the result, as in 2m")
+    split: Literal["train", "val", "test"] = Field("train", description="split of the images")
+    images: Annotated[int, Field(ge=1)] = Field(256, description="number of images")
+    batch_norm: Mode = Field("eval", description="BatchNorm statistics: running (eval), or of each batch (train)")
+    budget: Time | None = Field(None, description="time limit, as in 2m; the result is then the best estimate so far")
 
     def view(self, subject: Subject) -> Subject:
         return subject.on(self.split, self.images)
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """By the batch's statistics, a loss depends on which images share a batch."""
+        """Return the batch size if it matters: with batch statistics, the loss depends on how images are batched."""
         if self.batch_norm == "eval":
             return {}
         processes = subject.distributed.size
         return {"batch_size": subject.batch_size, **({"processes": processes} if processes > 1 else {})}
 
     def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
-        """The loss on the subject's images, of which each process holds its share."""
+        """Return the loss on the subject's images, of which each process holds its share."""
         return build_surface(
             subject, subject.own_batches(), self.batch_norm, regularised=regularised, distributed=subject.distributed
         )
@@ -52,7 +52,7 @@ def build_surface(
     regularised: bool = False,
     distributed: Distributed = ALONE,
 ) -> LossSurface:
-    """The loss of a subject's network on some batches, with the weight decay of its training if asked for."""
+    """Return the loss of a subject's network on some batches, with its training's weight decay if `regularised`."""
     training = subject.training if regularised else None
     if training is None:
         return LossSurface(subject.network, batches, mode=batch_norm, distributed=distributed)
@@ -63,10 +63,10 @@ def build_surface(
 
 
 class Clock:
-    """How long a measurement, or a part of it that gets a share of its budget, may still take.
+    """Time budget of a measurement, or of a part of it (`share`).
 
-    Clocks differ: processes that measure together stop when the first of them says so, and each must ask as often as
-    the others.
+    Clocks of processes differ: those that measure together stop when the first of them is late, so each must ask as
+    often as the others.
     """
 
     def __init__(
@@ -76,8 +76,9 @@ class Clock:
         self.distributed = distributed
 
     def has_expired(self) -> bool:
+        """Return True if any process is late."""
         return self.ends is not None and self.distributed.any(self.is_late())
 
     def is_late(self) -> bool:
-        """Whether this process's own clock has run out: inside work that it does by itself, without a meeting."""
+        """Return True if this process's own time is up; for work inside a process, without synchronization."""
         return self.ends is not None and time.monotonic() >= self.ends

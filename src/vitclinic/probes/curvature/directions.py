@@ -1,10 +1,12 @@
-"""Directions in the space of weights, along which to look at the loss.
+"""Directions in weight space, along which to plot the loss.
 
-A direction is one tensor a parameter. How far a step of 1 is must not depend on the scale of the weights, which a norm
-behind them undoes; so a random direction d is given the norms of the weights w, part by part:
+A direction has one tensor per parameter. The length of a step must not depend on the scale of the weights, which a
+normalization layer undoes; so each part of a random direction d is scaled to the norm of the same part of the weights
+w:
 
-    d_f <- d_f |w_f| / |d_f|    f: the tensor of one output of a layer, w[f] [Li et al. 2018]; or what one input sends
-                                to all outputs, w[:, i, ...], as in the published code of park2022 (`dim0`)
+    d_f <- d_f |w_f| / |d_f|    f: a filter, the weights w[f] of one output of a layer [Li et al. 2018]; or the weights
+                                w[:, i, ...] from one input to all outputs, as in the code published with park2022
+                                (`dim0`)
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ Normalisation = Literal["filter", "dim0", "none"]
 OneDimensional = Literal["zero", "normalised"]
 
 ACCURACY = 1e-5
-"""Relative, of the eigenvalues; that of their vectors is about its square root."""
+"""Relative error of the eigenvalues; that of their vectors is about its square root."""
 
 
 def random_direction(weights: Sequence[Tensor], seed: int) -> Direction:
-    """Standard Gaussian numbers, the same for a seed on any device and in any precision."""
+    """Return a standard Gaussian direction, the same for a seed on any device and in any precision."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(w.shape, generator=generator, dtype=torch.float32).to(w) for w in weights]
 
@@ -46,9 +48,9 @@ def top_eigenvectors(
     seed: int,
     go_on: Callable[[int, Ritz], bool] = lambda products, found: True,
 ) -> tuple[list[Direction], Eigenpairs]:
-    """The Hessian's eigenvectors whose eigenvalues are largest in magnitude, as directions of unit length.
+    """Return the Hessian's eigenvectors of the eigenvalues of largest magnitude, as directions of unit length.
 
-    `go_on` is asked after each product, once there are as many as vectors.
+    `go_on` is called after each product, once there are at least `count`; return False from it to stop early.
     """
 
     def continue_search(products: int, best: Ritz) -> bool:
@@ -63,7 +65,7 @@ def top_eigenvectors(
 
 
 def _like(direction: Direction, weights: Sequence[Tensor]) -> Direction:
-    """In the weights' own precision."""
+    """Return the direction in the dtype of the weights."""
     return [part.to(weight.dtype) for part, weight in zip(direction, weights, strict=True)]
 
 
@@ -73,11 +75,11 @@ def normalize_direction(
     how: Normalisation = "filter",
     one_dimensional: OneDimensional = "zero",
 ) -> Direction:
-    """The direction with the norms of the weights, per output (`filter`) or over dim 0 (`dim0`).
+    """Return the direction scaled to the norms of the weights, per filter (`filter`) or over dim 0 (`dim0`).
 
-    Parameters of one dimension (biases, norms) do not move (`zero`), or count as one part each (`normalised`).
-    `none` makes the whole direction one of unit length, in which one-dimensional parameters keep their share.
-    A part of the direction that is zero stays so.
+    One-dimensional parameters (biases, norm layers) are set to zero (`zero`), or count as one filter each
+    (`normalised`). `none` scales the whole direction to unit length, one-dimensional parameters included. Parts of the
+    direction that are zero stay zero.
     """
     if how == "none":
         norms = [torch.linalg.vector_norm(d, dtype=torch.float64) for d in direction]
@@ -90,7 +92,7 @@ def normalize_direction(
 
 
 def _with_norms(direction: Tensor, weight: Tensor, how: Normalisation) -> Tensor:
-    over: tuple[int, ...] | None = None  # all of a one-dimensional parameter
+    over: tuple[int, ...] | None = None  # the whole of a one-dimensional parameter
     if weight.ndim > 1:
         over = tuple(range(1, weight.ndim)) if how == "filter" else (0,)
     wanted = torch.linalg.vector_norm(weight, dim=over, keepdim=True, dtype=torch.float64)
@@ -100,7 +102,7 @@ def _with_norms(direction: Tensor, weight: Tensor, how: Normalisation) -> Tensor
 
 
 def digest(directions: Sequence[Direction]) -> str:
-    """SHA-256 of their numbers."""
+    """Return the SHA-256 of all numbers of some directions."""
     hashed = hashlib.sha256()
     for direction in directions:
         for part in direction:
@@ -109,28 +111,28 @@ def digest(directions: Sequence[Direction]) -> str:
 
 
 Read = Callable[[], Direction]
-"""Reads one D_t."""
+"""Reads one displacement D_t."""
 
 _ADVICE = "train with checkpoint.keep_epochs=[0,1,2,...]"
 _ROUNDING = 1e-12
-"""A share below this is rounding in the Gram matrix, and no direction."""
+"""Eigenvalues below this share are rounding errors of the Gram matrix."""
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Orthonormal directions, in the order of how much of the motion they hold."""
+    """Orthonormal directions, sorted by the share of the motion that they explain."""
 
     directions: list[Direction]
     shares: NDArray[np.float64]
-    """Of sum |D_t|^2, for each direction."""
+    """Share of sum |D_t|^2 explained by each direction."""
 
 
 @torch.no_grad()
 def principal_directions(displacements: Sequence[Read], count: int, memory: int) -> Principal:
-    """Up to `count` leading directions of some displacements: fewer where these span fewer.
+    """Return up to `count` principal directions of some displacements; fewer if they span fewer dimensions.
 
-    As many displacements as `memory` bytes hold are read once for the Gram matrix, others again for each such group.
-    A direction's sign is that which makes the largest of its coordinates positive.
+    For the Gram matrix, displacements are read in groups that fit into `memory` bytes, and the later ones again for
+    each group. The sign of a direction makes the largest of its coordinates positive.
     """
     gram = _gram(displacements, memory)
     squares, u_tk = np.linalg.eigh(gram)
@@ -144,7 +146,7 @@ def principal_directions(displacements: Sequence[Read], count: int, memory: int)
 
 
 def _combine(displacements: Sequence[Read], coefficients: NDArray[np.float64]) -> list[Direction]:
-    """sum_t c_tk D_t for each k, summed in float64."""
+    """Return sum_t c_tk D_t for each k, summed in float64."""
     sums: list[list[Tensor]] = []
     for row, read in zip(coefficients, displacements, strict=True):
         parts = read()
@@ -158,7 +160,7 @@ def _combine(displacements: Sequence[Read], coefficients: NDArray[np.float64]) -
 
 @torch.no_grad()
 def coordinates(displacements: Sequence[Read], directions: Sequence[Direction]) -> NDArray[np.float64]:
-    """Of the point of the directions' plane that is nearest to each displacement, [t, k]."""
+    """Return the coordinates [t, k] of each displacement, projected onto the plane of the directions."""
     among = np.array([[_dot(one, other) for other in directions] for one in directions])
     rows = (read() for read in displacements)
     along = np.array([[_dot(row, direction) for direction in directions] for row in rows])
@@ -166,12 +168,12 @@ def coordinates(displacements: Sequence[Read], directions: Sequence[Direction]) 
 
 
 def displacements(subject: Subject, surface: LossSurface) -> dict[float, Read]:
-    """From the present weights of a surface to those after each kept epoch of its network's training."""
+    """Return the displacements from the present weights of a surface to those after each kept epoch of the training."""
     past = None if subject.training is None else subject.training.past
     if past is None:
-        raise DoesNotApply(f"only a run has weights of several epochs; {_ADVICE}, and examine its directory.")
+        raise DoesNotApply(f"it needs the weights of several epochs of a run: {_ADVICE}, and examine its directory.")
     if not past.weights:
-        raise DoesNotApply(f"the run's checkpoints are not kept; {_ADVICE}.")
+        raise DoesNotApply(f"the run has not kept its checkpoints: {_ADVICE}.")
     home = {name: p.detach().clone() for name, p in surface.parameters.items()}
 
     def read(epoch: float) -> Direction:

@@ -1,4 +1,4 @@
-"""Average flatness: the training loss of weights with noise on them [chen2022 Table 1]."""
+"""Average flatness: the training loss under Gaussian noise on the weights [chen2022 Table 1]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject
 
 FEWEST = 10
-"""Draws before a standard error is believed; it is itself an estimate."""
+"""Minimum number of draws before the standard error is trusted, since it is an estimate itself."""
 
 
 def sample_losses(
@@ -34,11 +34,18 @@ def sample_losses(
     known: Sequence[float] = (),
     go_on: Callable[[list[float]], bool] = lambda losses: True,
 ) -> NDArray[np.float64]:
-    """L(w + e) for up to `draws` Gaussian e of standard deviation `sigma`; their mean estimates L^N.
+    """Return L(w + e) for up to `draws` Gaussian e of standard deviation `sigma`; their mean estimates L^N.
 
-    Stops when the standard error is at most `precision` times the mean, when `go_on`, called after each draw with the
-    losses so far, says no, or at a loss that is not finite, after which the mean is not, either. `known` are the losses
-    of the first draws, where they have been made before. Use inside `surface.evaluation_mode()`.
+    Use it inside `surface.evaluation_mode()`.
+
+    Args:
+        surface: The loss surface.
+        sigma: Standard deviation of the noise.
+        draws: Maximum number of draws.
+        precision: Stop when the standard error is at most this share of the mean.
+        seed: Seed of the noise.
+        known: Losses of the first draws, if known from an earlier attempt.
+        go_on: Called with the losses after each draw; stop if it returns False. A loss that is not finite stops, too.
     """
     losses = list(known)
     with Displacement(surface.weights) as displacement:
@@ -51,22 +58,29 @@ def sample_losses(
 
 
 def is_precise(losses: list[float] | NDArray[np.float64], precision: float) -> bool:
-    """Whether the standard error of the mean is at most `precision` times the mean."""
+    """Return True if the standard error of the mean is at most `precision` times the mean."""
     enough = precision > 0 and len(losses) >= FEWEST
     return enough and standard_error(losses) <= precision * abs(float(np.mean(losses)))
 
 
 def standard_error(losses: list[float] | NDArray[np.float64]) -> float:
-    """Of the mean of two or more losses."""
+    """Return the standard error of the mean of two or more losses."""
     return float(np.std(losses, ddof=1)) / math.sqrt(len(losses))
 
 
 @register
 class Flatness(CurvatureProbe):
-    """Average flatness L^N: the mean loss of weights with Gaussian noise on them [chen2022 Table 1].
+    """Average flatness L^N: the mean loss under Gaussian noise on the weights [chen2022 Table 1].
 
-    L^N = E[L(w + e)], e ~ N(0, sigma^2 I) over all weights and biases; softmax cross-entropy, no regulariser. To second
-    order it is L(w) + sigma^2/2 trace(H). Only values of one sigma can be compared.
+    L^N = E[L(w + e)], e ~ N(0, sigma^2 I) over all weights and biases, with softmax cross-entropy and no weight decay.
+    To second order it is L(w) + sigma^2/2 trace(H). Only compare values of the same sigma.
+
+    Example:
+        >>> import timm, torch
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> Flatness(draws=3, precision=0)(model, loader).arrays["losses"].shape
+        (3,)
     """
 
     name = "flatness"
@@ -79,11 +93,11 @@ class Flatness(CurvatureProbe):
     cheaper: ClassVar[Cheaper] = ({"images": 64, "draws": 20}, {"images": 64})
 
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        0.01, description="standard deviation of the noise; the same for all networks that are compared"
+        0.01, description="standard deviation of the noise; use the same to compare networks"
     )
-    draws: Annotated[int, Field(ge=2)] = Field(100, description="at most so many draws (the paper: 1000)")
+    draws: Annotated[int, Field(ge=2)] = Field(100, description="maximum number of draws (the paper: 1000)")
     precision: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.01, description="enough draws when the standard error is this share of the mean; 0 for all draws"
+        0.01, description="stop when the standard error is this share of the mean; 0 for all draws"
     )
 
     def forwards(self, subject: Subject) -> float:
@@ -93,7 +107,7 @@ class Flatness(CurvatureProbe):
         clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject)
 
-        # On another kind of device the draws are others.
+        # Another type of device draws other numbers.
         partial = Partial(subject.scratch.get(self.name), subject.device.type, subject.distributed)
         done = partial.read() or {"losses": np.zeros(0)}
 
@@ -135,22 +149,20 @@ class Flatness(CurvatureProbe):
         )
 
     def _shortcoming(self, losses: NDArray[np.float64]) -> str | None:
-        """Why the mean of the losses is not what was asked for."""
+        """Return the reason why the mean is not as precise as requested; None if it is."""
         if not np.isfinite(losses[-1]):
-            return (
-                f"the loss is {losses[-1]} in draw {len(losses)}, so that the mean is not finite; take a smaller sigma."
-            )
+            return f"the loss is {losses[-1]} in draw {len(losses)}, so the mean is not finite; use a smaller sigma."
         if is_precise(losses, self.precision) or (self.precision == 0 and len(losses) == self.draws):
             return None
         known = "unknown" if len(losses) < 2 else f"{standard_error(losses):.2g} and the mean {losses.mean():.4g}"
         wish = f"a share of {self.precision:g}" if self.precision else f"{self.draws} draws"
         if self.precision and len(losses) < FEWEST:
             wish += f", of at least {FEWEST} draws"
-        return f"after {len(losses)} draws the standard error is {known}; asked for was {wish}."
+        return f"after {len(losses)} draws the standard error is {known}; requested was {wish}."
 
 
 def _mean(losses: NDArray[np.float64]) -> Scalar:
-    """The mean, with its t interval where there is one."""
+    """Return the mean with a t interval, if there are two or more finite losses."""
     mean = float(losses.mean())
     if len(losses) < 2 or not math.isfinite(mean):
         return Scalar(value=mean, n=len(losses))

@@ -1,13 +1,14 @@
 """Products of the Hessian of a loss with vectors.
 
-H v is the derivative of (gradient . v). Where memory allows, the graph of each batch's gradient is kept and
-differentiated again for every product, which is the fastest way on one batch; else it is made anew for each product, so
-that memory is bounded by one batch's graph.
+H v is the derivative of (gradient . v). If memory allows, the graph of each batch's gradient is kept and differentiated
+again for every product, which is fastest; otherwise it is rebuilt for each product, so that memory is bounded by the
+graph of one batch.
 
-One vector at a time: several at once (`is_grads_batched`) pay only where overhead is most of the work, and take as many
-times the memory. On one CPU thread, products with 4 and 8 vectors at once are 1.6 and 1.9 times as fast per vector for
-a ViT of 23,000 parameters and 8 images (some 40 ms a product), 1.06 and 1.05 times for 119,000 parameters and 4 images,
-but 0.82 and 0.78 times for 683,000 parameters and 16 images (medians of interleaved runs on a busy machine).
+Vectors are multiplied one at a time. Several at once (`is_grads_batched`) pay off only if overhead dominates, and need
+as many times the memory. On one CPU thread, products with 4 and 8 vectors at once are 1.6 and 1.9 times as fast per
+vector for a ViT of 23,000 parameters and 8 images (some 40 ms a product), 1.06 and 1.05 times for 119,000 parameters
+and 4 images, but 0.82 and 0.78 times for 683,000 parameters and 16 images (medians of interleaved runs on a busy
+machine).
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class _Gradient:
-    """The gradient of one batch's summed loss, with its graph; parameters that it does not depend on are left out."""
+    """Gradient of the total loss of a batch, with its graph, for the parameters that the loss depends on."""
 
     parts: list[Tensor]
     which: list[int]
 
 
 class Hessian:
-    """The Hessian of a surface at its present weights: `hessian.product(v)` for v of [n].
+    """Hessian of a loss surface at the present weights, as a linear operator.
 
-    `memory` bounds the bytes of kept graphs: half of what the machine has free unless given, divided among processes
-    that measure together; 0 keeps none.
+    Args:
+        surface: The loss surface.
+        memory: Maximum bytes of kept graphs; by default half of the free memory, divided among the processes that
+            measure together. 0 keeps none.
     """
 
     def __init__(self, surface: LossSurface, memory: int | None = None) -> None:
@@ -53,17 +56,17 @@ class Hessian:
 
     @property
     def keeps(self) -> bool:
-        """Whether the graphs of all batches are kept."""
+        """True if the graphs of all batches are kept."""
         return bool(self._kept) and all(kept is not None for kept in self._kept)
 
     def product(self, vector: Tensor) -> Tensor:
-        """H v, [n], in the precision of v; what is computed in between has that of the weights."""
+        """Return H v, [n], in the dtype of v; intermediate results have that of the weights."""
         return self._product(vector, range(len(self.surface.weights)))
 
     def block(self, names: Sequence[str]) -> tuple[Callable[[Tensor], Tensor], int]:
-        """Products with the diagonal block of the parameters `names`, from the same graphs, and the block's size.
+        """Return a function that multiplies with the diagonal block of the parameters `names`, and the block's size.
 
-        Only the way from these parameters to these parameters is differentiated.
+        It uses the same graphs, and differentiates only from and to these parameters.
         """
         at = {name: index for index, name in enumerate(self.surface.parameters)}
         chosen = [at[name] for name in names]
@@ -81,7 +84,7 @@ class Hessian:
         return total
 
     def _own_product(self, vector: Tensor, chosen: Sequence[int]) -> Tensor:
-        """Of the summed loss over this process's images, without the regulariser."""
+        """Return the product for the total loss over this process's images, without weight decay."""
         weights = [self.surface.weights[at] for at in chosen]
         pieces = zip(_pieces(vector, weights), weights, strict=True)
         along = dict(zip(chosen, (piece.to(weight.dtype) for piece, weight in pieces), strict=True))
@@ -100,7 +103,7 @@ class Hessian:
         return total
 
     def release(self) -> None:
-        """Let the kept graphs go."""
+        """Free the kept graphs."""
         self._kept = []
         self.graph_bytes = 0
 
@@ -132,13 +135,13 @@ class Hessian:
 
 
 def _pieces(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """A vector as one tensor a weight (views)."""
+    """Split a vector into views, one per weight tensor."""
     pieces = torch.split(vector, [weight.numel() for weight in weights])
     return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
 
 
 class _SavedBytes:
-    """Adds up the storages that a graph saves, each once."""
+    """Total size of the storages saved by a graph, each counted once."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -149,11 +152,11 @@ class _SavedBytes:
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
             self.total += storage.nbytes()
-        return tensor.detach()  # the tensor itself would be a cycle of references; autograd adds its history again
+        return tensor.detach()  # the tensor itself would be a reference cycle; autograd adds its history again
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device; half of what the machine has, or 2 GB, where it does not say."""
+    """Return the free memory of a device in bytes; if unknown, half of the machine's memory, or 2 GB."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = _available(_MEMINFO)
@@ -165,7 +168,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _available(path: Path) -> int | None:
-    """Linux's own estimate, which counts files' pages that it can let go; None elsewhere."""
+    """Return Linux's estimate, which includes page cache that can be reclaimed; None on other systems."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", path.read_text(), re.MULTILINE)
     except OSError:

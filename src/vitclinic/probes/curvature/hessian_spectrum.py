@@ -1,15 +1,15 @@
-"""The Hessian max-eigenvalue spectrum [park2022 App. A].
+"""Hessian max-eigenvalue spectrum [park2022 App. A].
 
-One mini-batch at a time, of training images as training showed them: the eigenvalues of largest magnitude, with their
-sign, of the Hessian of cross-entropy + (wd/2)|w|^2. Over many mini-batches, their density is the spectrum;
+For each mini-batch of training images, augmented as in training: the eigenvalues of largest magnitude, with their sign,
+of the Hessian of cross-entropy + (wd/2)|w|^2. The spectrum is their density over many mini-batches;
 
-    NEP  the share of them that is negative
-    APE  the mean of the positive ones
+    NEP  the share of negative eigenvalues
+    APE  the mean of the positive eigenvalues
 
-both with an interval by the jackknife over mini-batches, whose eigenvalues belong together; NEP's is Wilson's where
-all mini-batches have the same share of negative ones, and there is no APE where none is positive. The regulariser
-shifts the eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are in the loss; dropout and
-stochastic depth are off.
+Intervals are by the jackknife over mini-batches, since the eigenvalues of a mini-batch are not independent. NEP has
+Wilson's interval if all mini-batches have the same share of negative eigenvalues, and there is no APE if none is
+positive. Weight decay shifts the eigenvalues of decayed directions by wd. Soft labels of mixup and CutMix are part of
+the loss; dropout and stochastic depth are off.
 """
 
 from __future__ import annotations
@@ -42,13 +42,24 @@ from vitclinic.probes.subject import Subject
 Count = Annotated[int, Field(ge=1)]
 Values = NDArray[np.float64]
 _PRODUCTS, _PASSES = 26, 6
-"""What a mini-batch takes as a rule: products, and forward passes a product."""
+"""Typical cost of a mini-batch: products, and forward passes per product."""
 _KEPT = ("values", "residuals", "errors", "products", "converged")
 
 
 @register
 class HessianSpectrum(OwningProbe):
-    """Top Hessian eigenvalues of training mini-batches: their spectrum, NEP and APE [park2022 Fig. 1c, 4]."""
+    """Top Hessian eigenvalues of training mini-batches: their spectrum, NEP and APE [park2022 Fig. 1c, 4].
+
+    NEP is the share of negative eigenvalues, APE the mean of the positive ones, of the Hessian of cross-entropy
+    + (wd/2)|w|^2.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> HessianSpectrum(batches=1, batch=4, top=1, max_products=5)(model, loader).arrays["eigenvalues"].shape
+        (1, 1)
+    """
 
     name = "hessian_spectrum"
     group = "Curvature"
@@ -57,26 +68,28 @@ class HessianSpectrum(OwningProbe):
     question = "Is the loss convex there (NEP), and how steep is it (APE)?"
     paper = "Park and Kim 2022, Fig. 1c, 4 (P1)"
     key_scalars: ClassVar[KeyScalars] = {"nep": "lower", "ape": "lower"}
-    revision: ClassVar[int] = 2  # eigenvalues that were missed before
+    revision: ClassVar[int] = 2  # finds eigenvalues that were missed before
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"batches": 4}, {"batches": 8})
 
-    batches: Count = Field(16, description="how many mini-batches")
-    batch: Count = Field(16, description="images in each")
-    top: Count = Field(5, description="eigenvalues of each")
-    augment: bool = Field(True, description="the images as the run's training showed them, where that is known")
-    regulariser: bool = Field(True, description="with the run's weight decay in the loss, where that is known")
-    batch_norm: Mode = Field("eval", description="BatchNorm by its running statistics (eval), or by the batch (train)")
+    batches: Count = Field(16, description="number of mini-batches")
+    batch: Count = Field(16, description="images per mini-batch")
+    top: Count = Field(5, description="eigenvalues per mini-batch")
+    augment: bool = Field(True, description="augment as in the run's training, if it is known")
+    regulariser: bool = Field(True, description="add the run's weight decay to the loss, if it is known")
+    batch_norm: Mode = Field("eval", description="BatchNorm statistics: running (eval), or of each batch (train)")
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(1e-3, description="relative error of the eigenvalues")
-    max_products: Count = Field(200, description="Hessian-vector products a mini-batch may take")
-    budget: Time | None = Field(None, description="time after which the mini-batches so far are the result, as in 2m")
+    max_products: Count = Field(200, description="maximum Hessian-vector products per mini-batch")
+    budget: Time | None = Field(
+        None, description="time limit, as in 2m; the result is then over the mini-batches so far"
+    )
 
     def view(self, subject: Subject) -> Subject:
         return subject.on("train")
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """What of its training was repeated, where that is known and asked for."""
+        """Return the augmentation and weight decay of the loss."""
         training = subject.training
         augment = training.augment.model_dump(mode="json") if training is not None and self.augment else None
         decay = training.decay if training is not None and self.regulariser else 0.0
@@ -106,7 +119,7 @@ class HessianSpectrum(OwningProbe):
         return self._result(found or cut_off[:1], coarse)
 
     def _own(self, subject: Subject, remaining: range, clock: Clock) -> Iterator[tuple[Eigenpairs, bool]]:
-        """Of those of the remaining mini-batches that are this process's, and whether the budget let them finish."""
+        """Yield the eigenvalues of this process's mini-batches, and whether they were finished within the budget."""
         numbers = remaining[subject.distributed.rank :: subject.distributed.size]
         drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
         for number, batch in zip(numbers, drawn, strict=True):
@@ -118,7 +131,7 @@ class HessianSpectrum(OwningProbe):
             yield found
 
     def _top(self, surface: LossSurface, seed: int, clock: Clock) -> tuple[Eigenpairs, bool]:
-        """The eigenvalues, and whether more time would not have changed them. No other process waits for a product."""
+        """Return the eigenvalues of a mini-batch, and True unless the budget cut them off."""
         in_time = True
 
         def go_on(products: int, found: object) -> bool:
@@ -137,7 +150,7 @@ class HessianSpectrum(OwningProbe):
             max_products=self.max_products,
             go_on=go_on,
         )
-        return replace(found, vectors=found.vectors[:0]), in_time  # they are as large as the network, and not asked for
+        return replace(found, vectors=found.vectors[:0]), in_time  # vectors are as large as the network, and not needed
 
     def _result(self, found: list[Eigenpairs], coarse: str | None) -> Result:
         values = np.stack([pairs.values for pairs in found])
@@ -156,15 +169,15 @@ class HessianSpectrum(OwningProbe):
         }
         missing = [] if coarse is None else [coarse]
         if len(found) < self.batches:
-            missing.append(f"{len(found)} of {self.batches} mini-batches within the budget")
+            missing.append(f"the budget ended after {len(found)} of {self.batches} mini-batches")
         if loose := [pairs.products for pairs in found if not pairs.converged]:
-            missing.append(f"{len(loose)} of {len(found)} mini-batches not converged in {max(loose)} products")
+            missing.append(f"{len(loose)} of {len(found)} mini-batches have not converged in {max(loose)} products")
         result = Result(scalars, arrays=arrays, mode=self.batch_norm)
         return result.unless("; ".join(missing) + "." if missing else None)
 
 
 def _pack(found: list[Eigenpairs]) -> dict[str, NDArray[Any]]:
-    """The first mini-batches' eigenvalues as arrays with a row for each."""
+    """Return the eigenvalues as arrays with one row per mini-batch."""
     return {name: np.array([getattr(pairs, name) for pairs in found]) for name in _KEPT}
 
 
@@ -179,18 +192,18 @@ def _unpack(arrays: Mapping[str, NDArray[Any]] | None) -> list[Eigenpairs]:
 
 
 def negative_share(values: Values) -> float:
-    """NEP of eigenvalues of any shape."""
+    """Return the NEP of eigenvalues of any shape."""
     return float((values < 0).mean())
 
 
 def positive_mean(values: Values) -> float:
-    """APE of eigenvalues of any shape; NaN where none is positive."""
+    """Return the APE of eigenvalues of any shape; NaN if none is positive."""
     positive = values[values > 0]
     return float(positive.mean()) if positive.size else math.nan
 
 
 def negative_proportion(values: Values) -> Scalar:
-    """NEP with its interval: Wilson's over the rows where all have the same share, which says nothing of its spread."""
+    """Return NEP with a jackknife interval, or Wilson's if all rows have the same share and so no spread."""
     found, n = jackknife(values, negative_share, least=0.0, most=1.0), len(values)
     if n < 2 or np.ptp((values < 0).mean(axis=1)) > 0:
         return found
@@ -201,9 +214,9 @@ def negative_proportion(values: Values) -> Scalar:
 def jackknife(
     values: Values, statistic: Callable[[Values], float], *, least: float = -math.inf, most: float = math.inf
 ) -> Scalar:
-    """A statistic of all rows of `values`, with its 95% t interval from leaving out one row at a time.
+    """Return a statistic of the rows of `values`, with a 95% jackknife interval over rows.
 
-    The statistic lies between `least` and `most`. No interval where it needs the row that is left out.
+    The statistic lies between `least` and `most`. There is no interval if it is undefined without one of the rows.
     """
     whole, n = statistic(values), len(values)
     if n < 2:

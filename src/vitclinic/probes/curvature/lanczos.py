@@ -1,19 +1,19 @@
-"""Lanczos: eigenvalues, and quadrature rules, of a symmetric matrix that is known by its products with vectors.
+"""Lanczos: eigenvalues and quadrature rules of a symmetric matrix, given by its products with vectors.
 
 After m products, A V = V T + beta v_{m+1} e_m^T with orthonormal rows of V and T = V A V^T. The eigenvalues theta of T
 approximate those of A; their residual is |A y - theta y| = beta |s_m|, s the eigenvector of T. An eigenvalue of A lies
 within the residual r of theta, and within r^2 / gap of it where the rest of the spectrum is `gap` away.
 
-That says how good a value is, not whether it is one of the largest: of two that are close, or where the start has
-little of one, the other comes out first, as if it were alone. So no other value may lie within `_NEAR` of its own
-residuals of those asked for: the one that is missing shows as a value that is still on its way, with a large residual.
-(Once the basis is full, that is given up: few vectors never tell the values of a dense spectrum from each other.)
-Of the five largest of two trained ViTs, from 1,000 random starts each, 23% were wrong without that, and none with it,
-for 26 and 23 products instead of 23 and 18 (benchmarks/missed_eigenvalues.py).
+This says how accurate a value is, not whether it is one of the largest: if two are close, or the start vector has
+little of one of them, the other comes out first, as if it were alone. The missing one shows as a value that is still
+moving, with a large residual. So no other value may lie within `_NEAR` of its own residuals of the wanted ones. (This
+is given up once the basis is full: a few vectors cannot resolve a dense spectrum.) For the five largest of two trained
+ViTs, from 1,000 random starts each, 23% were wrong without this check, and none with it, for 26 and 23 products instead
+of 23 and 18 (benchmarks/missed_eigenvalues.py).
 
-New vectors are made orthogonal to all earlier ones, twice: without that, rounding makes copies of converged
-eigenvalues [Parlett 1998, ch. 13]. When the basis is full it restarts from its best vectors [Wu & Simon 2000].
-Shapes: n the matrix's order, m the size of the basis, k wanted eigenvalues.
+New vectors are orthogonalized twice against all earlier ones: without that, rounding produces copies of converged
+eigenvalues [Parlett 1998, ch. 13]. When the basis is full, it restarts from its best vectors [Wu & Simon 2000].
+Shapes: n the order of the matrix, m the size of the basis, k the wanted eigenvalues.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _BASIS = 40
-"""Vectors kept, as a rule: restarts are then rare, and memory is that of so many copies of the weights."""
+"""Default size of the basis: restarts are then rare; memory is this many copies of the weights."""
 
 _NEAR = 4
-"""Residuals that a value which is not wanted has to stay below those that are, by magnitude."""
+"""Number of its own residuals by which an unwanted value must stay below the wanted ones, by magnitude."""
 
 Product = Callable[[Tensor], Tensor]
-"""A symmetric matrix times a vector [n]."""
+"""Product of a symmetric matrix with a vector [n]."""
 
 
 @dataclass(frozen=True)
 class Ritz:
-    """The best approximations of the wanted eigenvalues so far, in descending magnitude."""
+    """Approximations of the wanted eigenvalues so far, in descending magnitude."""
 
     values: NDArray[np.float64]
     residuals: NDArray[np.float64]
     errors: NDArray[np.float64]
     coefficients: NDArray[np.float64]
-    """Of their vectors in the basis, [m, k]."""
+    """Coefficients of their vectors in the basis, [m, k]."""
     converged: bool
 
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """The eigenvalues of largest magnitude, in descending magnitude, with their sign."""
+    """Eigenvalues of largest magnitude with their sign, in descending magnitude."""
 
     values: NDArray[np.float64]
     residuals: NDArray[np.float64]
-    """|A y - value y| for the unit vector y that belongs to each value."""
+    """|A y - value y| for the unit vector y of each value."""
     errors: NDArray[np.float64]
-    """An estimate of each value's distance to an eigenvalue: the smaller of residual and residual^2 / gap."""
+    """Estimated distance of each value to an eigenvalue: the smaller of residual and residual^2 / gap."""
     vectors: Tensor
-    """The unit vectors y, [k, n]."""
+    """Unit vectors y, [k, n]."""
     products: int
     converged: bool
 
 
 class Basis:
-    """An orthonormal Krylov basis, and the matrix projected onto it; grows by one vector a product."""
+    """Orthonormal Krylov basis and the matrix projected onto it; grows by one vector per product."""
 
     def __init__(self, product: Product, start: Tensor, size: int) -> None:
         self.product = product
@@ -78,12 +78,12 @@ class Basis:
         self.restarted = False
 
     def grow(self) -> None:
-        """One product: the newest vector's image joins the basis."""
+        """Multiply the newest vector, and add the result to the basis."""
         m = self.size
         image = self.product(self.vectors[m])
         self.products += 1
         if not bool(image.isfinite().all()):
-            raise ValueError("a product with the matrix is not finite")
+            raise ValueError("a product with the matrix is not finite (NaN or infinity)")
         known = self.vectors[: m + 1]
         along = known @ image
         image = image - along @ known
@@ -100,11 +100,11 @@ class Basis:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether the matrix maps the basis into itself, to rounding: its eigenvalues are then exact."""
+        """True if the matrix maps the basis into itself, up to rounding; the eigenvalues are then exact."""
         return self.beta <= 10 * torch.finfo(self.vectors.dtype).eps * self.largest
 
     def _fresh(self) -> Tensor:
-        """A random direction outside a closed basis, to find what it cannot see; it is not coupled to the rest."""
+        """Return a random direction outside an invariant basis, to find the eigenvalues that it cannot reach."""
         m = self.size
         self.beta = self.projected[m, m - 1] = self.projected[m - 1, m] = 0.0
         fresh: Tensor = torch.randn(self.vectors.shape[1], generator=torch.Generator().manual_seed(m)).to(self.vectors)
@@ -136,11 +136,16 @@ def largest_eigenpairs(
     basis: int | None = None,
     go_on: Callable[[int, Ritz], bool] = lambda products, found: True,
 ) -> Eigenpairs:
-    """The `k` eigenvalues of largest magnitude of the symmetric matrix behind `product`, from the vector `start`.
+    """Return the `k` eigenvalues of largest magnitude of a symmetric matrix, by Lanczos with restarts.
 
-    Stops when the estimated error of each is below `tolerance` times its magnitude and no other value comes near, after
-    `max_products`, or when `go_on`, called after every product with the best so far, says no; `converged` says which.
-    `basis` bounds the number of vectors kept.
+    Args:
+        product: Multiplies the matrix with a vector.
+        start: Start vector, [n].
+        k: Number of eigenvalues.
+        tolerance: Relative error at which an eigenvalue has converged; no other value may come near, either.
+        max_products: Maximum number of products; `converged` says whether they were enough.
+        basis: Maximum number of vectors kept.
+        go_on: Called with the number of products and the best values so far; stop if it returns False.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([3.0, -5.0, 1.0, 0.5], dtype=torch.float64))
@@ -169,7 +174,7 @@ def _ritz(space: Basis, k: int, tolerance: float) -> Ritz:
     m, n = space.size, space.vectors.shape[1]
     values, s_mm = np.linalg.eigh(space.projected[:m, :m])
     residuals = np.abs(space.beta * s_mm[m - 1]) if m < n else np.zeros(m)
-    # Rounding in the products themselves bounds what a residual can say.
+    # Residuals cannot be trusted below the rounding error of the products.
     residuals = np.maximum(residuals, torch.finfo(space.vectors.dtype).eps * space.largest)
     gaps = np.maximum(_gaps(values, residuals), residuals)
     errors = residuals * np.divide(residuals, gaps, out=np.zeros(m), where=gaps > 0)
@@ -183,7 +188,7 @@ def _ritz(space: Basis, k: int, tolerance: float) -> Ritz:
 
 
 def _gaps(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How far each value is from the next, less that one's own uncertainty; 0 where there is no other to tell."""
+    """Return the distance of each value to the nearest other, minus the residual of that; 0 for a single value."""
     if len(values) == 1:
         return np.zeros(1)
     distance = np.abs(values[:, None] - values[None, :]) - residuals[None, :]
@@ -194,10 +199,11 @@ def _gaps(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArra
 def quadrature(
     product: Product, start: Tensor, steps: int, go_on: Callable[[], bool] = lambda: True
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Nodes and weights with start^T f(A) start = |start|^2 sum_i weight_i f(node_i), exact for f of degree < 2 steps.
+    """Return nodes and weights of a Gauss quadrature rule: start^T f(A) start = |start|^2 sum_i weight_i f(node_i).
 
-    The weights, which sum to 1, are the squared first components of T's eigenvectors [Golub & Welsch 1969].
-    `go_on` is asked between products; a no makes it the rule of the steps so far.
+    It is exact for polynomials f of degree < 2 steps. The weights, which sum to 1, are the squared first components of
+    T's eigenvectors [Golub & Welsch 1969]. `go_on` is called between products; if it returns False, the rule is that of
+    the steps so far.
     """
     steps = min(steps, len(start))
     space = Basis(product, start, steps)

@@ -1,4 +1,4 @@
-"""The loss on a line or a plane through the weights [Li et al. 2018; chen2022 Fig. 1; park2022 Fig. 1a]."""
+"""Loss landscape on a line or a plane through the weights [Li et al. 2018; chen2022 Fig. 1; park2022 Fig. 1a]."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import PastWeights, Subject
 
 _PRODUCTS, _PRODUCT = 40, 4
-"""For the estimate of what eigenvectors cost: products with the Hessian, and forward passes that each is worth."""
+"""Estimated cost of eigenvectors: Hessian-vector products, and forward passes per product."""
 
 
 class Grid:
-    """The loss at `points` (odd) places on each of one or two axes, from -span to span, w in the middle.
+    """Losses on a grid of `points` (odd) per axis, on one or two axes from -span to span, with w at the centre.
 
-    `losses` is NaN where `evaluated` is false; it may be NaN or infinite where that is true, too.
+    `losses` is NaN where `evaluated` is False; where it is True, a loss may still be NaN or infinite.
     """
 
     def __init__(self, points: int = 21, span: float = 1.0, dimensions: int = 2) -> None:
@@ -52,7 +52,7 @@ class Grid:
         return (len(self.axis) // 2,) * self.losses.ndim
 
     def remaining(self) -> list[tuple[int, ...]]:
-        """The places not evaluated yet, from the centre outwards: a part of the grid is then a smaller landscape."""
+        """Return the points to evaluate, from the centre outwards, so that a partial grid is a smaller landscape."""
         places = np.argwhere(~self.evaluated)
         distances = ((places - self.centre) ** 2).sum(axis=1)
         return [tuple(place) for place in places[np.argsort(distances, kind="stable")].tolist()]
@@ -60,9 +60,9 @@ class Grid:
     def fill(
         self, surface: LossSurface, directions: Sequence[Direction], go_on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Evaluate what remains, until `go_on`, called after each place, says no. Inside `surface.evaluation_mode()`.
+        """Evaluate the remaining points; `go_on` is called after each, and stops the loop if it returns False.
 
-        Place (i, j) is w + axis[i] directions[0] + axis[j] directions[1].
+        Point (i, j) is w + axis[i] directions[0] + axis[j] directions[1]. Use it inside `surface.evaluation_mode()`.
         """
         with Displacement(surface.weights) as displacement:
             for place in self.remaining():
@@ -76,14 +76,14 @@ class Grid:
         return {"losses": self.losses, "evaluated": self.evaluated}
 
     def take(self, arrays: dict[str, NDArray[Any]] | None) -> None:
-        """Go on from what `arrays()` was before."""
+        """Resume from the arrays of an earlier attempt."""
         if arrays is not None:
             self.losses[...], self.evaluated[...] = arrays["losses"], arrays["evaluated"]
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """The directions, and what is to be said of them."""
+    """Directions, with scalars and arrays that describe them."""
 
     directions: list[Direction]
     scalars: dict[str, Scalar] = field(default_factory=dict)
@@ -93,16 +93,23 @@ class _Plane:
 
 def _odd(value: int) -> int:
     if value % 2 == 0:
-        raise ValueError("the number must be odd, so that the network itself is a point")
+        raise ValueError("the number must be odd, so that the network itself is one of the points")
     return value
 
 
 @register
 class Landscape(CurvatureProbe):
-    """Loss on a line or a plane through the weights: along random directions, eigenvectors or the training's path.
+    """Loss on a line or a plane through the weights, along random directions, eigenvectors or the training trajectory.
 
-    L(w + x d_1 + y d_2) on a grid; softmax cross-entropy [chen2022], with the run's weight decay if asked for
-    [park2022]. `directions` says what the d are, `normalisation` how long.
+    L(w + x d_1 + y d_2) on a grid, with softmax cross-entropy [chen2022], plus the run's weight decay if requested
+    [park2022]. `directions` chooses the d, and `normalisation` their lengths [Li et al. 2018].
+
+    Example:
+        >>> import timm, torch
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> Landscape(points=3)(model, loader).arrays["losses"].shape
+        (3, 3)
     """
 
     name = "landscape"
@@ -112,31 +119,35 @@ class Landscape(CurvatureProbe):
     question = "What does the loss look like around the weights?"
     paper = "Chen et al. 2022, Fig. 1; Park and Kim 2022, Fig. 1a (C1, P15)"
     key_scalars: ClassVar[KeyScalars] = {"largest_loss": None}
-    revision: ClassVar[int] = 2  # eigenvalues that were missed before
+    revision: ClassVar[int] = 2  # finds eigenvalues that were missed before
     cheaper: ClassVar[Cheaper] = ({"points": 11, "images": 64}, {"points": 15, "images": 128})
 
-    dimensions: Literal[1, 2] = Field(2, description="a line or a plane")
-    points: Annotated[int, Field(ge=3), AfterValidator(_odd)] = Field(21, description="on each axis; odd")
-    span: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(1.0, description="each axis is from -span to span")
+    dimensions: Literal[1, 2] = Field(2, description="1 for a line, 2 for a plane")
+    points: Annotated[int, Field(ge=3), AfterValidator(_odd)] = Field(21, description="points per axis; odd")
+    span: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="each axis goes from -span to span"
+    )
     directions: Literal["random", "eigenvectors", "trajectory"] = Field(
         "random",
-        description="Gaussian; the Hessian's eigenvectors of largest eigenvalue magnitude; or those in which the run's"
-        " weights moved most (their principal components)",
+        description="random (Gaussian), eigenvectors (of the Hessian's eigenvalues of largest magnitude), or trajectory"
+        " (principal components of the run's weights over its epochs)",
     )
     normalisation: Normalisation | None = Field(
         None,
-        description="filter (per output, Li et al. 2018), dim0 (park2022's code) or none (unit length); unless given,"
-        " filter for random directions, none for eigenvectors, and for a trajectory as far as it goes",
+        description="filter (per output, Li et al. 2018), dim0 (park2022's code) or none (unit length); by default"
+        " filter for random directions, none for eigenvectors, and the extent of the path for a trajectory",
     )
     one_dimensional: OneDimensional = Field(
-        "zero", description="under filter and dim0, biases and norms stay where they are, or count as one filter each"
+        "zero", description="for filter and dim0: biases and norm layers stay fixed, or count as one filter each"
     )
-    regulariser: Literal["none", "run"] = Field("none", description="plain cross-entropy, or with the run's own decay")
+    regulariser: Literal["none", "run"] = Field(
+        "none", description="none (plain cross-entropy), or run (with the run's weight decay)"
+    )
 
     def forwards(self, subject: Subject) -> float:
         products = _PRODUCTS * _PRODUCT if self.directions == "eigenvectors" else 0
         past = self._past(subject)
-        read = 0 if past is None else 3 * len(past.weights)  # a checkpoint takes about as long as an image
+        read = 0 if past is None else 3 * len(past.weights)  # reading a checkpoint takes about as long as one image
         return float(self.points**self.dimensions + products + 2) * len(subject) + read
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
@@ -149,13 +160,13 @@ class Landscape(CurvatureProbe):
         return conditions
 
     def _past(self, subject: Subject) -> PastWeights | None:
-        """The weights that the directions depend on."""
+        """Return the weights over the epochs, if the directions depend on them."""
         return subject.training.past if self.directions == "trajectory" and subject.training is not None else None
 
     def measure(self, subject: Subject) -> Result:
         if self.regulariser == "run" and subject.training is None:
             raise DoesNotApply(
-                "it is not known how the network was trained, so that there is no regulariser of its own."
+                "regulariser: run needs the weight decay of the training, and how the network was trained is not known."
             )
         clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject, regularised=self.regulariser == "run")
@@ -185,14 +196,14 @@ class Landscape(CurvatureProbe):
         if self.directions == "random":
             raw = [random_direction(surface.weights, seed) for seed in seeds]
             return _Plane(self._normalize(raw, surface, "filter"))
-        clock = Clock(self.budget, share=0.5, distributed=subject.distributed)  # the rest is the grid's
+        clock = Clock(self.budget, share=0.5, distributed=subject.distributed)  # the rest is for the grid
         raw, found = top_eigenvectors(surface, self.dimensions, seeds[0], lambda *_: not clock.has_expired())
         scalars = {f"eigenvalue_{number}": Scalar(value=value) for number, value in enumerate(found.values.tolist(), 1)}
-        short = f"the eigenvectors had not converged after {found.products} products with the Hessian"
+        short = f"the eigenvectors had not converged after {found.products} Hessian-vector products"
         return _Plane(self._normalize(raw, surface, "none"), scalars, shortcoming=None if found.converged else short)
 
     def _principal_plane(self, subject: Subject, surface: LossSurface) -> _Plane:
-        """The directions in which the training moved most, and where in them its epochs are."""
+        """Return the principal directions of the training, and the coordinates of its epochs."""
         moved = displacements(subject, surface)
         reads = list(moved.values())
         found = principal_directions(reads, self.dimensions, free_memory(surface.weights[0].device) // 2)

@@ -42,8 +42,15 @@ _KEPT = ("eigenvalues", "kappa", "resolved")
 class NTK(OwningProbe):
     """Condition number of the neural tangent kernel, in blocks of images [chen2022 App. G].
 
-    Theta = J J^T with J_i the gradient of image i's summed logits; kappa = lambda_1 / lambda_m of the Theta of each
-    block, averaged over blocks.
+    Theta = J J^T, with J_i the gradient of the summed logits of image i; kappa = lambda_1 / lambda_m of each block of m
+    images, averaged over blocks.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> NTK(block=4)(model, loader).arrays["eigenvalues"].shape  # [blocks, m]
+        (2, 4)
     """
 
     name = "ntk"
@@ -57,18 +64,20 @@ class NTK(OwningProbe):
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 96}, {"images": 240})
 
-    split: Literal["train", "val", "test"] = Field("train", description="which images")
-    images: Annotated[int, Field(ge=2)] = Field(480, description="how many of them; what fills no block is left out")
-    block: Annotated[int, Field(ge=2)] = Field(48, description="images of a block, m")
-    relu: bool = Field(True, description="ReLU in the place of GELU while measuring, as in the paper")
+    split: Literal["train", "val", "test"] = Field("train", description="split of the images")
+    images: Annotated[int, Field(ge=2)] = Field(
+        480, description="number of images; those that do not fill a block are left out"
+    )
+    block: Annotated[int, Field(ge=2)] = Field(48, description="images per block, m")
+    relu: bool = Field(True, description="replace GELU by ReLU while measuring, as in the paper")
     batch_norm: Literal["measured", "running"] = Field(
-        "measured", description="BatchNorm by the statistics of these images, then fixed, or by its running ones"
+        "measured", description="BatchNorm statistics: measured on these images and then fixed, or running"
     )
     head: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="standard deviation that the classifier is drawn with while measuring; as it is unless given"
+        None, description="draw the classifier with this standard deviation while measuring; by default it is kept"
     )
-    memory: Annotated[float, Field(gt=0)] = Field(1.0, description="GiB of gradients to hold at most")
-    budget: Time | None = Field(None, description="time after which the blocks so far are the result, as in 2m")
+    memory: Annotated[float, Field(gt=0)] = Field(1.0, description="maximum memory for gradients, in GiB")
+    budget: Time | None = Field(None, description="time limit, as in 2m; the result is then over the blocks so far")
 
     def view(self, subject: Subject) -> Subject:
         return subject.on(self.split, self.images)
@@ -76,8 +85,8 @@ class NTK(OwningProbe):
     def forwards(self, subject: Subject) -> float:
         m = min(self.block, len(subject))
         groups = len(self._kernel(subject).groups(m))
-        # A forward and a backward pass of all images for each group, each image by itself, which is slower, as are the
-        # convolutions and the plain attention kernel then; and the products of the gradients.
+        # Each group takes a forward and a backward pass of all images, per image and so slower (as are convolutions and
+        # the plain attention kernel then), and the products of the gradients.
         return len(subject) // m * m * (9.0 * groups + 2)
 
     def measure(self, subject: Subject) -> Result:
@@ -85,7 +94,7 @@ class NTK(OwningProbe):
         m = min(self.block, len(subject))
         count = len(subject) // m
         if m < 2:
-            raise DoesNotApply("one image has no condition number; there must be at least two.")
+            raise DoesNotApply("the condition number needs at least two images.")
         partial = Partial(subject.scratch.get(self.name), distributed=subject.distributed)
         found = _unpack(partial.read())
         remaining = range(len(found), count)
@@ -102,7 +111,7 @@ class NTK(OwningProbe):
         return _result(found, count)
 
     def _own(self, subject: Subject, m: int, remaining: range) -> Iterator[Conditioning]:
-        """Of those of the remaining blocks that are this process's."""
+        """Yield the conditioning of this process's share of the remaining blocks."""
         kernel = self._kernel(subject)
         _check(subject, next(_blocks(subject, m)))
         for images in _blocks(subject, m, remaining[subject.distributed.rank :: subject.distributed.size]):
@@ -115,7 +124,7 @@ class NTK(OwningProbe):
 
     @contextmanager
     def _prepare(self, subject: Subject, m: int) -> Iterator[None]:
-        """The network as it is measured."""
+        """Prepare the network: classifier, ReLU and BatchNorm as the options say."""
         with ExitStack() as undo:
             if self.head is not None:
                 undo.enter_context(randomize_head(subject.network, subject.outputs, self.head, subject.seed))
@@ -124,14 +133,14 @@ class NTK(OwningProbe):
             if self.batch_norm == "measured":
                 undo.enter_context(recompute_batch_norm(subject.network, _blocks(subject, m)))
             elif any(norm.running_mean is None for norm in batch_norms(subject.network)):
-                raise DoesNotApply("the network's BatchNorm keeps no running statistics; set batch_norm: measured.")
+                raise DoesNotApply("the network's BatchNorm has no running statistics; set batch_norm: measured.")
             yield
 
 
 def _blocks(subject: Subject, m: int, which: Sequence[int] | None = None) -> Iterator[Tensor]:
-    """The images, m at a time, in a seeded order: data are often sorted by class, and a block should not be.
+    """Yield blocks of m images in a seeded random order, since data is often sorted by class and blocks should not be.
 
-    All blocks, or those numbers of them.
+    `which` are the numbers of the blocks; None yields all.
     """
     split = subject.images
     blocks = generator("ntk", subject.seed).permutation(len(split))[: len(split) // m * m].reshape(-1, m)
@@ -143,7 +152,7 @@ def _blocks(subject: Subject, m: int, which: Sequence[int] | None = None) -> Ite
 
 
 def _pack(found: list[Conditioning]) -> dict[str, NDArray[Any]]:
-    """The first blocks' eigenvalues and condition numbers as arrays with a row for each."""
+    """Return eigenvalues and condition numbers as arrays with one row per block."""
     return {name: np.array([getattr(block, name) for block in found]) for name in _KEPT}
 
 
@@ -156,14 +165,14 @@ def _unpack(arrays: Mapping[str, NDArray[Any]] | None) -> list[Conditioning]:
 
 @torch.no_grad()
 def _check(subject: Subject, images: Tensor) -> None:
-    """Raise unless the outputs are finite, and the same when they are computed again."""
+    """Raise a ModelError unless the outputs are finite and reproducible."""
     first, second = subject.logits(images), subject.logits(images)
     if not bool(first.isfinite().all()):
-        raise ModelError("the network's outputs are not finite; there is no kernel to measure.")
+        raise ModelError("the network's outputs are not finite (NaN or infinity), so there is no kernel to measure.")
     if not torch.equal(first, second):
         raise ModelError(
-            "the network's outputs differ between two passes of the same images; a layer that is random in evaluation"
-            " mode would make every number meaningless."
+            "the network's outputs differ between two passes of the same images. Remove the layer that is random in"
+            " eval mode: it makes every number meaningless."
         )
 
 
@@ -174,9 +183,8 @@ def _result(found: list[Conditioning], wanted: int) -> Result:
         reasons.append(f"the budget ended after {len(found)} of {wanted} blocks.")
     if unresolved:
         reasons.append(
-            f"in {unresolved} of {len(found)} blocks the smallest eigenvalue is not told from zero by the network's"
-            " precision, so that the condition number is a lower bound; two images may be the same, or the network is"
-            " to be measured in float64."
+            f"in {unresolved} of {len(found)} blocks the smallest eigenvalue is zero to the network's precision, so"
+            " the condition number is a lower bound; check for duplicate images, or measure the network in float64."
         )
     kappa = _mean([block.kappa for block in found], least=1.0)
     if unresolved:
@@ -198,7 +206,7 @@ def _result(found: list[Conditioning], wanted: int) -> Result:
 
 
 def _mean(values: list[float], least: float = -np.inf) -> Scalar:
-    """Mean over blocks, with its t interval where there are several."""
+    """Return the mean over blocks, with a t interval if there are several."""
     running = RunningMean()
     running.add(values)
     mean = float(running.mean)

@@ -1,6 +1,6 @@
-"""How sharp the minimum is: largest eigenvalue, trace and spectral density of the Hessian [chen2022 App. F].
+"""Sharpness of the minimum: largest eigenvalue, trace and spectral density of the Hessian [chen2022 App. F].
 
-The Hessian is that of the mean softmax cross-entropy over all the images, without regulariser, at the weights.
+The Hessian is that of the mean softmax cross-entropy over all images, without weight decay, at the network's weights.
 
     lambda_max   the eigenvalue of largest magnitude, with its sign; also of the diagonal blocks of the embedding, of
                  all MSAs, of all MLPs, of all convs, and of each block of the network
@@ -41,14 +41,27 @@ _GROUPS: dict[str, tuple[Kind, ...]] = {
     "conv": ("conv",),
 }
 _PRODUCTS = 10
-"""What an eigenvalue takes as a rule, for the estimate of the cost."""
+"""Typical number of products per eigenvalue, for the estimate of the cost."""
 _PASSES = 6
-"""A product costs about as much as so many forward passes; that of a component half of it."""
+"""Cost of a product in forward passes; a product with a component costs half of that."""
 
 
 @register
 class Sharpness(CurvatureProbe):
-    """Largest Hessian eigenvalue, whole and per component, trace and spectral density [chen2022 App. F]."""
+    """Largest Hessian eigenvalue, in total and per component, trace and spectral density [chen2022 App. F].
+
+    H is the Hessian of the mean softmax cross-entropy over all images. `lambda_max` is the eigenvalue of largest
+    magnitude (Lanczos), `trace` the mean of v^T H v over random signs v [Hutchinson 1990], and the density is computed
+    by stochastic Lanczos quadrature [Ghorbani et al. 2019].
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=10)
+        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
+        >>> probe = Sharpness(images=4, components=False, trace_draws=2, density_draws=0, max_products=5)
+        >>> probe(model, loader).scalars["trace"].n
+        2
+    """
 
     name = "sharpness"
     group = "Curvature"
@@ -57,27 +70,27 @@ class Sharpness(CurvatureProbe):
     question = "How curved is the loss where training ended, and which parts are?"
     paper = "Chen et al. 2022, Table 4, App. F (C1, C4)"
     key_scalars: ClassVar[KeyScalars] = {"lambda_max": "nearer to 0", "trace": "nearer to 0"}
-    revision: ClassVar[int] = 2  # eigenvalues that were missed before
+    revision: ClassVar[int] = 2  # finds eigenvalues that were missed before
     cheaper: ClassVar[Cheaper] = (
         {"images": 32, "components": False, "density_draws": 0},
         {"images": 32},
         {"images": 64},
     )
 
-    images: Annotated[int, Field(ge=1)] = Field(128, description="how many of them")
+    images: Annotated[int, Field(ge=1)] = Field(128, description="number of images")
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(1e-3, description="relative error of the eigenvalues")
-    max_products: Annotated[int, Field(ge=1)] = Field(200, description="Hessian-vector products an eigenvalue may take")
-    components: bool = Field(True, description="also of each component, where the network's anatomy is known")
-    trace_draws: Count = Field(10, description="random vectors of the trace; 0 leaves it out")
-    density_draws: Count = Field(1, description="random vectors of the density; 0 leaves it out")
-    density_steps: Annotated[int, Field(ge=2)] = Field(20, description="products for each of them")
+    max_products: Annotated[int, Field(ge=1)] = Field(200, description="maximum Hessian-vector products per eigenvalue")
+    components: bool = Field(True, description="also measure each component, if the network's anatomy is known")
+    trace_draws: Count = Field(10, description="random vectors for the trace; 0 skips it")
+    density_draws: Count = Field(1, description="random vectors for the density; 0 skips it")
+    density_steps: Annotated[int, Field(ge=2)] = Field(20, description="products per vector of the density")
 
     def forwards(self, subject: Subject) -> float:
         whole, blocks = self.estimate_products(subject)
         return _PASSES * (whole + blocks / 2) * len(subject)
 
     def estimate_products(self, subject: Subject) -> tuple[int, int]:
-        """With the whole Hessian, and with the blocks of its components."""
+        """Return the expected number of products with the whole Hessian, and with the blocks of its components."""
         whole = _PRODUCTS + self.trace_draws + self.density_draws * self.density_steps
         return whole, _PRODUCTS * len(list(components(subject))) if self.components else 0
 
@@ -95,9 +108,9 @@ def quadratic_form(product: Callable[[Tensor], Tensor], vector: Tensor) -> float
 
 
 class _Examination:
-    """The measurements in the order of their importance, as far as the budget goes.
+    """Measurements in order of importance, as far as the budget goes.
 
-    `done` has what is finished (an eigenvalue, a draw) by its name, and the number of products that it all took.
+    `done` holds finished results (an eigenvalue, a draw) by name, and the number of products so far.
     """
 
     def __init__(self, probe: Sharpness, subject: Subject, hessian: Hessian, clock: Clock) -> None:
@@ -147,13 +160,13 @@ class _Examination:
         value, error, converged = found.tolist()
         if not converged:
             self.missing.append(what)
-            return Scalar(value=value)  # its error is one to some eigenvalue, which need not be the largest
+            return Scalar(value=value)  # its error is the distance to some eigenvalue, not necessarily the largest
         return Scalar(value=value, low=value - error, high=value + error)
 
     def _eigenvalue(
         self, what: str, product: Callable[[Tensor], Tensor], size: int
     ) -> tuple[NDArray[np.float64], bool]:
-        """The eigenvalue, its error and whether it has converged; and whether more time would not have changed it."""
+        """Return [eigenvalue, error, converged], and True unless the budget cut it off."""
         in_time = True
 
         def go_on(products: int, found: object) -> bool:
@@ -222,7 +235,7 @@ class _Examination:
             self.arrays["density_weights"] = weights / len(rules)
 
     def _rule(self, what: str) -> NDArray[np.float64] | None:
-        """Nodes and weights of one draw; None if the budget ended in it."""
+        """Return the nodes and weights of one draw; None if the budget ended during it."""
         in_time = True
 
         def go_on() -> bool:
@@ -253,9 +266,9 @@ class _Examination:
 
 
 def components(subject: Subject) -> Iterator[tuple[str, UnitRow | None, list[str]]]:
-    """Of every diagonal block its name, the row it is reported in (None: a scalar), and its parameters' names.
+    """Yield the diagonal blocks: name, the row it is reported in (None for a scalar), and the names of its parameters.
 
-    None where the network's structure is not known: the numbers of the whole network need no anatomy.
+    Yields nothing if the network's structure is not known; the numbers of the whole network need no anatomy.
     """
     try:
         anatomy = subject.anatomy

@@ -1,4 +1,4 @@
-"""Weights moved about in place, and brought back bit for bit."""
+"""Loss as a function of the weights, which are displaced in place and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from vitclinic.probes.subject import as_logits
 
 
 class Displacement:
-    """Some parameters that can be set to w + e again and again, w being where they were; use it as a context.
+    """Context in which parameters can be set to w + e repeatedly, where w are their original values.
 
-    It holds one copy of w. Nothing else of the network is written to, and leaving restores w also on errors. Writes go
-    past autograd, for which nothing has changed once w is back: a graph made before can still be differentiated.
+    It keeps one copy of w, and restores it on leaving, also on errors. Writes bypass autograd, so a graph made before
+    can still be differentiated once w is restored.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -48,15 +48,15 @@ class Displacement:
         self._home = []
 
     def along(self, directions: Sequence[Sequence[Tensor]], coordinates: Sequence[float]) -> None:
-        """w + sum_k coordinate_k direction_k, a direction being one tensor a parameter."""
+        """Set the parameters to w + sum_k coordinate_k direction_k; a direction has one tensor per parameter."""
         self._go_home()
         for direction, coordinate in zip(directions, coordinates, strict=True):
             torch._foreach_add_(self._live, list(direction), alpha=coordinate)
 
     def by_noise(self, sigma: float, seed: int) -> None:
-        """w + e with e Gaussian of standard deviation sigma: the same e for the same seed on one kind of device."""
+        """Set the parameters to w + e, e ~ N(0, sigma^2); the same seed gives the same e on one type of device."""
         generators: dict[torch.device, torch.Generator] = {}
-        for weight in self._live:  # the noise is made where the weights will be: no memory beyond the copy of w
+        for weight in self._live:  # the noise is drawn in place: no memory beyond the copy of w
             if weight.device not in generators:
                 generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
             weight.normal_(0.0, sigma, generator=generators[weight.device])
@@ -70,7 +70,7 @@ Mode = Literal["eval", "train"]
 
 
 class LossSurface:
-    """L as a function of some parameters of a network, the others held where they are.
+    """Loss L as a function of some parameters of a network, while the others stay fixed.
 
     `mode` is BatchNorm's: "train" normalises each batch by its own statistics, and leaves the running ones alone;
     dropout and stochastic depth are off in both. Use it inside `gradient_mode()`, or `evaluation_mode()` if loss
@@ -105,27 +105,27 @@ class LossSurface:
 
     @property
     def size(self) -> int:
-        """The number of weights."""
+        """Number of weights, n."""
         return sum(p.numel() for p in self.weights)
 
     @property
     def vector_dtype(self) -> torch.dtype:
-        """Of vectors [n] that are to stay orthogonal: float32 at least, whatever the weights are."""
+        """Dtype of vectors [n] that must stay orthogonal: float32 at least."""
         return reduce(torch.promote_types, {p.dtype for p in self.weights}, torch.float32)
 
     def coarseness(self, tolerance: float) -> str | None:
-        """What keeps a network below float32 from any such tolerance, as a clause; None for the others."""
+        """Return the reason why a half-precision network cannot reach the tolerance; None for other networks."""
         halves = sorted({str(p.dtype).removeprefix("torch.") for p in self.weights if p.dtype.itemsize < 4})
         if not halves:
             return None
         return (
-            f"the network computes in {' and '.join(halves)}, whose rounding, from layer to layer, is coarser than the"
-            f" tolerance of {tolerance:g}: measure it in float32"
+            f"the network computes in {' and '.join(halves)}, whose rounding errors are larger than the tolerance of"
+            f" {tolerance:g}: measure it in float32"
         )
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """`mode`, for forward passes without gradients; undone afterwards."""
+        """Set `mode` for forward passes without gradients, and undo it afterwards."""
         modes = [(module, module.training) for module in self.network.modules()]
         try:
             self.network.eval()
@@ -140,7 +140,7 @@ class LossSurface:
 
     @contextmanager
     def gradient_mode(self) -> Iterator[None]:
-        """Attention that can be differentiated twice, `mode`, gradients for the chosen weights; undone afterwards."""
+        """Set `mode`, gradients for the chosen weights, and twice differentiable attention; undo it afterwards."""
         flags = [(p, p.requires_grad) for p in self.network.parameters()]
         chosen = {id(p) for p in self.weights}
         try:
@@ -153,7 +153,7 @@ class LossSurface:
                 p.requires_grad_(flag)
 
     def total_loss(self, batch: Batch) -> Tensor:
-        """The sum over a batch's images of their cross-entropies; the regulariser is not in it."""
+        """Return the sum of the cross-entropies of a batch's images, without weight decay."""
         logits = as_logits(self.network(batch.images))
         if logits.dtype.itemsize < 4:
             logits = logits.float()
@@ -161,11 +161,11 @@ class LossSurface:
 
     @torch.no_grad()
     def value(self) -> float:
-        """L at the present weights, summed in float64."""
+        """Return L at the present weights, summed in float64."""
         return float(self.distributed.sum(self._own_loss)) / self.images + self.regulariser()
 
     def _own_loss(self) -> Tensor:
-        """The sum over this process's images, in float64."""
+        """Return the sum over this process's images, in float64."""
         zero = torch.zeros((), dtype=torch.float64, device=self.weights[0].device)
         return sum((self.total_loss(batch).double() for batch in self.batches), zero)
 
@@ -177,51 +177,52 @@ class LossSurface:
         return self.decay / 2 * sum(squares)
 
     def gradient(self) -> Tensor:
-        """The gradient of L, [n]."""
+        """Return the gradient of L, [n]."""
         total = self.distributed.sum(self._own_gradient).div_(self.images)
         return total + self.decay * self.decay_mask() * self.flat([p.detach() for p in self.weights])
 
     def _own_gradient(self) -> Tensor:
-        """Of the sum over this process's images, [n]."""
+        """Return the gradient of the total loss over this process's images, [n]."""
         total = torch.zeros(self.size, dtype=self.weights[0].dtype, device=self.weights[0].device)
         for batch in self.batches:
             total += self.flat(torch.autograd.grad(self.total_loss(batch), self.weights, allow_unused=True))
         return total
 
     def decay_mask(self) -> Tensor:
-        """1 where a weight is decayed, 0 elsewhere, [n]."""
+        """Return 1 for weights with weight decay and 0 for the others, [n]."""
         return self.flat([torch.full_like(p, float(on)) for p, on in zip(self.weights, self.decayed, strict=True)])
 
     def flat(self, parts: Sequence[Tensor | None]) -> Tensor:
-        """One vector [n] out of one tensor a parameter; a missing one counts as zeros."""
+        """Concatenate one tensor per parameter to a vector [n]; None counts as zeros."""
         pairs = zip(parts, self.weights, strict=True)
         return torch.cat([(torch.zeros_like(p) if part is None else part).reshape(-1) for part, p in pairs])
 
     def split(self, vector: Tensor) -> list[Tensor]:
-        """A vector [n] as one tensor a parameter (views)."""
+        """Split a vector [n] into views, one per parameter."""
         pieces = torch.split(vector, [p.numel() for p in self.weights])
         return [piece.view_as(p) for piece, p in zip(pieces, self.weights, strict=True)]
 
     @torch.no_grad()
     def check(self) -> float:
-        """The loss at the present weights; raises unless it is finite, and the same when it is computed again.
+        """Return the loss at the present weights.
 
-        Also unless all processes hold the same weights.
+        Raises:
+            ModelError: If it is not finite or not reproducible, or the processes hold different weights.
         """
         if len(set(self.distributed.gather(self._checksum))) > 1:
-            raise ModelError("the processes hold different weights; load the same network in all of them.")
+            raise ModelError("the processes have different weights. Load the same network in all of them.")
         first, second = self.value(), self.value()
         if not first < float("inf"):
-            raise ModelError(f"the loss is {first}; there is no curvature to measure.")
+            raise ModelError(f"the loss is {first}, so there is no curvature to measure.")
         if first != second:
             raise ModelError(
-                f"the loss is {first:.9g} and then {second:.9g} for the same weights and images; a layer that is random"
-                " in evaluation mode would make every number meaningless."
+                f"the loss is {first:.9g} and then {second:.9g} for the same weights and images. Remove the layer that"
+                " is random in eval mode: it makes every number meaningless."
             )
         return first
 
     def _checksum(self) -> int:
-        """Of the weights, where other processes have to have the same."""
+        """Return a checksum of the weights, if there are several processes to compare."""
         found = 0
         if self.distributed.size > 1:
             for p in self.weights:
@@ -231,7 +232,7 @@ class LossSurface:
 
 @contextmanager
 def _freeze_running_statistics(network: nn.Module) -> Iterator[None]:
-    """BatchNorm in training mode would move its running statistics."""
+    """Keep BatchNorm in training mode from updating its running statistics."""
     norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
     kept = [(norm, norm.track_running_stats) for norm in norms]
     try:

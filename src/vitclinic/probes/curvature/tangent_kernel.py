@@ -1,4 +1,4 @@
-"""What stands in for parts of a network while its tangent kernel is measured."""
+"""Neural tangent kernel, its condition number, and the changes to a network while it is measured [chen2022 App. G]."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch_norms(network: nn.Module) -> list[_BatchNorm]:
 
 
 class _ReLU(TorchFunctionMode):
-    """torch's GELU, called as a function or by a module, is ReLU."""
+    """Mode in which torch's GELU, called as a function or by a module, is ReLU."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[Any], args: Sequence[Any] = (), kwargs: Any = None
@@ -42,9 +42,9 @@ class _ReLU(TorchFunctionMode):
 
 @contextmanager
 def replace_gelu(network: nn.Module) -> Iterator[None]:
-    """ReLU in the place of every GELU [chen2022 App. G]: of torch's, and of modules that are named as one.
+    """Replace every GELU by ReLU [chen2022 App. G]: torch's own, and modules with "gelu" in their name.
 
-    The names are for the approximations that some libraries write out, such as QuickGELU.
+    The names catch approximations of libraries, such as QuickGELU.
     """
     with ExitStack() as undo:
         for parent in network.modules():
@@ -58,10 +58,12 @@ def replace_gelu(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def randomize_head(network: nn.Module, classes: int, deviation: float, seed: int) -> Iterator[None]:
-    """A classifier of normal weights and no bias in the place of the network's own, which may start at zero."""
+    """Replace the weights of the classifier by Gaussian ones without bias, since some start at zero."""
     found = [module for module in network.modules() if isinstance(module, nn.Linear) and module.out_features == classes]
     if not found:
-        raise ModelError(f"the network has no linear layer with {classes} outputs, whose weights `head` could draw.")
+        raise ModelError(
+            f"the network has no linear layer with {classes} outputs to be drawn with `head`. Leave it out."
+        )
     head = found[-1]
     drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) * deviation
     values = [(head.weight, drawn)] + ([] if head.bias is None else [(head.bias, torch.zeros(classes))])
@@ -83,9 +85,9 @@ def _has_parts(module: nn.Module) -> bool:
 
 @contextmanager
 def recompute_batch_norm(network: nn.Module, batches: Iterable[Tensor]) -> Iterator[None]:
-    """BatchNorm with the mean and the variance of these images: those of each batch, averaged; then fixed.
+    """Give BatchNorm the mean and variance of these images, averaged over batches, and fix them.
 
-    Batches should be of one size. A network without BatchNorm does not see them.
+    Batches should have the same size. A network without BatchNorm is not called.
     """
     norms = batch_norms(network)
     if not norms:
@@ -106,7 +108,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def _give_own_statistics(norm: _BatchNorm, undo: ExitStack) -> None:
-    """New running statistics, which follow the average over all batches to come."""
+    """Give a BatchNorm layer new running statistics that average over all batches to come."""
     for name in ("training", "momentum", "track_running_stats"):
         undo.callback(setattr, norm, name, getattr(norm, name))
     like = next((t for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point()), torch.empty(0))
@@ -125,16 +127,16 @@ log = logging.getLogger(__name__)
 GIBIBYTE = 2**30
 
 _COLUMNS = 2**16
-"""So many columns of J are multiplied in float64 at a time."""
+"""Columns of J multiplied in float64 at a time."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters whose part of J is computed together, or a part of one that is too large."""
+    """Parameters whose part of J is computed together, or a part of one large parameter."""
 
     names: tuple[str, ...]
     columns: slice
-    """Which of their weights, counted through."""
+    """Slice of their concatenated weights."""
 
     @property
     def width(self) -> int:
@@ -142,10 +144,15 @@ class Group:
 
 
 class TangentKernel:
-    """`TangentKernel(network)(images)` is Theta [m, m] in float64, for a network that treats every image by itself.
+    """Neural tangent kernel: `TangentKernel(network)(images)` returns Theta = J J^T, [m, m] in float64.
 
-    All parameters count, also frozen ones. `memory` bounds the bytes of J that are held, `at_a_time` the images that go
-    through the network together. BatchNorm must be in eval mode.
+    All parameters count, also frozen ones. The network must process each image independently, so BatchNorm must be in
+    eval mode.
+
+    Args:
+        network: The network.
+        memory: Maximum bytes of J to hold.
+        at_a_time: Images per pass.
 
     Example:
         >>> network = nn.Linear(3, 2)
@@ -160,38 +167,38 @@ class TangentKernel:
         self.network = network
         self.parameters = {name: p.detach() for name, p in network.named_parameters() if p.is_floating_point()}
         if not self.parameters:
-            raise ModelError("the network has no parameters with a gradient.")
+            raise ModelError("the network has no trainable parameters.")
         self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
         self.memory = memory
         self.at_a_time = at_a_time
         self.one_by_one = False
-        """Whether the network cannot be mapped over images, so that they pass one by one."""
+        """True if vmap fails for the network, so that images are processed one by one."""
 
     @property
     def rounding(self) -> float:
-        """The relative rounding error of a number of the network's coarsest type."""
+        """Relative rounding error of the network's coarsest dtype."""
         return max(torch.finfo(p.dtype).eps for p in self.parameters.values())
 
     def __call__(self, images: Tensor) -> Tensor:
         m = len(images)
         theta = torch.zeros(m, m, dtype=torch.float64, device=images.device)
-        with double_differentiable(), torch.enable_grad():  # the plain attention kernel can be mapped over images
+        with double_differentiable(), torch.enable_grad():  # vmap needs the plain attention kernel
             for group in self.groups(m):
                 for columns in torch.split(self._jacobian(group, images), _COLUMNS, dim=1):
                     exact = columns.double()
                     theta.addmm_(exact, exact.T)
         if not bool(theta.isfinite().all()):
-            raise ModelError("the gradients of the network's outputs are not finite.")
+            raise ModelError("the gradients of the network's outputs are not finite (NaN or infinity).")
         return theta
 
     def groups(self, images: int) -> list[Group]:
-        """The parameters, in groups whose rows for so many images fit the memory."""
+        """Return the parameters in groups whose rows of J fit into memory for this many images."""
         sizes = {name: p.numel() for name, p in self.parameters.items()}
-        # Half of it: the gradients of one pass lie beside the rows that they are copied into.
+        # Half of the memory: the gradients of a pass exist beside the rows that they are copied into.
         return list(_group(sizes, max(1, self.memory // (2 * self.dtype.itemsize * images))))
 
     def _jacobian(self, group: Group, images: Tensor) -> Tensor:
-        """The columns of J that belong to a group, [m, p]."""
+        """Return the columns of J of a group, [m, p]."""
         held = sum(self.parameters[name].numel() for name in group.names) * self.dtype.itemsize
         at_a_time = max(1, min(self.at_a_time, self.memory // (2 * held)))
         rows = torch.empty(len(images), group.width, dtype=self.dtype, device=images.device)
@@ -204,7 +211,7 @@ class TangentKernel:
         return rows
 
     def _gradients(self, names: tuple[str, ...], images: Tensor) -> Mapping[str, Tensor]:
-        """For each image the gradients of its summed outputs, {name: [m, ...]}."""
+        """Return the gradients of the summed outputs of each image, {name: [m, ...]}."""
         wanted = {name: self.parameters[name] for name in names}
         rest = {name: p for name, p in self.parameters.items() if name not in wanted}
 
@@ -214,10 +221,10 @@ class TangentKernel:
         if not self.one_by_one:
             try:
                 return vmap(grad(sum_logits), in_dims=(None, 0))(wanted, images)  # type: ignore[no-any-return]
-            except Exception as error:  # whatever cannot be mapped says so in its own way
+            except Exception as error:  # vmap fails in many ways
                 if is_out_of_memory(error):
                     raise
-                log.info("the network cannot be mapped over images", exc_info=error)
+                log.info("vmap fails for the network; processing images one by one", exc_info=error)
                 self.one_by_one = True
         return _differentiate_one_by_one(sum_logits, wanted, images)
 
@@ -230,7 +237,7 @@ def _differentiate_one_by_one(
     for image in images:
         value = function(leaves, image)
         found: tuple[Tensor | None, ...] = (None,) * len(leaves)
-        if value.requires_grad:  # else it depends on none of these parameters
+        if value.requires_grad:  # otherwise it depends on none of these parameters
             found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
         for (name, leaf), part in zip(leaves.items(), found, strict=True):
             rows[name].append(torch.zeros_like(leaf) if part is None else part)
@@ -238,7 +245,7 @@ def _differentiate_one_by_one(
 
 
 def _group(sizes: Mapping[str, int], limit: int) -> Iterator[Group]:
-    """Neighbours of at most `limit` weights together; a parameter that is larger comes in parts."""
+    """Yield groups of neighbouring parameters of at most `limit` weights; a larger parameter comes in parts."""
     names: list[str] = []
     width = 0
     for name, size in sizes.items():
@@ -257,24 +264,25 @@ def _group(sizes: Mapping[str, int], limit: int) -> Iterator[Group]:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """The eigenvalues of a kernel in descending order, and kappa = lambda_1 / lambda_m."""
+    """Eigenvalues of a kernel in descending order, and kappa = lambda_1 / lambda_m."""
 
     eigenvalues: NDArray[np.float64]
     kappa: float
-    """A lower bound unless `resolved`."""
+    """Condition number; a lower bound unless `resolved`."""
     resolved: bool
-    """Whether lambda_m stands out of rounding."""
+    """True if lambda_m is larger than the rounding error."""
 
 
 def conditioning(theta: Tensor, rounding: float) -> Conditioning:
-    """Condition number of a kernel J J^T, J having been computed to a relative error of about `rounding`.
+    """Return the condition number of a kernel J J^T, where J has a relative error of about `rounding`.
 
-    Rounding moves J by about |J| rounding, and so an eigenvalue as small as lambda_1 rounding^2 by its own size; a few
-    times that (the errors of many operations add up), and what float64 loses in the product, is not told from zero.
+    The error of J is about |J| rounding, which changes an eigenvalue as small as lambda_1 rounding^2 by its own size.
+    Values below a few times that (errors of many operations add up), or below the rounding of the product in float64,
+    cannot be told from zero.
     """
     eigenvalues = torch.linalg.eigvalsh(theta).flip(0).cpu().numpy()
     largest, smallest = float(eigenvalues[0]), float(eigenvalues[-1])
     if largest <= 0:
-        raise ModelError("the gradients of the network's outputs are zero.")
+        raise ModelError("the gradients of the network's outputs are all zero.")
     least = largest * max((10 * rounding) ** 2, 10 * len(eigenvalues) * float(np.finfo(np.float64).eps))
     return Conditioning(eigenvalues, largest / max(smallest, least), smallest > least)

@@ -1,4 +1,4 @@
-"""The course of a training in polar coordinates [park2022 Fig. 1b]."""
+"""Training trajectory in polar coordinates [park2022 Fig. 1b]."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ _Z = 1.96
 
 @dataclass(frozen=True)
 class Polar:
-    """A course of weights w_t in polar coordinates around its end."""
+    """Trajectory of weights w_t in polar coordinates around its end."""
 
     radius: NDArray[np.float64]
     """|D_t| / |D_0|."""
     angle: NDArray[np.float64]
-    """Between D_t and D_0, in radians; NaN where D_t is zero."""
+    """Angle between D_t and D_0, in radians; NaN if D_t is zero."""
     distance: float
     """|D_0|."""
 
 
 def polar_coordinates(start: Weights, final: Weights, states: Iterable[Weights]) -> Polar:
-    """With D_t = w_t - w_final: r_t = |D_t| / |D_0| and theta_t = arccos(D_t . D_0 / (|D_t| |D_0|)) for all `states`.
+    """Return the polar coordinates of `states` around `final`.
 
-    States may be made as they are asked for: one of them is held at a time.
+    With D_t = w_t - w_final, r_t = |D_t| / |D_0| and theta_t = arccos(D_t . D_0 / (|D_t| |D_0|)). `states` may be a
+    generator; one state is held at a time.
 
     Example:
         >>> def at(x, y):
@@ -52,23 +53,23 @@ def polar_coordinates(start: Weights, final: Weights, states: Iterable[Weights])
     """
     distance = math.sqrt(_products(start, start, final)[0])
     if not 0 < distance < math.inf:
-        raise ModelError(f"the first weights are at distance {distance} from the final ones.")
+        raise ModelError(f"the distance between the first and the final weights is {distance}.")
     radii, angles = [], []
     for state in states:
         square, along = _products(state, start, final)
         if not math.isfinite(square):
-            raise ModelError("some weights are not finite.")
+            raise ModelError("some weights are not finite (NaN or infinity).")
         radii.append(math.sqrt(square) / distance)
         cosine = along / (math.sqrt(square) * distance) if square else math.nan
         angles.append(math.acos(min(1.0, max(-1.0, cosine))) if square else math.nan)
-        del state  # else it is held while the next one is made
+        del state  # free it before the next one is made
     return Polar(np.array(radii), np.array(angles), distance)
 
 
 def mean_turn(radius: NDArray[np.float64], angle: NDArray[np.float64]) -> float:
-    """How far a course turns from one step to the next, on average, in the plane of r and theta; its end is the origin.
+    """Return the mean turning angle from one step to the next in the (r, theta) plane; the origin is the end.
 
-    0 for a straight line, and small for a smooth curve: the paper calls courses smooth or irregular by their picture.
+    It is 0 for a straight line and small for a smooth curve. (The paper judges smoothness by eye.)
 
     Example:
         >>> mean_turn(np.array([1.0, 0.5]), np.array([0.0, 0.0]))
@@ -82,7 +83,7 @@ def mean_turn(radius: NDArray[np.float64], angle: NDArray[np.float64]) -> float:
 
 @torch.no_grad()
 def _products(state: Weights, start: Weights, final: Weights) -> tuple[float, float]:
-    """|D_t|^2 and D_t . D_0, in float64."""
+    """Return |D_t|^2 and D_t . D_0, in float64."""
     square = along = 0.0
     for name, end in final.items():
         end = end.double()
@@ -95,10 +96,10 @@ def _products(state: Weights, start: Weights, final: Weights) -> tuple[float, fl
 
 @register
 class Trajectory(OwningProbe):
-    """Polar coordinates of a run's weights around its final ones, epoch by epoch [park2022 Fig. 1b].
+    """Polar coordinates of a run's weights around its final weights, epoch by epoch [park2022 Fig. 1b].
 
-    With D_t = w_t - w_final: r_t = |D_t| / |D_0|, theta_t = the angle between D_t and D_0. The last point, 0/0, is left
-    out. w_t is all parameters (no buffers) of the network that is used, with averaged weights where the run has them.
+    With D_t = w_t - w_final, r_t = |D_t| / |D_0|, and theta_t is the angle between D_t and D_0. The last point, 0/0, is
+    left out. w_t are all parameters (no buffers) of the network; averaged weights (EMA) if the run has them.
     """
 
     name = "trajectory"
@@ -111,11 +112,11 @@ class Trajectory(OwningProbe):
     by_default: ClassVar[bool] = False
 
     source: Literal["any", "checkpoints", "projections"] = Field(
-        "any", description="where the weights come from; any: from checkpoints if they suffice, else from projections"
+        "any", description="source of the weights; any: checkpoints if they suffice, otherwise projections"
     )
 
     def forwards(self, subject: Subject) -> float:
-        """Reading a checkpoint is no forward pass, and about as long as one."""
+        """Return the number of checkpoints: reading one takes about as long as a forward pass."""
         past = _past(subject)
         return 1.0 if past is None else float(len(past.weights) + 1)
 
@@ -126,7 +127,9 @@ class Trajectory(OwningProbe):
     def check(self, subject: Subject) -> None:
         past = _past(subject)
         if past is None:
-            raise DoesNotApply(f"only a run has weights of several epochs; {_ADVICE}, and examine its directory.")
+            raise DoesNotApply(
+                f"it needs the weights of several epochs of a run: {_ADVICE}, and examine its directory."
+            )
         reasons = []
         if self.source != "projections":
             if (shortage := _shortage(past.weights)) is None:
@@ -136,7 +139,7 @@ class Trajectory(OwningProbe):
             if (shortage := _shortage(past.projections())) is None:
                 return
             reasons.append(f"its projections {shortage}")
-        raise DoesNotApply(f"{' and '.join(reasons)}; {_ADVICE}.")
+        raise DoesNotApply(f"{' and '.join(reasons)}: {_ADVICE}.")
 
     def measure(self, subject: Subject) -> Result:
         self.check(subject)
@@ -169,7 +172,7 @@ def _past(subject: Subject) -> PastWeights | None:
 
 
 def _shortage(found: Mapping[float, Any]) -> str | None:
-    """What a course lacks to be one: a start, an end and something in between."""
+    """Return what a trajectory lacks: a start, an end and something in between."""
     if not found:
         return "are not kept"
     if 0 not in found:
@@ -185,9 +188,10 @@ def _from_projections(projections: Mapping[float, NDArray[np.float64]], past: Pa
 
 
 def _result(epochs: list[float], polar: Polar, error: float, past: PastWeights) -> Result:
-    """`error` is 1/sqrt(k) of a projection to k numbers, 0 of the weights themselves.
+    """Return the result; `error` is 1/sqrt(k) for a projection to k numbers, and 0 for the weights themselves.
 
-    Projected, log r and theta have a standard deviation of sin(theta)/sqrt(k) each, |D_0| a relative one of 1/sqrt(2k).
+    With a projection, log r and theta have a standard deviation of sin(theta)/sqrt(k) each, and |D_0| a relative one of
+    1/sqrt(2k).
     """
     apart = polar.radius > 0  # weights equal to the final ones have no angle
     radius, angle = polar.radius[apart], polar.angle[apart]
