@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vitclinic
-from vitclinic._core.errors import DataError, RecipeError
+from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.models import Normalized
 from vitclinic.probes import (
     CKA,
@@ -235,3 +235,72 @@ def test_examine_takes_a_loader_normalized_as_the_network_wants_it(images, label
     given = vitclinic.examine(model, data=outside, mean=MEAN, std=STD, **options)
     assert numbers(told["norms"]) == numbers(given["norms"])
     assert told["accuracy"].provenance.images == 20
+
+
+class Named(nn.Module):
+    """A network that returns its output under a name."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.inner, self.key = build(), key
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {self.key: self.inner(x)}
+
+
+def test_an_output_may_be_a_mapping_with_logits_and_a_refusal_leaves_the_network_as_it_was(loader):
+    batch, targets = next(iter(loader))
+    good, bad = Named("logits"), Named("scores").train()
+    with torch.no_grad(), ProbeCollection(good.eval(), ["accuracy"]) as collection:
+        good(batch)
+        collection.update(targets)
+    assert collection.compute()["accuracy"].status == "ok"
+    with ProbeCollection(bad, ["accuracy"]), pytest.raises(ModelError, match="Wrap the network"):
+        bad(batch)
+    assert all(part.training for part in bad.modules())
+
+
+def test_labels_in_a_loop_are_class_indices_of_the_network(loader):
+    model, (batch, targets) = build(), next(iter(loader))
+    with ProbeCollection(model, ["accuracy"]) as collection:
+        model(batch)
+        with pytest.raises(RecipeError, match="nothing to compute yet"):
+            collection.compute()
+        with pytest.raises(RecipeError, match="expects class indices"):
+            collection.update(torch.rand(8))
+        with pytest.raises(RecipeError, match="labels range from 5 to 9, and the network has 5 outputs"):
+            collection.update(targets + 5)
+
+
+def test_a_collection_knows_the_network_by_the_digest_that_a_probe_gives(loader):
+    model = build()
+    with ProbeCollection(model, ["norms"]) as collection:
+        for batch, targets in loader:
+            model(batch)
+            collection.update(targets)
+        inside = collection.compute()["norms"].subject
+    assert inside == collection.compute()["norms"].subject == Norms()(model, loader).subject
+
+
+def test_half_precision_is_watched(loader):
+    model, (batch, targets) = build().bfloat16(), next(iter(loader))
+    with torch.no_grad(), ProbeCollection(model, ["norms"]) as collection:
+        model(batch.bfloat16())
+        collection.update(targets)
+    assert collection.compute()["norms"].status == "ok"
+
+
+def test_a_training_network_is_told_of(loader, caplog):
+    model, (batch, targets) = build().train(), next(iter(loader))
+    with ProbeCollection(model, ["norms"]) as collection:
+        for _ in range(2):
+            model(batch)
+            collection.update(targets)
+    assert caplog.text.count("training mode") == 1
+
+
+def test_a_probe_is_called_on_a_network(loader):
+    with pytest.raises(RecipeError, match=r"with a torch\.nn\.Module"):
+        Norms()("resnet18", loader)
+    with pytest.raises(RecipeError, match="one number per channel"):
+        Norms()(build(), loader, mean=0.5, std=0.5)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vitclinic._core.errors import RecipeError
+
 if TYPE_CHECKING:
     from vitclinic._core.records import Measurement
     from vitclinic.exam.schedule import Schedule, Step
@@ -91,8 +93,11 @@ class CallbackList(Callback):
         (1, 1)
     """
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.callbacks = tuple(callbacks)
+    def __init__(self, callbacks: Iterable[Callback] | Callback) -> None:
+        self.callbacks = tuple([callbacks] if isinstance(callbacks, Callback) else callbacks)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise RecipeError(f"'callbacks' has a {type(callback).__name__}; derive it from vitclinic.Callback.")
         for hook in (name for name in vars(Callback) if name.startswith("on_")):
             setattr(self, hook, partial(self._tell, hook))
 

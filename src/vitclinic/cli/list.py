@@ -14,7 +14,7 @@ import typer
 from vitclinic.cli.common import app
 
 Rows = list[dict[str, Any]]
-"""Values are text, lists of it, or options as {name: {default, description}}: `shown` writes them in a line."""
+"""Values are text, lists of it, or options as {name: {default, description}}: `format_value` writes them in a line."""
 
 
 def describe_recipes() -> Rows:
@@ -120,16 +120,22 @@ def describe_studies() -> Rows:
     return rows
 
 
-def shown(value: Any) -> str:
-    """A value of a row as one line of text.
+def format_value(value: Any) -> str:
+    """Write a value of a row as one line of text.
 
     Example:
-        >>> shown({"rho": {"default": 0.1, "description": "length of the ascent"}}), shown(["vit", "swin"])
+        >>> format_value({"rho": {"default": 0.1, "description": "ascent"}}), format_value(["vit", "swin"])
         ('rho=0.1', 'vit, swin')
     """
     if isinstance(value, dict):
-        return ", ".join(f"{name}={option['default']}" for name, option in value.items())
+        return ", ".join(f"{name}={_format_default(option['default'])}" for name, option in value.items())
     return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _format_default(value: Any) -> str:
+    """Write a default; of a section with one obvious key, the value of that key."""
+    main = getattr(type(value), "main_key", None)
+    return str(getattr(value, main)) if main else str(value)
 
 
 LISTINGS: dict[str, Callable[[], Rows]] = {
@@ -177,9 +183,9 @@ def list_(
         typer.echo(json.dumps(rows, indent=2, default=str))
     elif not sys.stdout.isatty():
         for row in rows:
-            typer.echo("\t".join(shown(value) for value in row.values()))
+            typer.echo("\t".join(format_value(value) for value in row.values()))
     else:
-        _print_table([{name: shown(value) for name, value in row.items()} for row in rows])
+        _print_table([{name: format_value(value) for name, value in row.items()} for row in rows])
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:

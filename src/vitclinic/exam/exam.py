@@ -173,6 +173,10 @@ class Exam(Mapping[str, Measured]):
         """What is wrong with the network, problems first; compared with the first of several that were examined."""
         return self.view.findings
 
+    def figure(self, probe: str, name: str | None = None) -> go.Figure:
+        """Return the figure of one probe; if there are several, the first or the one of that name."""
+        return Exams([self]).figure(probe, name)
+
     def report(self, path: str | Path, *, images: bool = True) -> Path:
         """Write a page about this network; `images=False` leaves pictures of the data out."""
         return Exams([self]).report(path, images=images)

@@ -77,25 +77,25 @@ def examine(targets: Target | Sequence[Target], data: Data | None = None, **opti
         quick: Measure only what one pass over the images shows.
         full: Measure all that applies, whatever it takes.
         settings: Options of some of the probes, `{name: {option: value}}`.
-        split: Which images to measure on: "train", "val" or "test"; some probes have their own say in that.
+        split: Which images to measure on: "train", "val" or "test"; some probes always use a certain split.
         limit: Use at most so many images, the same share of each class.
         size: Pixels a side, where the network takes any.
         batch_size: Images at a time; halved when memory runs out.
-        seed: Of whatever is random in measuring.
+        seed: Seed of everything random in measuring.
         device: "auto", "cpu" or "cuda".
         random_weights: Do not ask for pretrained weights of a library's network.
         mean: What a network given as a module has its input normalized by, for each channel, if it does not normalize
             itself.
-        std: Likewise.
-        normalized: The loader's images are normalized, by `mean` and `std` or by the network's own preprocessing.
-            Without this word, images outside of [0, 1] are an error.
+        std: The standard deviation that goes with `mean`.
+        normalized: The loader's images are normalized: by `mean` and `std`, or by the network's own preprocessing if
+            these are not given. Images outside of [0, 1] of which nothing is said are an error.
         out: Where results go, instead of a run's `exams/` or `./exams`.
         fresh: Measure again what is stored.
         together: All processes of torch.distributed's group, each of which calls this, measure together.
-        callbacks: Who hears of progress.
+        callbacks: Objects that follow the progress.
 
     Returns:
-        The exam: a mapping of probes to measurements, with `findings`, `figure` and `report`.
+        The exam: a mapping of probes to measurements, with `findings`, `figure` and `report`; or a list of exams.
 
     Raises:
         VitclinicError: If the one target, the only usable one, or an option is wrong. A probe that fails is a
@@ -193,7 +193,7 @@ class Examination:
                 subjects.append(self.open(target))
             except VitclinicError as error:  # one target's mistake does not hide the others' results
                 failures[_name(target)] = error
-                log.info("%s cannot be examined", _name(target), exc_info=error)
+                log.warning("%s was not examined: %s", _name(target), error)
         if not subjects:
             raise next(iter(failures.values()))
         exams = self.run(subjects)

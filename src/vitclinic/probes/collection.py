@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.records import Measurement
-from vitclinic.anatomy import AttentionMap, Site, record_attention, stream
+from vitclinic.anatomy import AttentionMap, Site, eval_mode, record_attention, stream
 from vitclinic.data import Batch, Dataset, Split
 from vitclinic.data.loader import LoadedImages
 from vitclinic.probes.probe import Probe, Result, StreamingProbe, parse_probes
 from vitclinic.probes.running import find_obstacle, record
 from vitclinic.probes.shared_pass import Desk
 from vitclinic.probes.subject import Subject, as_logits
+
+log = logging.getLogger(__name__)
 
 
 class ProbeCollection:
@@ -100,8 +103,13 @@ class ProbeCollection:
         if labels is None and wanting:
             raise RecipeError(f"{', '.join(wanting)} needs labels: call update(labels).")
         targets = torch.zeros(len(batch), dtype=torch.long) if labels is None else torch.as_tensor(labels).detach()
+        if targets.is_floating_point():
+            raise RecipeError(f"update() expects class indices, [{len(batch)}] (got {targets.dtype}).")
         if targets.shape != (len(batch),):
             raise RecipeError(f"update() expects one label per image, [{len(batch)}] (got {list(targets.shape)}).")
+        if wanting and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[-1]:
+            span = f"{int(targets.min())} to {int(targets.max())}"
+            raise RecipeError(f"The labels range from {span}, and the network has {logits.shape[-1]} outputs.")
         self._labels.append(targets.cpu().long())
         with torch.no_grad():
             self._desk.end_batch(replace(batch, targets=targets.long()), logits)
@@ -109,8 +117,8 @@ class ProbeCollection:
 
     def compute(self) -> dict[str, Measurement]:
         """Return the measurement of each probe over all batches so far; check its `status` for failures."""
-        if self._subject is None or self._desk is None:
-            raise RecipeError("There is nothing to compute yet: the network has not been called.")
+        if self._subject is None or self._desk is None or not self._labels:
+            raise RecipeError("There is nothing to compute yet: call the network, then update().")
         self._subject.dataset = self._all_images(self._subject.dataset)
         vars(self._subject).pop("data_digest", None)
         outcomes = {name: self._obstacles.get(name) or self._desk.outcome(name) for name in self.probes}
@@ -141,7 +149,9 @@ class ProbeCollection:
         count = sum(map(len, self._labels))
         indices = torch.arange(count, count + len(images))
         batch = Batch(images, torch.full((len(images),), -1), indices, indices)
-        self._digest.update(images.cpu().contiguous().numpy().tobytes())
+        self._digest.update(images.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if module.training and not self._training:
+            log.warning("The network is in training mode: call model.eval() for the numbers that `examine` gives.")
         self._training |= module.training
         self._desk.begin_batch(batch)
         self._watch(self._desk)
@@ -184,13 +194,9 @@ class ProbeCollection:
         """Make a subject from the network and the first batch, and begin every probe."""
         self._busy = True
         try:
-            like = images[:1]
-            with torch.no_grad():
-                training = [(part, part.training) for part in self.model.modules()]
-                self.model.eval()
-                outputs = as_logits(self.model(like)).shape[-1]
-                for part, mode in training:
-                    part.training = mode
+            with torch.no_grad(), eval_mode(self.model):
+                outputs = as_logits(self.model(images[:1])).shape[-1]
+            self._handle.remove()  # the digest of the network covers its hooks, and ours is no part of it
             self._subject = Subject(
                 self.model,
                 _first_images(images, outputs),
@@ -198,6 +204,8 @@ class ProbeCollection:
                 batch_size=len(images),
                 seed=self.seed,
             )
+            self._subject.digest  # noqa: B018 (computed now)
+            self._handle = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
             self._desk = Desk()
             for name, probe in self.probes.items():
                 obstacle = find_obstacle(probe, self._subject)

@@ -60,6 +60,8 @@ def load_subject(
         >>> subject.name, len(subject), subject.outputs
         ('Sequential', 4, 10)
     """
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"A probe is called on (model, data) with a torch.nn.Module (got {type(model).__name__}).")
     normalization = find_normalization(model, mean, std, normalized)
     if is_loader(data):
         dataset = load_batches(data, limit=limit, normalization=normalization, normalized=normalized)  # type: ignore[arg-type]
@@ -93,6 +95,8 @@ def find_normalization(
     if (mean is None) != (std is None):
         raise RecipeError("Pass both mean= and std=, with one number per channel each.")
     if mean is not None and std is not None:
+        if not isinstance(mean, Sequence) or not isinstance(std, Sequence):
+            raise RecipeError(f"mean and std are lists with one number per channel (got {mean!r} and {std!r}).")
         if len(mean) != len(std) or any(value <= 0 for value in std):
             raise RecipeError(
                 f"mean and std must have the same length, and std must be above 0 (got {mean} and {std})."

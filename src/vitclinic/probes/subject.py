@@ -304,10 +304,13 @@ class Subject:
 
 
 def as_logits(output: Any) -> Tensor:
-    """Return a network's output as a tensor; the output objects of Hugging Face models have it as `logits`."""
-    logits = getattr(output, "logits", output)
+    """Return a network's output as a tensor; dicts and the outputs of Hugging Face models have it as `logits`."""
+    logits = output.get("logits", output) if isinstance(output, dict) else getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise ModelError(f"The network returns a {type(output).__name__}; expected a tensor of logits.")
+        raise ModelError(
+            f"The network returns a {type(output).__name__}; expected a tensor of logits, or `logits` in it. Wrap the"
+            " network in a module that returns them."
+        )
     return logits
 
 
