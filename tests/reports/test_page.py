@@ -150,6 +150,22 @@ def test_what_failed_is_there_with_its_reason_and_what_does_not_apply_in_one_lis
     assert "Density of attention" not in text
 
 
+def test_what_was_not_measured_is_one_line_a_reason_for_all_networks():
+    late = {"sharpness": "there was no time for it: at least 20 s.", "ntk": "there was no time for it: at least 3 min."}
+    unknown = "no family is known for mine.Own: register one as docs/anatomy.md shows."
+    other = {"cka": measurement("cka", status="does_not_apply", reason=unknown)}
+    exams = [
+        ExamView("a", {"accuracy": vit().measurements["accuracy"]}, left_out=late),
+        ExamView("b", other, left_out=late),
+    ]
+    page = Tags(render(exams)).text
+    section = page[page.rindex("Not measured") :]
+    assert len(re.findall(r"sharpness, ntk\s*: There was no time for it\.", section)) == 1
+    assert "sharpness: at least 20 s." in section
+    assert re.search(r"cka\s+B\s*b\s*: No family is known for mine\.Own\.", section)
+    assert unknown in section
+
+
 def test_a_probe_without_a_drawer_has_its_numbers_and_a_line_for_each_value():
     page = render([ExamView("a", {"my.own probe": plugin()})])
     assert re.search(r"odd_one\s+0\.5", Tags(page).text)

@@ -164,9 +164,7 @@ class Exam(Mapping[str, Measured]):
     def view(self) -> ExamView:
         """As a report takes it."""
         compared = None if self.reference is None else self.reference.measurements
-        found = view_exam(self.name, self.measurements, self.run, compared)
-        missing = "; ".join(f"{probe}: {reason.rstrip('.')}" for probe, reason in self.left_out.items())
-        return replace(found, facts={**found.facts, "Not measured": missing}) if missing else found
+        return replace(view_exam(self.name, self.measurements, self.run, compared), left_out=self.left_out)
 
     @property
     def findings(self) -> Sequence[Finding]:

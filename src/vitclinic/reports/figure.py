@@ -25,6 +25,8 @@ class ExamView:
     """The rows of a run's metrics.jsonl: kind, step, epoch, loss, ..."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What else is known, in its order, for the head of the page: data, recipe, treatments, parameters."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Why some probes were not measured that could have been, by probe."""
 
 
 @dataclass(frozen=True)

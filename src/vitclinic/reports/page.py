@@ -15,7 +15,7 @@ from vitclinic.reports import views
 from vitclinic.reports.embedding import Drawings
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.frame import fill_template, write_page
-from vitclinic.reports.sections import find_facts, gather_inapplicable, group_probes, order_probes, select_applicable
+from vitclinic.reports.sections import find_facts, group_probes, order_probes, select_applicable
 
 _ABSOLUTE = re.compile(r"(?:^|(?<=[\s'\"`(\[{=@:,;|]))~?/(?!/)[^\s'\"`<>|;,)\]}]*[^\s'\"`<>|;,)\]}.:]")
 
@@ -30,6 +30,7 @@ def prepare_exams(exams: Sequence[ExamView]) -> list[ExamView]:
             measurements={probe: _prepare_measurement(found) for probe, found in one.measurements.items()},
             findings=[Finding.model_validate(_strip_everywhere(finding.model_dump())) for finding in one.findings],
             facts=_strip_everywhere(dict(one.facts)),
+            left_out=_strip_everywhere(dict(one.left_out)),
         )
         for number, (one, name) in enumerate(zip(exams, names, strict=True), 1)
     ]
@@ -106,7 +107,7 @@ def render(exams: Sequence[ExamView], *, title: str | None = None, images: bool 
         "titles": {probe: find_facts(shown, probe).title for probe in order_probes(shown)},
         "training": training,
         "groups": groups,
-        "inapplicable": gather_inapplicable(shown),
+        "missing": views.view_missing(shown),
     }
     return fill_template("page.html", drawings, **contents)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vitclinic._core.facts import OTHER, ProbeFacts
@@ -38,25 +39,53 @@ def order_probes(exams: Sequence[ExamView]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Inapplicable:
-    """Probes that have no meaning for some networks, for one reason."""
+class Missing:
+    """Probes without a result for some networks, for one reason."""
 
     probes: Sequence[str]
-    networks: Sequence[str]
+    places: Sequence[int]
+    """The networks, by their place in the report."""
     reason: str
+    """A few words."""
+    details: Sequence[str]
+    """The reason at full length, where it is longer: of each probe, if the probes' reasons differ."""
 
 
-def gather_inapplicable(exams: Sequence[ExamView]) -> list[Inapplicable]:
-    """What does not apply, gathered: one entry for each reason and the networks that it holds for."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for one in exams:
-        for probe, measurement in one.measurements.items():
-            if measurement.status == "does_not_apply":
-                reasons.setdefault((str(measurement.reason), probe), []).append(one.name)
-    gathered: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (reason, probe), networks in reasons.items():
-        gathered.setdefault((reason, tuple(networks)), []).append(probe)
-    return [Inapplicable(probes, networks, reason) for (reason, networks), probes in gathered.items()]
+def gather_missing(exams: Sequence[ExamView]) -> list[Missing]:
+    """Return what does not apply or was left out: one entry for each short reason and the networks it holds for."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for place, one in enumerate(exams):
+        unmet = {probe: found for probe, found in one.measurements.items() if found.status == "does_not_apply"}
+        reasons = {**{probe: str(found.reason) for probe, found in unmet.items()}, **one.left_out}
+        for probe, reason in reasons.items():
+            places.setdefault((probe, reason), []).append(place)
+    gathered: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
+    for (probe, reason), networks in places.items():
+        gathered.setdefault((_shorten(reason), tuple(networks)), {})[probe] = reason
+    return [
+        Missing(list(reasons), networks, short, _details(short, reasons))
+        for (short, networks), reasons in gathered.items()
+    ]
+
+
+def _shorten(reason: str) -> str:
+    """Return the reason up to its first stop, as a sentence.
+
+    Example:
+        >>> _shorten("there was no time for it: at least 20 s.")
+        'There was no time for it.'
+    """
+    words = re.split(r"[.:;](?:\s|$)", reason, maxsplit=1)[0]
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def _details(short: str, reasons: Mapping[str, str]) -> list[str]:
+    if all(_shorten(reason).lower() == reason.lower() for reason in reasons.values()):
+        return []
+    if len(set(reasons.values())) == 1:
+        return [next(iter(reasons.values()))]
+    head = len(short)
+    return [f"{probe}: {reason[head:].strip() or reason}" for probe, reason in reasons.items()]
 
 
 def select_applicable(exams: Sequence[ExamView], probe: str) -> list[tuple[int, str, Measurement]]:

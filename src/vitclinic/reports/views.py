@@ -12,7 +12,7 @@ from vitclinic._core.records import Finding, Scalar
 from vitclinic._core.time import format_duration
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.formatting import format_interval, format_number, format_setting
-from vitclinic.reports.sections import select_applicable
+from vitclinic.reports.sections import gather_missing, select_applicable
 from vitclinic.reports.summary import Cell, Row, summarize
 from vitclinic.reports.theme import network_colour
 
@@ -160,4 +160,21 @@ def view_remarks(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
         }
         for place, name, one in select_applicable(exams, probe)
         if one.status != "ok"
+    ]
+
+
+def view_missing(exams: Sequence[ExamView]) -> list[dict[str, Any]]:
+    """Return the lines on what was not measured; networks are named by their chips where it is not so of all."""
+    return [
+        {
+            "probes": entry.probes,
+            "reason": entry.reason,
+            "details": entry.details,
+            "networks": [
+                {"letter": letter(place), "colour": network_colour(place), "name": exams[place].name}
+                for place in entry.places
+                if len(entry.places) < len(exams)
+            ],
+        }
+        for entry in gather_missing(exams)
     ]

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import (
+    LEGEND_LINE,
     Floats,
     band,
     error_bars,
@@ -225,7 +226,7 @@ def trajectory(exams: Sequence[ExamView]) -> list[Figure]:
 
 
 def _trajectory_plot(found: Measurements) -> go.Figure:
-    figure = make_canvas(400, legend=2 * len(found), specs=[[{"type": "polar"}]])
+    figure = make_canvas(440, legend=2 * len(found), specs=[[{"type": "polar"}]])
     farthest, widest = 1.0, 0.0
     for place, name, one in found:
         epoch, radius, angle = (finite(one.arrays[array]) for array in _ARRAYS[:3])
@@ -242,7 +243,8 @@ def _trajectory_plot(found: Measurements) -> go.Figure:
         figure.add_trace(path)
         farthest = max(farthest, float(np.nanmax(radius, initial=0)))
         widest = max(widest, float(np.nanmax(np.degrees(angle), initial=0)))
-    figure.update_layout(margin={"l": 44, "r": 44, "t": 34})  # the labels of the angles are outside
+    below = 44 + 2 * LEGEND_LINE  # the axis is below the circle, and the legend below the axis
+    figure.update_layout(margin={"l": 44, "r": 44, "t": 34, "b": below})  # the labels of the angles are outside
     figure.update_polars(
         sector=[0, 90 if widest <= 90 else 180],
         radialaxis={"range": [0, 1.05 * farthest], "title": {"text": "distance r"}, "angle": 0, "tickangle": 0},
