@@ -27,23 +27,24 @@ DEFAULT_HEIGHT = 420
 
 
 def compress(text: str) -> str:
-    """`text` as base64 of gzip: the same for the same text, whenever it is made."""
+    """Return a text as base64 of gzip, the same whenever it is made."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 9, mtime=0)).decode("ascii")
 
 
 @cache
 def compress_plotly() -> str:
-    """The program that draws, as the installed plotly package has it."""
+    """Return the script of the installed plotly package, compressed."""
     return compress(_plotly())
 
 
 def checksum(script: str) -> str:
-    """By which a content security policy knows a script."""
+    """Return the checksum by which a content security policy recognizes a script."""
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode('ascii')}"
 
 
 @cache
 def plotly_checksum() -> str:
+    """Return the checksum of plotly's script."""
     return checksum(_plotly())
 
 
@@ -55,7 +56,7 @@ def _plotly() -> str:
 
 
 def serialize_plot(plot: go.Figure, images: bool = True) -> str:
-    """What plotly draws, without its colours for the page, which are the page's theme; perhaps without images."""
+    """Return a plot as JSON without its template, since the page has themes of its own; perhaps without images."""
     figure: dict[str, Any] = json.loads(plot.to_json(validate=False))
     layout = figure.get("layout", {})
     layout.pop("template", None)
@@ -66,7 +67,7 @@ def serialize_plot(plot: go.Figure, images: bool = True) -> str:
 
 
 def format_csv(table: Table) -> str:
-    """A figure's numbers, as RFC 4180 has it; empty where there is none.
+    """Return a figure's numbers as CSV (RFC 4180), with empty cells where there is none.
 
     A text that a spreadsheet would take for a formula gets an apostrophe in front, which such programs hide.
 
@@ -87,7 +88,7 @@ def _cell(value: Any) -> Any:
 
 @dataclass
 class Drawings:
-    """The figures of one page, and what it carries of them by name."""
+    """The figures of one page, with what the page carries of them by name."""
 
     images: bool
     packed: dict[str, str] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class Drawings:
         return []
 
     def view(self, figure: Figure) -> dict[str, Any]:
-        """What the templates show of a figure, which the page carries from now on."""
+        """Return what the templates show of a figure, and carry it in the page."""
         name = self._own(figure.name)
         if figure.plot is not None:
             self.packed[f"plot-{name}"] = compress(serialize_plot(figure.plot, self.images))
@@ -130,7 +131,7 @@ class Drawings:
         }
 
     def _own(self, wanted: str) -> str:
-        """A name of letters, digits and hyphens that no other figure of the page has."""
+        """Return a name of letters, digits and hyphens that no other figure of the page has."""
         base = re.sub(r"[^A-Za-z0-9]+", "-", wanted).strip("-") or "figure"
         candidates = (base if number == 1 else f"{base}-{number}" for number in range(1, len(self._names) + 2))
         name = next(candidate for candidate in candidates if candidate not in self._names)

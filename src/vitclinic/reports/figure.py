@@ -1,4 +1,4 @@
-"""What a report is made of: networks, as far as they have been measured."""
+"""Records that a report is made of: exams, and the figures, tables and pictures that show them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExamView:
-    """One network as a report shows it."""
+    """One network as a report shows it: its name, measurements, findings and training."""
 
     name: str
     """As the user wrote it; anything may stand here, and is escaped where it is shown."""
@@ -31,7 +31,7 @@ class ExamView:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of the user's, or drawn over one: `--no-images` leaves it out."""
+    """An image of the user's, or a drawing over one; `--no-images` leaves it out."""
 
     caption: str
     png: bytes
@@ -47,7 +47,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """What is drawn, with what a reader needs to understand it."""
+    """A plot or some pictures, with what a reader needs to understand them."""
 
     name: str
     """Of letters, digits and hyphens, unique on the page: `fourier-depth`."""
@@ -69,17 +69,33 @@ DRAWERS: dict[str, Drawer] = {}
 
 
 def draws(probe: str) -> Callable[[Drawer], Drawer]:
-    """Decorator: this function draws the measurements of `probe`."""
+    """Make a function draw the measurements of `probe`; use it as a decorator.
 
-    def known(drawer: Drawer) -> Drawer:
+    Args:
+        probe: The probe's name.
+
+    Returns:
+        The decorator. Its function takes the exams of the report and returns figures, none where there is nothing to
+        draw.
+    """
+
+    def register(drawer: Drawer) -> Drawer:
         DRAWERS[probe] = drawer
         return drawer
 
-    return known
+    return register
 
 
 def select_usable(exams: Sequence[ExamView], probe: str) -> list[tuple[int, str, Measurement]]:
-    """(place in the report, name, measurement) of the networks with a usable one; the place is the network's colour."""
+    """Return the usable measurements of a probe: those that applied and did not fail.
+
+    Args:
+        exams: The networks of a report.
+        probe: The probe's name.
+
+    Returns:
+        (place, name, measurement) of each network that has one; the place in the report decides the network's colour.
+    """
     found = ((place, one.name, one.measurements.get(probe)) for place, one in enumerate(exams))
     return [
         (place, name, measurement)

@@ -1,7 +1,7 @@
-"""What users have named, made safe for plotly, whose labels are a small HTML of their own.
+"""Numbers and names as text: formatted for the page, and escaped for plotly, whose labels are a kind of HTML.
 
 The page's templates escape for themselves; plotly's texts (legends, axis labels, hover boxes, annotations) go through
-here. Tables, captions, titles and everything else that is not plotly's stay as the user wrote them.
+`escape_plotly`. Tables, captions and titles stay as the user wrote them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MEANT_BY_PLOTLY = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;", "%": "
 
 
 def escape_plotly(text: object) -> str:
-    """`text` in one line, so that plotly shows it as it is wherever it takes a text, also inside a hover template.
+    """Return a text in one line that plotly shows as it is, also inside a hover template.
 
     Example:
         >>> escape_plotly("<b>%{x}</b> & more")
@@ -32,7 +32,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def format_number(value: float) -> str:
-    """Four digits; a count in full.
+    """Return a number with four digits, a count in full.
 
     Example:
         >>> [format_number(value) for value in (0.123456, 5717416.0, 3.2e9, math.nan, -4e-05)]
@@ -49,7 +49,7 @@ def format_number(value: float) -> str:
 
 
 def format_interval(scalar: Scalar) -> str:
-    """Its interval, or nothing.
+    """Return a scalar's interval, or an empty text.
 
     Example:
         >>> format_interval(Scalar(value=0.5, low=0.44, high=0.56)), format_interval(Scalar(value=0.5))
@@ -63,7 +63,7 @@ def format_interval(scalar: Scalar) -> str:
 
 
 def format_setting(value: Any) -> str:
-    """An option's value in one line.
+    """Return an option's value in one line.
 
     Example:
         >>> format_setting(True), format_setting(None), format_setting([1, 2]), format_setting(0.05)

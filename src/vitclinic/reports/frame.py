@@ -1,4 +1,4 @@
-"""What all pages share: templates, style, script, and the policy by which the browser runs nothing else."""
+"""Templates, style, script and content security policy that all pages share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vitclinic.reports.theme import template
 
 
 def fill_template(name: str, drawings: Drawings, **contents: Any) -> str:
-    """The page that this template makes of its contents, with its figures in it."""
+    """Return the page that a template makes of its contents, with the figures in it."""
     page = _environment().get_template(name)
     return page.render(**contents, **_programs(), version=version("vitclinic"), packed=_embed(drawings))
 
 
 def write_page(path: str | Path, page: str) -> Path:
-    """Write a page whole or not at all, and its folder."""
+    """Write a page whole or not at all, and make its folder."""
     path = Path(path)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def _environment() -> Environment:
 
 
 def breakable(name: str) -> Markup:
-    """A name that may go on in the next line after an underscore or a dot, as a narrow screen needs.
+    """Return a name that may break after an underscore or a dot, as a narrow screen needs.
 
     Example:
         >>> breakable("nep_<b>")
@@ -58,7 +58,7 @@ def breakable(name: str) -> Markup:
 
 @cache
 def _programs() -> dict[str, Markup]:
-    """Our own style and script, and the policy by which the browser runs nothing else."""
+    """Return our own style and script, and the policy by which the browser runs nothing else."""
     folder = files("vitclinic.reports") / "templates"
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
     themes = json.dumps({name: template(name == "dark") for name in ("light", "dark")})
@@ -75,6 +75,6 @@ def _programs() -> dict[str, Markup]:
 
 
 def _embed(drawings: Drawings) -> dict[str, Markup]:
-    """Base64, which needs no escaping; plotly's program where there is something to draw."""
+    """Return what the page carries as base64, with plotly's script where there is something to draw."""
     program = {"plotly": compress_plotly()} if any(name.startswith("plot-") for name in drawings.packed) else {}
     return {name: Markup(content) for name, content in {**program, **drawings.packed}.items()}

@@ -1,4 +1,4 @@
-"""Networks as a page may show them: each by a name of its own, and without where things lie on this machine."""
+"""The page about some networks, in one file: findings, summary, training, a section for each probe."""
 
 from __future__ import annotations
 
@@ -17,59 +17,6 @@ from vitclinic.reports.figure import ExamView
 from vitclinic.reports.frame import fill_template, write_page
 from vitclinic.reports.sections import find_facts, group_probes, order_probes, select_applicable
 
-_ABSOLUTE = re.compile(r"(?:^|(?<=[\s'\"`(\[{=@:,;|]))~?/(?!/)[^\s'\"`<>|;,)\]}]*[^\s'\"`<>|;,)\]}.:]")
-
-
-def prepare_exams(exams: Sequence[ExamView]) -> list[ExamView]:
-    """The networks with distinct names; of absolute paths, wherever one is written, the last part is left."""
-    names = [strip_folders(one.name) for one in exams]
-    return [
-        replace(
-            one,
-            name=name if names.count(name) == 1 else f"{name} ({number})",
-            measurements={probe: _prepare_measurement(found) for probe, found in one.measurements.items()},
-            findings=[Finding.model_validate(_strip_everywhere(finding.model_dump())) for finding in one.findings],
-            facts=_strip_everywhere(dict(one.facts)),
-            left_out=_strip_everywhere(dict(one.left_out)),
-        )
-        for number, (one, name) in enumerate(zip(exams, names, strict=True), 1)
-    ]
-
-
-def strip_folders(text: str) -> str:
-    """`text`, in which of every absolute path only the last part is left.
-
-    Example:
-        >>> strip_folders("cannot read '/home/me/photos/cat/1.png' (see a/b, 4/255)")
-        "cannot read '1.png' (see a/b, 4/255)"
-    """
-    return _ABSOLUTE.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
-
-
-def _prepare_measurement(measurement: Measurement) -> Measurement:
-    """Not its scalars and arrays: these are numbers, and names of classes, which may look like paths."""
-    reason = None if measurement.reason is None else strip_folders(measurement.reason)
-    return measurement.model_copy(
-        update={
-            "reason": reason,
-            "config": _strip_everywhere(measurement.config),
-            "units": [
-                row if row.note is None else row.model_copy(update={"note": strip_folders(row.note)})
-                for row in measurement.units
-            ],
-        }
-    )
-
-
-def _strip_everywhere(value: Any) -> Any:
-    """The same for all texts in plain data."""
-    if isinstance(value, str):
-        return strip_folders(value)
-    if isinstance(value, Mapping):
-        return {key: _strip_everywhere(item) for key, item in value.items()}
-    return type(value)(_strip_everywhere(item) for item in value) if isinstance(value, list | tuple) else value
-
-
 log = logging.getLogger(__name__)
 
 LIMIT = 8_000_000
@@ -77,9 +24,21 @@ LIMIT = 8_000_000
 
 NO_PICTURES = "Pictures of the data were left out of this page, as asked for."
 
+_ABSOLUTE = re.compile(r"(?:^|(?<=[\s'\"`(\[{=@:,;|]))~?/(?!/)[^\s'\"`<>|;,)\]}]*[^\s'\"`<>|;,)\]}.:]")
+
 
 def write_report(path: str | Path, exams: Sequence[ExamView], *, title: str | None = None, images: bool = True) -> Path:
-    """Write the report on these networks as one HTML file, which opens offline."""
+    """Write a report on some networks as one HTML file, which opens offline.
+
+    Args:
+        path: The file; its folder is made.
+        exams: The networks, in the order of the page's columns.
+        title: The page's heading; without one, the networks' names.
+        images: Whether pictures of the data are in the page.
+
+    Returns:
+        The path.
+    """
     written = write_page(path, render(exams, title=title, images=images))
     size = written.stat().st_size
     if size > LIMIT:
@@ -88,7 +47,7 @@ def write_report(path: str | Path, exams: Sequence[ExamView], *, title: str | No
 
 
 def render(exams: Sequence[ExamView], *, title: str | None = None, images: bool = True) -> str:
-    """The page as HTML. Whatever a user named is shown as text; without `images`, no picture of the data is in it."""
+    """Return the page as HTML. Names are shown as text; without `images`, no picture of the data is in it."""
     if not exams:
         raise RecipeError("There is nothing to report on: name a network that was examined.")
     shown = prepare_exams(exams)
@@ -150,3 +109,53 @@ def _describe_measurements(exams: Sequence[ExamView]) -> str:
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     one = len(exams) == 1
     return f"{len(found)} measurements of {'one network' if one else f'{len(exams)} networks'}, {when}"
+
+
+def prepare_exams(exams: Sequence[ExamView]) -> list[ExamView]:
+    """Return the networks with distinct names and without folders of this machine: of a path, its last part stays."""
+    names = [strip_folders(one.name) for one in exams]
+    return [
+        replace(
+            one,
+            name=name if names.count(name) == 1 else f"{name} ({number})",
+            measurements={probe: _prepare_measurement(found) for probe, found in one.measurements.items()},
+            findings=[Finding.model_validate(_strip_everywhere(finding.model_dump())) for finding in one.findings],
+            facts=_strip_everywhere(dict(one.facts)),
+            left_out=_strip_everywhere(dict(one.left_out)),
+        )
+        for number, (one, name) in enumerate(zip(exams, names, strict=True), 1)
+    ]
+
+
+def strip_folders(text: str) -> str:
+    """Return a text in which only the last part of every absolute path is left.
+
+    Example:
+        >>> strip_folders("cannot read '/home/me/photos/cat/1.png' (see a/b, 4/255)")
+        "cannot read '1.png' (see a/b, 4/255)"
+    """
+    return _ABSOLUTE.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
+
+
+def _prepare_measurement(measurement: Measurement) -> Measurement:
+    """Return a measurement without folders; scalars and arrays have names of classes, which may look like paths."""
+    reason = None if measurement.reason is None else strip_folders(measurement.reason)
+    return measurement.model_copy(
+        update={
+            "reason": reason,
+            "config": _strip_everywhere(measurement.config),
+            "units": [
+                row if row.note is None else row.model_copy(update={"note": strip_folders(row.note)})
+                for row in measurement.units
+            ],
+        }
+    )
+
+
+def _strip_everywhere(value: Any) -> Any:
+    """Do the same for all texts in plain data."""
+    if isinstance(value, str):
+        return strip_folders(value)
+    if isinstance(value, Mapping):
+        return {key: _strip_everywhere(item) for key, item in value.items()}
+    return type(value)(_strip_everywhere(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The sections of a report: which probes there are, in what order and under what heading, as measurements say it."""
+"""Sections of a report: which probes there are, in what order and under which heading, as their measurements say."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ USABLE = ("ok", "not_converged")
 
 
 def find_facts(exams: Sequence[ExamView], probe: str) -> ProbeFacts:
-    """Return the facts about a probe that its measurements carry; of one that carries none, its name."""
+    """Return the facts about a probe from its measurements; its name is its title where they have none."""
     found = (one.measurements[probe].facts for one in exams if probe in one.measurements)
     return next((facts for facts in found if facts is not None), ProbeFacts(title=probe))
 
 
 def group_probes(exams: Sequence[ExamView]) -> dict[str, list[str]]:
-    """Return the probes that were measured of some network by group, in the page's order: by rank within a group."""
+    """Return the probes that were measured, by group and in the page's order: by rank within a group."""
     there = dict.fromkeys(probe for one in exams for probe in one.measurements)
     facts = {probe: find_facts(exams, probe) for probe in there}
     groups: dict[str, list[str]] = {}
@@ -89,7 +89,7 @@ def _details(short: str, reasons: Mapping[str, str]) -> list[str]:
 
 
 def select_applicable(exams: Sequence[ExamView], probe: str) -> list[tuple[int, str, Measurement]]:
-    """(place, name, measurement) of the networks that the probe applies to, whatever came of it."""
+    """Return (place, name, measurement) of the networks that the probe applies to, also where it failed."""
     found = ((place, one.name, one.measurements.get(probe)) for place, one in enumerate(exams))
     return [
         (place, name, measurement)

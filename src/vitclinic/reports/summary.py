@@ -53,7 +53,7 @@ def summarize(exams: Sequence[ExamView]) -> list[Row]:
 
 
 def find_best(scalars: Sequence[Scalar | None], better: Better | None) -> int | None:
-    """The place of the value that is better than all others beyond their intervals, if there is one.
+    """Return the place of the value that is better than all others beyond their intervals, if there is one.
 
     Example:
         >>> find_best([Scalar(value=0.5, low=0.4, high=0.6), Scalar(value=0.7, low=0.65, high=0.75)], "higher")
@@ -71,7 +71,7 @@ def find_best(scalars: Sequence[Scalar | None], better: Better | None) -> int | 
 
 
 def _span(scalar: Scalar, better: Better) -> tuple[float, float]:
-    """Its interval on a scale on which less is better."""
+    """Return the interval on a scale on which less is better."""
     low = scalar.value if scalar.low is None else scalar.low
     high = scalar.value if scalar.high is None else scalar.high
     if better == "higher":
@@ -98,6 +98,6 @@ def _row(measurements: Sequence[Measurement | None], probe: str, scalar: str, be
 
 
 def are_comparable(measurements: Sequence[Measurement | None]) -> bool:
-    """Whether those that are there were made on the same images, with the same options, under the same conditions."""
+    """Tell whether measurements were made on the same images, with the same options, under the same conditions."""
     there = [found for found in measurements if found is not None and found.status in ("ok", "not_converged")]
     return all(one.terms == there[0].terms for one in there)

@@ -1,4 +1,4 @@
-"""Colours: of networks, safe for colour-blind readers and legible on light and dark; and of the kinds of units."""
+"""Colours of networks, safe for colour-blind readers and legible on light and dark, and of the kinds of units."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ KIND_SYMBOLS = {
 
 
 def network_colour(place: int) -> str:
+    """Return the colour of the network at this place of the report."""
     return NETWORKS[place % len(NETWORKS)]
 
 
 def with_opacity(place: int, opacity: float) -> str:
-    """The network's colour as rgba(), for bands of uncertainty."""
+    """Return the network's colour as rgba(), for bands of uncertainty."""
     red, green, blue = (int(network_colour(place)[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {opacity})"
 
@@ -62,7 +63,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 
 
 def template(dark: bool) -> dict[str, Any]:
-    """The template of one of the two themes; the background is the page's own."""
+    """Return plotly's template for the light or the dark theme; the background is the page's own."""
     ink, faint, line, box = (
         ("#d7dce2", "#333b45", "#5a6570", "#232a32") if dark else ("#2b333b", "#e3e7eb", "#9aa5b1", "#ffffff")
     )

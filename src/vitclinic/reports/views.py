@@ -1,4 +1,4 @@
-"""What the templates show, in plain words: networks, findings, cells and records, made of measurements."""
+"""Data for the templates, made of measurements: networks, findings, cells, records and remarks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDS = {"not_converged": "Has not converged", "failed": "Failed", "ok": "ok"}
 
 @dataclass(frozen=True)
 class Network:
-    """A network at the head of the page, and at the head of a column: its letter and colour stand for it."""
+    """A network at the head of the page or of a column: its letter and colour stand for it."""
 
     name: str
     letter: str
@@ -50,7 +50,7 @@ def anchor(kind: str, name: str) -> str:
 
 
 def view_networks(exams: Sequence[ExamView], anchors: Container[str]) -> list[Network]:
-    """All networks, problems before what is healthy; numbers lead to their sections, if they are among `anchors`."""
+    """Return all networks, their problems first; numbers lead to their sections, if these are among `anchors`."""
     found = []
     for place, one in enumerate(exams):
         ordered = sorted(one.findings, key=lambda finding: SEVERITIES.index(finding.severity))
@@ -61,7 +61,7 @@ def view_networks(exams: Sequence[ExamView], anchors: Container[str]) -> list[Ne
 
 
 def letter(place: int) -> str:
-    """A, B, C, ..., Z, A2, ..."""
+    """Return A, B, C, ..., Z, A2, ... for a place."""
     again = place // len(ascii_uppercase)
     return ascii_uppercase[place % len(ascii_uppercase)] + (str(again + 1) if again else "")
 
@@ -78,14 +78,14 @@ def _finding(finding: Finding, anchors: Container[str]) -> dict[str, Any]:
 
 
 def _target(key: str, anchors: Container[str]) -> str | None:
-    """Where on the page a finding's number comes from."""
+    """Return the anchor of the section that a finding's number comes from."""
     probe = key.partition(".")[0]
     target = "training" if probe == "training" else anchor("probe", probe)
     return target if target in anchors else None
 
 
 def view_summary(exams: Sequence[ExamView]) -> list[dict[str, Any]]:
-    """The summary's rows; the first of each probe begins its group."""
+    """Return the summary's rows; the first of each probe begins its group."""
     rows, last = [], None
     for row in summarize(exams):
         rows.append({**_row(row), "first": row.probe != last, "target": anchor("probe", row.probe)})
@@ -110,7 +110,7 @@ def _cell(cell: Cell) -> dict[str, Any]:
 
 
 def view_scalars(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
-    """All scalars of one probe, of all networks that have some."""
+    """Return all scalars of one probe, of all networks that have some."""
     found = [(one.scalars, one.status == "ok") for _, _, one in select_applicable(exams, probe)]
     names = dict.fromkeys(name for scalars, _ in found for name in scalars)
 
@@ -121,7 +121,7 @@ def view_scalars(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
 
 
 def view_records(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
-    """How the probe's measurements came about: settings, cost, date."""
+    """Return how the probe's measurements came about: settings, cost, date."""
     return [
         {
             "name": name,
@@ -140,14 +140,14 @@ def view_records(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
 
 
 def describe_records(found: Sequence[dict[str, Any]]) -> str:
-    """The records of a section in a few words."""
+    """Return the records of a section in a few words."""
     images, times = (list(dict.fromkeys(record[key] for record in found)) for key in ("images", "time"))
     dates = sorted({record["date"][:10] for record in found})
     return f"{' and '.join(images)} images, {' and '.join(times)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
 
 
 def view_remarks(exams: Sequence[ExamView], probe: str) -> list[dict[str, Any]]:
-    """What failed or has not converged, with its reason."""
+    """Return what failed or has not converged, with its reason."""
     several = len(exams) > 1
     return [
         {

@@ -1,4 +1,4 @@
-"""Reliability diagram: is the network right as often as it is sure?"""
+"""Accuracy and calibration (reliability diagram), and the likelihood of training images against the test error."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ _ARRAYS = ("bin_edges", "bin_images", "bin_confidence", "bin_accuracy", "bin_acc
 
 @draws("accuracy")
 def accuracy(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the reliability diagram."""
     found = [each for each in select_usable(exams, "accuracy") if all(name in each[2].arrays for name in _ARRAYS)]
     if not found:
         return []
@@ -96,6 +97,7 @@ _GROUPS = {"nll": "training NLL", "target_entropy": "least possible"}
 
 @draws("train_nll")
 def train_nll(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the likelihood of training images and, of several networks, that against the test error."""
     found = select_usable(exams, "train_nll")
     groups = select_known(found, _GROUPS)
     if not groups:
@@ -117,7 +119,7 @@ def train_nll(exams: Sequence[ExamView]) -> list[Figure]:
 
 
 def _error(one: ExamView) -> Scalar | None:
-    """The share of test images that are not recognised, where it has been measured."""
+    """Return the share of test images that are not recognized, where it was measured."""
     accuracy = one.measurements.get("accuracy")
     found = None if accuracy is None else accuracy.scalars.get("accuracy")
     if found is None:

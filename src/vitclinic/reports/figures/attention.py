@@ -1,4 +1,4 @@
-"""The heads of attention layers, as dashes around the mean of their layer."""
+"""Reach and density of attention by layer, with each head as a dash, and attention maps over images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitclinic.reports.theme import network_colour
 
 
 def head_marks(found: Sequence[Series], array: str, divisor: str | None = None) -> list[go.Scatter]:
-    """A dash for each head of each layer of the series, divided by the layer's number `divisor` if there is one."""
+    """Return a dash for each head of each layer, divided by the value `divisor` of its layer if there is one."""
     shared = same_units(found)
     return [trace for one in found for trace in _marks(one, places(one, shared), array, divisor)]
 
@@ -55,6 +55,7 @@ def _divisor(unit: UnitRow, name: str | None) -> float:
 
 @draws("attention_distance")
 def attention_distance(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw how far attention looks, by layer and head."""
     found = collect_series(exams, "attention_distance", "distance")
     if not found:
         return []
@@ -78,6 +79,7 @@ def attention_distance(exams: Sequence[ExamView]) -> list[Figure]:
 
 @draws("attention_entropy")
 def attention_entropy(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the entropy of attention by layer and head, and that of the class token."""
     return [*_against_maximum(exams), *_of_class_token(exams)]
 
 
@@ -135,6 +137,7 @@ Looks = list[tuple[str, Measurement]]
 
 @draws("attention_maps")
 def attention_maps(exams: Sequence[ExamView]) -> list[Figure]:
+    """Show each image beside the attention maps of all networks that looked at it."""
     found = [(name, one) for _, name, one in select_usable(exams, "attention_maps") if _is_whole(one)]
     if not found:
         return []
@@ -162,7 +165,7 @@ def _is_whole(one: Measurement) -> bool:
 
 
 def _group_by_images(found: Looks) -> list[Looks]:
-    """Networks that have looked at the same pixels share their pictures."""
+    """Group the networks that looked at the same pixels: they share their pictures."""
     groups: dict[tuple[bytes, tuple[int, ...], bytes], Looks] = {}
     for name, one in found:
         numbers, images = one.arrays["numbers"], one.arrays["images"]
@@ -171,7 +174,7 @@ def _group_by_images(found: Looks) -> list[Looks]:
 
 
 def _pictures(looks: Looks, side: int) -> list[Picture]:
-    """Each image beside the maps of all networks; larger ones are reduced to a longer side of so many pixels."""
+    """Return each image beside the maps of all networks, reduced to a longer side of at most `side` pixels."""
     first = looks[0][1].arrays
     who = "; ".join(name for name, _ in looks)
     return [
@@ -191,7 +194,7 @@ def _lay_out(image: NDArray[np.uint8], maps: Sequence[NDArray[np.float64]], side
 
 
 def _table(found: Looks) -> Table:
-    """The maps on their grids."""
+    """Return the maps on their grids."""
     rows = [
         (name, int(number), row, column, float(value))
         for name, one in found

@@ -1,7 +1,7 @@
-"""What the figures share: an empty plot that suits light and dark pages, labels, lines with bands, points with bars.
+"""Parts that all figures share: an empty plot for light and dark pages, labels, lines with bands, points with bars.
 
-Nothing here has a colour of its own for texts or background: the page gives them. Legends lie below the plot, which
-has a height but no width, so that it also fits a phone.
+Nothing here colours texts or backgrounds: the page does. Legends lie below the plot, which has a height but no width,
+so that it also fits a phone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Floats = NDArray[np.float64]
 def make_canvas(
     height: int, rows: int = 1, columns: int = 1, titles: Sequence[str] = (), *, legend: int = 0, **options: Any
 ) -> go.Figure:
-    """An empty plot of so many panels; `titles` are those of the panels, safe for plotly, `options` make_subplots'.
+    """Return an empty plot of some panels; `titles` are those of the panels, escaped, `options` make_subplots'.
 
     `height` is that without the legend, of which there are so many lines on a phone.
     """
@@ -92,7 +92,7 @@ def put_colours_below(figure: go.Figure, title: str, **axis: Any) -> None:
 
 
 def label(name: str, measurement: Measurement | None = None, numbers: str = "", longest: int = LONGEST) -> str:
-    """A network in a legend: its name, as plotly may have it, whether its measurement has converged, and some numbers.
+    """Return a network as a legend shows it: its name, escaped and cut, whether it has converged, and some numbers.
 
     These are on a second line, for a phone.
     """
@@ -103,12 +103,12 @@ def label(name: str, measurement: Measurement | None = None, numbers: str = "", 
 
 
 def format_short(value: float, form: str = ".3g") -> str:
-    """A number in a few characters: 0.0123, 12.3, 12,345."""
+    """Return a number in a few characters: 0.0123, 12.3, 12,345."""
     return f"{value:,.0f}" if form == ".3g" and 1000 <= abs(value) < 1e6 else f"{value:{form}}"
 
 
 def format_scalar(scalar: Scalar | None, form: str = ".3g") -> str:
-    """A scalar in words: `3.2 [2.9, 3.5]`; a bound where its interval is open."""
+    """Return a scalar with its interval, `3.2 [2.9, 3.5]`, or its bound where the interval is open."""
     if scalar is None:
         return "unknown"
     if scalar.low is None or scalar.high is None or math.isnan(scalar.low) or math.isnan(scalar.high):
@@ -119,20 +119,20 @@ def format_scalar(scalar: Scalar | None, form: str = ".3g") -> str:
 
 
 def finite(values: ArrayLike) -> Floats:
-    """The numbers with a gap, NaN, where one is not finite."""
+    """Return the numbers with NaN, a gap, where one is not finite."""
     numbers = np.asarray(values, dtype=np.float64)
     return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
 def is_wide(values: ArrayLike) -> bool:
-    """Whether the numbers ask for a logarithmic axis: all positive, and of more than one and a half orders."""
+    """Tell whether numbers need a logarithmic axis: all are positive, and the largest is many times the smallest."""
     numbers = finite(values)
     known = numbers[~np.isnan(numbers)]
     return bool(known.size) and bool((known > 0).all()) and bool(known.max() > WIDE * known.min())
 
 
 def scale_for(values: ArrayLike, title: str, to_zero: bool = False) -> dict[str, Any]:
-    """What an axis of these values is like: its title, and whether it is logarithmic or (if so asked) has a zero."""
+    """Return the settings of an axis for these values: title, logarithmic or not, from zero or not."""
     if not is_wide(values):
         return {"title_text": title, "type": "linear", "rangemode": "tozero" if to_zero else "normal"}
     orders = float(np.ptp(np.log10(finite(values)[np.isfinite(finite(values))])))
@@ -143,26 +143,28 @@ def scale_for(values: ArrayLike, title: str, to_zero: bool = False) -> dict[str,
 
 
 def line_style(place: int) -> dict[str, Any]:
+    """Return colour and dash of the network at this place of the report."""
     return {"color": network_colour(place), "dash": DASHES[place % len(DASHES)], "width": 2}
 
 
 def marker_style(place: int, size: int = 7) -> dict[str, Any]:
+    """Return colour and symbol of the network at this place of the report."""
     return {"color": network_colour(place), "symbol": MARKERS[place % len(MARKERS)], "size": size}
 
 
 def trace_group(place: int, label: str, shown: bool = True) -> dict[str, Any]:
-    """What all traces of one network share: one entry of the legend switches them together."""
+    """Return what all traces of one network share, so that one entry of the legend switches them together."""
     return {"name": label, "legendgroup": str(place), "showlegend": shown}
 
 
 def line(place: int, label: str, x: ArrayLike, y: ArrayLike, shown: bool = True, **options: Any) -> go.Scatter:
-    """A network's line, with markers."""
+    """Return a network's line, with markers."""
     style = {"mode": "lines+markers", "line": line_style(place), "marker": marker_style(place)}
     return go.Scatter(x=finite(x), y=finite(y), **trace_group(place, label, shown), **(style | options))
 
 
 def band(place: int, x: ArrayLike, low: ArrayLike, high: ArrayLike) -> go.Scatter:
-    """The area between two curves, in the network's colour; it has a gap wherever one of them has."""
+    """Return the area between two curves in the network's colour, with a gap wherever one of them has one."""
     across, below, above = finite(x), finite(low), finite(high)
     known = ~(np.isnan(below) | np.isnan(above))
     outline: list[tuple[float, float]] = []
@@ -186,7 +188,7 @@ def band(place: int, x: ArrayLike, low: ArrayLike, high: ArrayLike) -> go.Scatte
 
 
 def error_bars(values: ArrayLike, low: ArrayLike, high: ArrayLike, place: int | None = None) -> dict[str, Any]:
-    """Plotly's error bars from the ends of intervals; none where an end is not known."""
+    """Return plotly's error bars from the ends of intervals; none where an end is not known."""
     middle, below, above = finite(values), finite(low), finite(high)
     return {
         "type": "data",
@@ -200,7 +202,7 @@ def error_bars(values: ArrayLike, low: ArrayLike, high: ArrayLike, place: int | 
 
 
 def ends(scalars: Sequence[Scalar | None]) -> tuple[Floats, Floats, Floats]:
-    """Values, lower and upper ends of some scalars, NaN where there is none."""
+    """Return values, lower and upper ends of some scalars, NaN where there is none."""
     rows = [
         (math.nan,) * 3 if s is None else (s.value, *(math.nan if e is None else e for e in (s.low, s.high)))
         for s in scalars

@@ -1,4 +1,4 @@
-"""How alike the states after a network's units are [park2022 Fig. 10a, D.3]."""
+"""Similarity of the states after a network's units, as a matrix (CKA) [park2022 Fig. 10a, D.3]."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ Shape = dict[str, Any]
 
 @draws("cka")
 def cka(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw a matrix for each network, with the kinds of units along its axes."""
     found = [one for one in select_usable(exams, "cka") if _is_whole(one[2])]
     if not found:
         return []
@@ -54,7 +55,7 @@ def cka(exams: Sequence[ExamView]) -> list[Figure]:
 
 
 def _is_whole(one: Measurement) -> bool:
-    """Whether the matrix is there, with a row for each unit."""
+    """Tell whether the matrix is there, with a row for each unit."""
     matrix = one.arrays.get("cka")
     return matrix is not None and matrix.shape == (len(one.units), len(one.units)) and bool(one.units)
 
@@ -83,7 +84,7 @@ def _plot(found: Matrices) -> go.Figure:
 
 
 def _matrix(plot: go.Figure, row: int, column: int, one: Measurement) -> list[Shape]:
-    """Draw one network's matrix; returns what is to be drawn on it."""
+    """Draw one network's matrix, and return the shapes that belong on it."""
     units = one.units
     names = [
         f"{number} {escape_plotly(unit.name)}" for number, unit in enumerate(units)
@@ -113,7 +114,7 @@ def _matrix(plot: go.Figure, row: int, column: int, one: Measurement) -> list[Sh
 
 
 def _strips(units: Sequence[UnitRow], thickness: float) -> Iterator[Shape]:
-    """The kinds of units along both axes."""
+    """Yield the kinds of units along both axes."""
     outer, inner = -0.5 - 1.3 * thickness, -0.5 - 0.3 * thickness
     for number, unit in enumerate(units):
         style = {"type": "rect", "fillcolor": KIND_MARKS.get(unit.kind, CLEAR), "line": {"width": 0}}
@@ -123,7 +124,7 @@ def _strips(units: Sequence[UnitRow], thickness: float) -> Iterator[Shape]:
 
 
 def _borders(units: Sequence[UnitRow]) -> Iterator[Shape]:
-    """Lines between stages."""
+    """Yield lines between stages."""
     first, last = -0.5, len(units) - 0.5
     style = {"type": "line", "line": {"color": _BORDER, "width": 1.5}}
     for number, (one, other) in enumerate(pairwise(units)):

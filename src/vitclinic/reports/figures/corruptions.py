@@ -1,4 +1,4 @@
-"""Accuracy under each corruption at each severity, and what the corruptions look like."""
+"""Accuracy under each corruption at each severity, and an image under each of them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _PAPER = "Park and Kim 2022, Fig. 12b (P11); Hendrycks and Dietterich 2019"
 
 @draws("corruptions")
 def corruptions(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw accuracy by corruption and severity, and its mean by severity."""
     found = [each for each in select_usable(exams, "corruptions") if _is_whole(each[2])]
     if not found:
         return []
@@ -60,7 +61,7 @@ def corruptions(exams: Sequence[ExamView]) -> list[Figure]:
 
 
 def _names(measurement: Measurement) -> list[str]:
-    """The corruptions, in the order of the arrays' rows."""
+    """Return the corruptions, in the order of the arrays' rows."""
     return [key.removeprefix(_PREFIX) for key in measurement.scalars if key.startswith(_PREFIX)]
 
 
@@ -133,7 +134,7 @@ def _slope(found: Measurements) -> go.Figure:
 
 
 def _samples(measurement: Measurement) -> list[Picture]:
-    """One image as it is and under each corruption, where the measurement has kept them."""
+    """Return one image as it is and under each corruption, if the measurement has kept them."""
     samples = measurement.arrays.get("samples")
     names = ["clean", *_names(measurement)]
     if samples is None or len(samples) != len(names):

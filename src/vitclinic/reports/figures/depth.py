@@ -1,7 +1,7 @@
-"""Numbers of units by their depth: lines or bars, behind them the kinds of units in shades, as in [park2022 Fig. 8-10].
+"""Values of units by depth: lines or bars, with the kinds of units as shades behind them, as in [park2022 Fig. 8-10].
 
-Networks that have the same units share a panel. Where networks with other units are to share one, too (`overlay`),
-depth is the share of the way from the first unit drawn to the last.
+Networks with the same units share a panel. Where networks with other units share one, too (`overlay`), depth is the
+share of the way from the first unit drawn to the last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TITLE = 44
 
 
 def draw_shaded_lines(found: Sequence[Series], axis: str, log: bool = False) -> go.Figure:
-    """Numbers of states, joined: between two states the shade of the unit that leads from the one to the other."""
+    """Draw values of states, joined; the shade between two states is the unit that leads from one to the other."""
     panels = _group_by_anatomy(found)
     plot = _panels(panels, axis, margin=0.4)
     shades: list[Shape] = []
@@ -56,7 +56,7 @@ def draw_shaded_lines(found: Sequence[Series], axis: str, log: bool = False) -> 
 
 
 def draw_shaded_bars(found: Sequence[Series], axis: str, share: bool = False) -> go.Figure:
-    """Numbers of units themselves, on one scale: a bar from zero with its interval, on the unit's shade."""
+    """Draw values of the units themselves, on one scale: a bar from zero with its interval, on the unit's shade."""
     panels = _group_by_anatomy(found)
     plot = _panels(panels, axis, margin=0.55)
     shades: list[Shape] = []
@@ -78,7 +78,7 @@ def draw_shaded_bars(found: Sequence[Series], axis: str, share: bool = False) ->
 def overlay(
     panels: Mapping[str, Sequence[Series]], unit: str, share: bool = False, height: int = PANEL + 70
 ) -> go.Figure:
-    """All networks in one panel for each number, whose axis titles are the keys; `unit` is what a point is one of."""
+    """Draw all networks in one panel for each value, whose axis titles are the keys; `unit` names what a point is."""
     everything = [one for found in panels.values() for one in found]
     shared = same_units(everything)
     total, lines = height * len(panels) + _AXIS_HEIGHT, _legend_lines(everything)
@@ -99,11 +99,12 @@ def overlay(
 
 
 def same_units(found: Iterable[Series]) -> bool:
+    """Tell whether all networks have the same units."""
     return len({one.anatomy for one in found}) <= 1
 
 
 def places(one: Series, shared: bool) -> Floats:
-    """Where a network's units are on the axis: numbered if all networks have the same, else by share of the depth."""
+    """Return where a network's units are on the axis: numbered if all networks have the same, else as share of it."""
     depths = sorted(depth for _, _, depth in one.anatomy)
     if shared:
         return (1 + np.searchsorted(depths, one.depths)).astype(np.float64)
@@ -118,7 +119,7 @@ def _group_by_anatomy(found: Sequence[Series]) -> list[list[Series]]:
 
 
 def _panels(panels: Sequence[Sequence[Series]], axis: str, margin: float) -> go.Figure:
-    """Empty panels one below another, headed by the networks in them; beside the units a margin on either side."""
+    """Return empty panels one below another, headed by the networks in them, with a margin beside the units."""
     several = len(panels) > 1
     height = (PANEL if several else PANEL + 90) * len(panels) + _AXIS_HEIGHT
     titles = [_title(panel) for panel in panels] if several else ()
@@ -134,19 +135,19 @@ def _panels(panels: Sequence[Sequence[Series]], axis: str, margin: float) -> go.
 
 
 def _step(units: int) -> int:
-    """Between the numbers at an axis, so that they have room on a phone."""
+    """Return the step between the numbers at an axis, so that they have room on a phone."""
     return -(-units // 14)
 
 
 def _title(panel: Sequence[Series]) -> str:
-    """The networks of a panel, as far as there is room."""
+    """Return the networks of a panel, as far as there is room."""
     if sum(len(one.name) for one in panel) <= _TITLE:
         return ", ".join(one.label for one in panel)
     return panel[0].label if len(panel) == 1 else f"{panel[0].label} and {len(panel) - 1} more"
 
 
 def _legend_lines(found: Sequence[Series]) -> int:
-    """Two entries have room in a line on a phone."""
+    """Return the lines of a legend on a phone, where two entries have room in a line."""
     entries = len({one.place for one in found}) + len({unit.kind for one in found for unit in one.units})
     return -(-entries // 2)
 
@@ -158,7 +159,7 @@ def _line(one: Series, x: Floats, shown: bool) -> list[go.Scatter]:
 
 
 def _points(one: Series, x: Floats, share: bool = False, intervals: bool = False, size: int = 8) -> go.Scatter:
-    """A point for each unit, whose symbol is that of its kind."""
+    """Return a point for each unit, with the symbol of the unit's kind."""
     values, low, high = ends(one.scalars)
     symbols = [KIND_SYMBOLS.get(unit.kind, "circle") for unit in one.units]
     numbers = [format_scalar(scalar, ".1%" if share else ".4g") for scalar in one.scalars]
@@ -187,7 +188,7 @@ def _bars(one: Series, x: Floats, width: float) -> go.Bar:
 
 
 def _shades(row: int, units: Sequence[UnitRow], before: float) -> list[Shape]:
-    """The kinds of units behind a panel, each unit reaching from `before` its depth on, and lines between stages."""
+    """Return the kinds of units behind a panel, each from `before` its depth on, and lines between stages."""
     suffix = "" if row == 1 else str(row)  # as plotly names axes
     axes = {"xref": f"x{suffix}", "yref": f"y{suffix} domain", "y0": 0, "y1": 1, "layer": "below"}
     kinds = [
@@ -207,7 +208,7 @@ def _shades(row: int, units: Sequence[UnitRow], before: float) -> list[Shape]:
 
 
 def _kind_entries(plot: go.Figure, found: Sequence[Series], shades: bool) -> None:
-    """What the symbols and shades mean, in the legend; of a single kind there is nothing to tell."""
+    """Explain symbols and shades in the legend, if there are several kinds."""
     present = {unit.kind for one in found for unit in one.units}
     if len(present) < 2 and not shades:
         return

@@ -24,6 +24,7 @@ _NEEDED = ("frequencies", "delta_log_amplitude")
 
 @draws("fourier")
 def fourier(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw high frequencies by depth, their change across units, and the curves after all units."""
     return [*_by_depth(exams), *_changes(exams), *_curves(exams)]
 
 
@@ -96,7 +97,7 @@ def _curves(exams: Sequence[ExamView]) -> list[Figure]:
 
 
 def _has_curves(one: Measurement) -> bool:
-    """Whether the curves are there, one for each unit."""
+    """Tell whether the curves are there, one for each unit."""
     return bool(one.units) and all(len(one.arrays.get(name, ())) == len(one.units) for name in _NEEDED)
 
 
@@ -119,13 +120,13 @@ def _lines(one: Measurement) -> list[go.Scatter]:
 
 
 def _colours(count: int) -> list[str]:
-    """From the first unit's to the last one's."""
+    """Return colours from the first unit's to the last one's."""
     colours: list[str] = sample_colorscale(SEQUENTIAL, np.linspace(*_ENDS, count).tolist())
     return colours
 
 
 def _depth_scale() -> go.Scatter:
-    """Nothing but its bar of colours."""
+    """Return an empty trace that has the bar of colours."""
     bar = {
         "orientation": "h",
         "thickness": 10,

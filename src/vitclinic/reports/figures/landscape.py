@@ -1,4 +1,4 @@
-"""Losses on planes, a panel a network, on one scale: contour maps and surfaces."""
+"""Loss landscapes: the loss along lines, and on planes as contour maps and surfaces, all networks on one scale."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEVELS = 24
 
 @dataclass(frozen=True)
 class Scale:
-    """What all panels share: whether colours (and heights) are logarithmic, and their ends."""
+    """The scale that all panels share: logarithmic or not, and its ends."""
 
     log: bool
     low: float
@@ -43,6 +43,7 @@ class Scale:
 
     @classmethod
     def of(cls, panels: Sequence[Panel]) -> Scale:
+        """Return the scale of these panels."""
         known = np.concatenate([losses[np.isfinite(losses)] for _, _, losses in panels])
         if not known.size:
             return cls(False, 0.0, 1.0)
@@ -51,33 +52,34 @@ class Scale:
         return cls(log, low, high if high > low else low + 1.0)
 
     def colour(self, losses: Floats) -> Floats:
-        """As the scale of colours has it."""
+        """Return losses as positions on the scale of colours."""
         return np.log10(losses) if self.log else losses
 
     @property
     def ends(self) -> tuple[float, float]:
+        """Ends of the scale of colours."""
         low, high = self.colour(np.array([self.low, self.high])).tolist()
         return low, high
 
     def bar(self) -> dict[str, Any]:
-        """The bar of colours, with losses at its ticks."""
+        """Return the bar of colours, with losses at its ticks."""
         losses = _powers(self.low, self.high) if self.log else _multiples(self.low, self.high, 5)
         ticks = {"tickvals": self.colour(losses), "ticktext": [f"{loss:.4g}" for loss in losses]}
         return {"tickmode": "array", **ticks}
 
     def levels(self) -> dict[str, float]:
-        """Of the lines of equal loss, in plotly's words."""
+        """Return the lines of equal loss, as plotly takes them."""
         levels = _multiples(*self.ends, LEVELS)
         return {"start": levels[0], "end": levels[-1], "size": levels[1] - levels[0]}
 
-    def shown_below(self, figure: go.Figure) -> None:
+    def show_below(self, figure: go.Figure) -> None:
         low, high = self.ends
         title = "loss, nats (log)" if self.log else "loss, nats"
         put_colours_below(figure, title, colorscale=SEQUENTIAL, cmin=low, cmax=high, colorbar=self.bar())
 
 
 def _powers(low: float, high: float) -> Floats:
-    """1, 3, 10, 30, ... between the two; without the 3 where there would be many."""
+    """Return 1, 3, 10, 30, ... between the two; without the 3 where there would be many."""
     powers = np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
     digits = (1.0, 3.0) if len(powers) < 5 else (1.0,)
     values = np.array([digit * 10.0**power for power in powers for digit in digits])
@@ -85,7 +87,7 @@ def _powers(low: float, high: float) -> Floats:
 
 
 def _multiples(low: float, high: float, about: int) -> Floats:
-    """About so many multiples of 1, 2 or 5 (and powers of ten) between the two; at least two."""
+    """Return about so many multiples of 1, 2 or 5 (and powers of ten) between the two; at least two."""
     raw = (high - low) / about
     power = 10.0 ** np.floor(np.log10(raw))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= raw * 0.999)
@@ -100,7 +102,7 @@ def _grid(panels: Sequence[Panel]) -> tuple[int, int]:
 
 
 def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
-    """Maps with the same levels and colours; the network is the cross."""
+    """Draw maps with the same levels and colours; a cross marks the network."""
     rows, columns = _grid(panels)
     scale = Scale.of(panels)
     height = 310 * rows + COLOUR_BAR_HEIGHT
@@ -126,7 +128,7 @@ def contours(panels: Sequence[Panel], titles: tuple[str, str]) -> go.Figure:
         square = {"scaleanchor": x, "constrain": "domain", "constraintoward": "top"}
         figure.update_yaxes(showgrid=False, **square, row=row, col=column)
         figure.update_yaxes(title_text=titles[1] if column == 1 else None, row=row, col=column)
-    scale.shown_below(figure)
+    scale.show_below(figure)
     figure.update_layout(showlegend=False)
     return figure
 
@@ -142,7 +144,7 @@ def _centre() -> go.Scatter:
 
 
 def _path(one: Measurement) -> list[go.Scatter]:
-    """The training's epochs in the plane, where the directions are the training's."""
+    """Return the training's epochs in the plane, if the directions are the training's."""
     path = one.arrays.get("path")
     if path is None or path.ndim != 2 or path.shape[1] < 2:
         return []
@@ -161,7 +163,7 @@ def _path(one: Measurement) -> list[go.Scatter]:
 
 
 def surfaces(panels: Sequence[Panel]) -> go.Figure:
-    """Heights on one scale, of which the colours are the same; the axes are numbered, as there is no room for more."""
+    """Draw surfaces on one scale of heights and colours; the axes are numbered, for want of room."""
     rows, columns = _grid(panels)
     scale = Scale.of(panels)
     specs = [[{"type": "surface"}] * columns for _ in range(rows)]
@@ -191,7 +193,7 @@ def surfaces(panels: Sequence[Panel]) -> go.Figure:
         yaxis={"title": {"text": "2"}, "showticklabels": False},
         zaxis={"title": {"text": ""}, "type": "log" if scale.log else "linear", "range": [low, high], "nticks": 5},
     )
-    scale.shown_below(figure)
+    scale.show_below(figure)
     return figure
 
 
@@ -201,20 +203,21 @@ _DIRECTIONS = {"random": "random direction", "eigenvectors": "eigenvector", "tra
 
 @draws("landscape")
 def landscape(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the loss along each direction and, of planes, as maps and surfaces."""
     found = [each for each in select_usable(exams, "landscape") if {"x", "losses"} <= each[2].arrays.keys()]
     planes = [each for each in found if each[2].arrays["losses"].ndim == 2 and "y" in each[2].arrays]
     return [*(_sections(found) if found else []), *(_planes(planes) if planes else [])]
 
 
 def read_losses(measurement: Measurement) -> Floats:
-    """What was evaluated and is finite, NaN elsewhere."""
+    """Return the losses that were evaluated and are finite, NaN elsewhere."""
     found = finite(measurement.arrays["losses"])
     evaluated = measurement.arrays.get("evaluated")
     return found if evaluated is None else np.where(evaluated, found, np.nan)
 
 
 def cut_section(measurement: Measurement, direction: int) -> tuple[Floats, Floats] | None:
-    """Places and losses on the line through the network along one of the directions; None if it is not a plane's."""
+    """Return places and losses on the line through the network along one direction; None if there is none."""
     found = read_losses(measurement)
     if direction >= found.ndim or "xy"[direction] not in measurement.arrays:
         return None

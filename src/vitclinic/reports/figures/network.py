@@ -1,4 +1,4 @@
-"""Parameters, operations, speed and memory of a forward pass."""
+"""Size and speed of a network (cost), and norms of its weights and activations."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _UNITS = {"parameters": 1e6, "flops": 1e9, "latency_seconds": 1e-3, "peak_memory
 
 @draws("cost")
 def cost(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw parameters, operations, speed and memory of a forward pass."""
     found = select_usable(exams, "cost")
     groups = select_known(found, _GROUPS)
     if not groups:
@@ -68,6 +69,7 @@ _PANELS = {"weight_norm": "norm of the unit's weights", "activation_norm": "norm
 
 @draws("norms")
 def norms(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw norms of weights and activations by depth."""
     found = [each for each in select_usable(exams, "norms") if each[2].units]
     if not found:
         return []

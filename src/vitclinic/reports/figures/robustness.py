@@ -28,11 +28,13 @@ from vitclinic.reports.theme import network_colour
 
 @draws("fgsm")
 def fgsm(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw accuracy under a one-step attack."""
     return _draw_attack(exams, "fgsm", "one step along the gradient", "Hyeon-Woo et al. 2023, Table 8 (H8)")
 
 
 @draws("pgd")
 def pgd(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw accuracy under an attack of several steps."""
     return _draw_attack(exams, "pgd", "small steps along the gradient", "Chen et al. 2022, Table 7 (C10)")
 
 
@@ -67,7 +69,7 @@ def _draw_attack(exams: Sequence[ExamView], probe: str, how: str, paper: str) ->
 
 
 def _size(measurement: Measurement) -> str:
-    """How far the attack may go: `2/255 in l_inf`."""
+    """Return how far the attack may go: `2/255 in l_inf`."""
     epsilon = measurement.scalars.get("epsilon")
     norm = str(measurement.config.get("norm", "linf"))
     if epsilon is None:
@@ -82,6 +84,7 @@ _ARRAYS = ("frequency", "frequencies", "accuracy", "drop", "drop_interval")
 
 @draws("frequency_noise")
 def frequency_noise(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the accuracy lost to noise, by its frequency."""
     found = [
         each for each in select_usable(exams, "frequency_noise") if all(name in each[2].arrays for name in _ARRAYS)
     ]
@@ -128,6 +131,7 @@ _PREFIX = "shape_bias_"
 
 @draws("shape_bias")
 def shape_bias(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the share of decisions by shape, by class."""
     found = select_usable(exams, "shape_bias")
     classes = {key: key.removeprefix(_PREFIX) for _, _, one in found for key in one.scalars if key.startswith(_PREFIX)}
     if not classes:

@@ -1,6 +1,6 @@
-"""Scalars of several networks side by side: bars from zero, or points on a logarithmic axis where bars would mislead.
+"""Scalars of several networks side by side: bars from zero, or points where a logarithmic axis has no zero.
 
-Bars lie, so that names have room beside them also on a phone.
+Bars are horizontal, so that names have room beside them on a phone, too.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COLUMNS = ("network", "measure", "value", "low", "high", "n")
 
 
 def select_known(found: Measurements, groups: Mapping[str, str]) -> dict[str, str]:
-    """Those of the scalars, with their titles, that some network has."""
+    """Return those of the scalars, with their titles, that some network has."""
     return {key: title for key, title in groups.items() if any(key in one.scalars for _, _, one in found)}
 
 
 def scalar_table(found: Measurements, groups: Mapping[str, str]) -> Table:
-    """The scalars of these names, with their intervals."""
+    """Return the scalars of these names with their intervals, as a table."""
     rows = [
         (name, key, one.scalars[key].value, one.scalars[key].low, one.scalars[key].high, one.scalars[key].n)
         for _, name, one in found
@@ -49,7 +49,7 @@ def scalar_table(found: Measurements, groups: Mapping[str, str]) -> Table:
 
 
 def compare_scalars(found: Measurements, groups: Mapping[str, str], axis: str, share: bool = False) -> go.Figure:
-    """A plot of the scalars named by `groups` (with the titles of their rows), a bar a network.
+    """Draw the scalars named by `groups` (with the titles of their rows), a bar a network.
 
     `axis` is the title of the values' axis; a `share` is shown in percent.
     """
@@ -72,7 +72,7 @@ def compare_scalars(found: Measurements, groups: Mapping[str, str], axis: str, s
 def bars(
     place: int, text: str, titles: Sequence[str], scalars: Sequence[Scalar | None], form: str, shown: bool = True
 ) -> list[go.Bar | go.Scatter]:
-    """A network's bars, light enough for their error bars to be seen, and the values as text in the page's colour."""
+    """Return a network's bars, light enough for error bars to be seen, and the values as text in the page's colour."""
     values, low, high = ends(scalars)
     one = {"y": titles, "orientation": "h", "offsetgroup": str(place)}
     bar = go.Bar(
@@ -96,7 +96,7 @@ def bars(
 
 
 def points(place: int, text: str, titles: Sequence[str], scalars: Sequence[Scalar | None]) -> go.Scatter:
-    """A network's values as points, for axes that have no zero."""
+    """Return a network's values as points, for axes that have no zero."""
     values, low, high = ends(scalars)
     return go.Scatter(
         x=finite(values),

@@ -1,4 +1,4 @@
-"""Largest eigenvalue of the Hessian by component and by block, its trace, and the density of all eigenvalues."""
+"""Sharpness (Hessian eigenvalues by component and block, trace, density), and the loss under noise on the weights."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ _SMALLEST = 1e-8
 
 @draws("sharpness")
 def sharpness(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw eigenvalues by component and by block, the trace, and the density of all eigenvalues."""
     found = select_usable(exams, "sharpness")
     in_blocks = [each for each in found if any("lambda_max" in unit.values for unit in each[2].units)]
     with_density = [each for each in found if {"density_nodes", "density_weights"} <= each[2].arrays.keys()]
@@ -161,14 +162,14 @@ def _density(found: Measurements) -> list[Figure]:
 
 
 def _known(measurement: Measurement) -> tuple[Floats, Floats]:
-    """Nodes and weights of the density, as far as they are finite."""
+    """Return nodes and weights of the density, as far as they are finite."""
     nodes, weights = measurement.arrays["density_nodes"], measurement.arrays["density_weights"]
     known = np.isfinite(nodes) & np.isfinite(weights)
     return nodes[known], weights[known]
 
 
 def smooth_density(x: Floats, nodes: Floats, weights: Floats, width: float) -> Floats:
-    """The density of Gaussians of these weights at the nodes."""
+    """Return the density of Gaussians of these weights at the nodes."""
     away = (x[:, None] - nodes[None]) / width
     density: Floats = np.exp(-0.5 * away**2) @ weights / (width * np.sqrt(2 * np.pi))
     return density
@@ -179,6 +180,7 @@ _SCALARS = {"flatness": "", "loss": "", "sigma": "", "standard_error": ""}
 
 @draws("flatness")
 def flatness(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the losses under noise as boxes."""
     found = [each for each in select_usable(exams, "flatness") if "losses" in each[2].arrays]
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""The spectrum of the Hessian's top eigenvalues over mini-batches, with NEP and APE."""
+"""Spectra of the Hessian over mini-batches (NEP, APE) and of the neural tangent kernel."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ BINS = 24
 
 @draws("hessian_spectrum")
 def hessian_spectrum(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the distribution of the top eigenvalues of all mini-batches."""
     found = [each for each in select_usable(exams, "hessian_spectrum") if "eigenvalues" in each[2].arrays]
     if not found:
         return []
@@ -91,7 +92,7 @@ def _known(values: Floats) -> Floats:
 
 
 def _edges(side: Floats) -> Floats:
-    """Equal bins from zero to the farthest of these eigenvalues, all of one sign."""
+    """Return equal bins from zero to the farthest of these eigenvalues, all of one sign."""
     far = float(side[np.abs(side).argmax()]) or 1.0
     return np.linspace(min(far, 0.0), max(far, 0.0), BINS + 1)
 
@@ -101,6 +102,7 @@ _GROUPS = {"condition_number": "κ = λ<sub>1</sub> / λ<sub>m</sub>"}
 
 @draws("ntk")
 def ntk(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the condition number of the tangent kernel, and its spectrum."""
     found = select_usable(exams, "ntk")
     with_spectrum = [each for each in found if "eigenvalues" in each[2].arrays]
     return [
@@ -156,7 +158,7 @@ def _spectrum(found: Measurements) -> list[Figure]:
 
 
 def _relative(eigenvalues: Floats) -> Floats:
-    """As shares of each block's largest; what is not positive is a gap on a logarithmic axis."""
+    """Return eigenvalues as shares of each block's largest; what is not positive is a gap on a logarithmic axis."""
     values = finite(eigenvalues)
     positive: Floats = np.where(values > 0, values, np.nan)
     return positive / positive[:, :1]

@@ -1,4 +1,4 @@
-"""A run's metrics over its steps: loss, accuracy, gradient norm, learning rate."""
+"""A run's metrics over its steps, and its course through the space of weights in polar coordinates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """What a row of the figure shows."""
+    """A row of the figure: its title and its metrics."""
 
     kind: str
     key: str
@@ -63,6 +63,7 @@ _PANELS = (
 
 @draws("training")
 def training(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw loss, accuracy, gradient norm and learning rate over steps."""
     found = [(place, one) for place, one in enumerate(exams) if _series(one, "train", "loss") is not None]
     if not found:
         return []
@@ -82,7 +83,7 @@ def training(exams: Sequence[ExamView]) -> list[Figure]:
 
 
 def _series(one: ExamView, kind: str, key: str) -> tuple[Floats, Floats] | None:
-    """Steps and values of one metric; None where no row has it. A value that is not finite is NaN."""
+    """Return steps and values of one metric, NaN where one is not finite; None where no row has it."""
     rows = [row for row in one.training if row.get("kind") == kind and "step" in row and key in row]
     values = np.array([_number(row[key]) for row in rows])
     if not rows or np.isnan(values).all():
@@ -95,7 +96,7 @@ def _number(value: Any) -> float:
 
 
 def thin(step: Floats, values: Floats, points: int = POINTS) -> Curve:
-    """At most so many points, each of the values in a range of steps."""
+    """Return at most so many points, each of the values in a range of steps."""
     groups = np.array_split(np.arange(len(step)), min(points, len(step)))
     known = [values[group][~np.isnan(values[group])] for group in groups]
 
@@ -106,7 +107,7 @@ def thin(step: Floats, values: Floats, points: int = POINTS) -> Curve:
 
 
 def divergence(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The step at which the loss was no longer finite, or was ten times the first; None if it never was."""
+    """Return the step at which the loss was not finite, or ten times the first; None if it never was."""
     losses = [row for row in rows if row.get("kind") in ("train", "val") and "loss" in row]
     first = next((_number(row["loss"]) for row in losses if row["kind"] == "train"), math.nan)
     limit = _EXPLODED * max(abs(first), 1.0)
@@ -185,7 +186,7 @@ def _validation(place: int, one: ExamView, key: str, text: str, shown: bool) -> 
 
 
 def _table(found: Sequence[tuple[int, ExamView]]) -> Table:
-    """The points drawn, with what each of them stands for."""
+    """Return the points drawn, with what each of them stands for."""
     rows = []
     for _, one in found:
         for kind, key in [(panel.kind, panel.key) for panel in _PANELS] + [("val", "loss")]:
@@ -205,6 +206,7 @@ _ARRAYS = ("epoch", "radius", "angle", "radius_error", "angle_error")
 
 @draws("trajectory")
 def trajectory(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw each network's course to where its training ended."""
     found = [each for each in select_usable(exams, "trajectory") if all(name in each[2].arrays for name in _ARRAYS)]
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""Numbers of units, as figures take them out of measurements: of one network each, and all of them as a table."""
+"""Values of units, read from measurements for figures and tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Anatomy = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Series:
-    """One number of the units of one network: of those that have it."""
+    """One value of the units of one network that have it."""
 
     place: int
     name: str
@@ -41,24 +41,27 @@ class Series:
 
     @property
     def label(self) -> str:
+        """The network in a legend."""
         return label(self.name, self.measurement)
 
     @property
     def scalars(self) -> list[Scalar]:
+        """The values, in the order of the units."""
         return [unit.values[self.value] for unit in self.units]
 
     @property
     def depths(self) -> Floats:
+        """The depths of the units."""
         return np.array([unit.depth for unit in self.units], dtype=np.float64)
 
     @property
     def anatomy(self) -> Anatomy:
-        """All units that were measured: what networks have in common that share an axis."""
+        """All units that were measured; networks of the same anatomy share an axis."""
         return tuple((unit.kind, unit.stage, unit.depth) for unit in self.measurement.units)
 
 
 def collect_series(exams: Sequence[ExamView], probe: str, value: str) -> list[Series]:
-    """The networks of which some unit has the value."""
+    """Return a series for each network with a unit that has the value."""
     found = []
     for place, name, measurement in select_usable(exams, probe):
         units = tuple(unit for unit in measurement.units if value in unit.values)
@@ -68,14 +71,14 @@ def collect_series(exams: Sequence[ExamView], probe: str, value: str) -> list[Se
 
 
 def unit_names(units: Sequence[UnitRow]) -> list[str]:
-    """For hover boxes: a unit, what it is and in which stage, safe for plotly."""
+    """Return units for hover boxes: name, kind and stage, escaped for plotly."""
     return [
         f"{escape_plotly(u.name)} ({escape_plotly(KIND_NAMES.get(u.kind, u.kind))}, stage {u.stage})" for u in units
     ]
 
 
 def read_heads(measurement: Measurement, array: str) -> Floats | None:
-    """[layers, heads] in the order of the units, NaN where a layer has fewer; None if the measurement has none."""
+    """Return an array of heads, [layers, heads], NaN where a layer has fewer; None if the measurement has none."""
     values = measurement.arrays.get(array)
     if values is None or values.ndim != 2 or len(values) != len(measurement.units):
         return None
@@ -83,7 +86,7 @@ def read_heads(measurement: Measurement, array: str) -> Floats | None:
 
 
 def unit_table(exams: Sequence[ExamView], probe: str, values: Sequence[str], heads: str = "") -> Table:
-    """These numbers of all units that have one, with their intervals; then those of heads from the array `heads`."""
+    """Return values of all units that have one, with intervals, and those of heads from the array `heads`."""
     found = [one for _, name, measurement in select_usable(exams, probe) for one in _rows(name, measurement, heads)]
     found = [(name, unit, of_heads) for name, unit, of_heads in found if any(value in unit.values for value in values)]
     units = [unit for _, unit, _ in found]
@@ -108,7 +111,7 @@ def _rows(name: str, measurement: Measurement, heads: str) -> Iterator[tuple[str
 
 
 def _parts(value: str, scalars: Sequence[Scalar]) -> list[tuple[str, str, str]]:
-    """The columns of a value, as (title, value, field): with the ends of its interval if it ever has one."""
+    """Return the columns of a value as (title, value, field), with the ends of its interval if it ever has one."""
     if not scalars:
         return []
     uncertain = any(scalar.low is not None or scalar.high is not None for scalar in scalars)

@@ -1,4 +1,4 @@
-"""The figures of a study: its comparisons, each seed a point, and every measure by arm."""
+"""Figures of a study: its comparisons, each seed a point, and every measure by arm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLE_WIDTH, ARM_WIDTH, LONGEST = 44, 20, 90
 
 
 def comparisons_figure(result: StoredResult) -> Figure:
-    """A panel for each comparison: every seed's number, the mean with its interval, and the side that was claimed."""
+    """Draw a panel for each comparison: every seed's number, the mean with its interval, and the claimed side."""
     compared = result.comparisons
     titles = [f"{_lines(one.says, TITLE_WIDTH)}: <b>{one.status}</b>" for one in compared]
     above = LINE * (1 + max(title.count("<br>") for title in titles)) + 12
@@ -77,7 +77,7 @@ def _axis_title(one: StoredComparison) -> str:
 
 
 def measure_figure(result: StoredResult, measure: str, place: int) -> Figure:
-    """One measure: a row for each arm, every run a point, the mean with its interval."""
+    """Draw one measure: a row for each arm, every run a point, the mean with its interval."""
     arms = result.measures[measure]
     labels = [_lines(arm, ARM_WIDTH) for arm in arms]
     plot = make_canvas(70 + sum(ROW + LINE * label.count("<br>") for label in labels))
@@ -116,7 +116,7 @@ def _share(arms: Mapping[str, ArmNumbers]) -> bool:
 
 
 def _seeds(known: Mapping[int, float], at: float, colour: str) -> go.Scatter:
-    """One point a seed, spread a little so that equal ones are seen."""
+    """Return one point a seed, spread a little so that equal ones are seen."""
     spread = [at + 0.16 * (place % 3 - 1) for place in range(len(known))]
     return go.Scatter(
         x=list(known.values()),
@@ -143,7 +143,7 @@ def _mean(mean: float, low: float, high: float, at: float, colour: str) -> go.Sc
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """An axis that holds all of these, with some room to either side."""
+    """Return the ends of an axis that holds all of these, with some room on both sides."""
     known = [value for value in values if math.isfinite(value)]
     low, high = min(known), max(known)
     room = 0.12 * (high - low) or 1.0
@@ -151,7 +151,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _lines(text: str, width: int) -> str:
-    """A name in lines for plotly, cut where it is too long."""
+    """Return a name in lines for plotly, cut where it is too long."""
     cut = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     lines = textwrap.wrap(cut, width) or [""]
     return "<br>".join(map(escape_plotly, lines))

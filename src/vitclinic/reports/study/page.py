@@ -31,7 +31,7 @@ def write_study(path: str | Path, stored: Mapping[str, Any]) -> Path:
 
 
 def render_study(result: StoredResult) -> str:
-    """The page as HTML. Whatever a user named is shown as text."""
+    """Return the page as HTML; names are shown as text."""
     drawings = Drawings(images=True)
     return fill_template(
         "study.html",
@@ -52,7 +52,7 @@ def render_study(result: StoredResult) -> str:
 
 
 def state_result(result: StoredResult) -> str:
-    """On what the verdict rests, in a sentence or two."""
+    """Return what the verdict rests on, in a sentence or two."""
     count = len(result.comparisons)
     claimed, opposite = (sum(one.status == word for one in result.comparisons) for word in ("as claimed", "opposite"))
     text = f"{claimed} of {count} comparison{'s' * (count != 1)} as claimed"
@@ -64,7 +64,7 @@ def state_result(result: StoredResult) -> str:
 
 
 def view_comparison(one: StoredComparison) -> dict[str, Any]:
-    """One comparison as tables show it."""
+    """Return one comparison as tables show it."""
     return {
         "says": one.says,
         "measure": one.measure,
@@ -79,7 +79,7 @@ def view_comparison(one: StoredComparison) -> dict[str, Any]:
 
 
 def format_signed(value: float) -> str:
-    """A difference.
+    """Return a difference with its sign.
 
     Example:
         >>> format_signed(0.25), format_signed(-0.5), format_signed(math.nan)
@@ -127,7 +127,7 @@ def _cell(arm: ArmNumbers) -> dict[str, Any]:
 
 
 def _run(folder: str, status: str | None) -> dict[str, str]:
-    """A run's link, if it has a folder, and its status in one word; the reasons of failures are listed below."""
+    """Return a run's link, if it has a folder, and its status in one word; reasons of failures are listed below."""
     return {
         "link": f"{POOL}/{quote(folder, safe='')}/" if folder else "",
         "folder": folder,
@@ -136,7 +136,7 @@ def _run(folder: str, status: str | None) -> dict[str, str]:
 
 
 def _failures(result: StoredResult) -> list[tuple[str, str, str]]:
-    """(arm, seeds, why), once for all seeds that failed alike."""
+    """Return (arm, seeds, reason), once for all seeds that failed alike."""
     alike: dict[tuple[str, str], list[str]] = {}
     for arm, by_seed in result.statuses.items():
         for seed, status in by_seed.items():
@@ -146,7 +146,7 @@ def _failures(result: StoredResult) -> list[tuple[str, str, str]]:
 
 
 def _without_numbers(result: StoredResult) -> list[tuple[str, str, str, str]]:
-    """(measure, arm, seeds, why it has no number)."""
+    """Return (measure, arm, seeds, reason) of what has no number."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for arm, by_seed in result.missing.items():
         for seed, reasons in by_seed.items():

@@ -1,4 +1,4 @@
-"""The tally: every claim with what was found of it, as rows for the index of studies and for the documentation."""
+"""The tally: every claim with its results, as rows for the index of studies and for the documentation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def list_entries(
     results: Mapping[str, StoredResult],
     changed: Callable[[StoredResult], str] = lambda result: "",
 ) -> list[Entry]:
-    """The claims in their order, each with its results (by the names of their files), then results of other studies.
+    """Return the claims in their order with their results, by the names of their files, then results of other studies.
 
     `changed` says how a result's experiment differs from the claim's own, if it does.
     """
@@ -71,13 +71,13 @@ def list_entries(
 
 
 def count_outcomes(found: Sequence[Entry]) -> dict[str, int]:
-    """How many of each outcome; of changed studies only if there are any."""
+    """Count the outcomes; changed studies only if there are any."""
     counted = Counter(entry.outcome for entry in found)
     return {outcome: counted[outcome] for outcome in OUTCOMES if outcome != CHANGED or counted[outcome]}
 
 
 def group_by_paper(found: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The entries of each paper, in the order of the papers' first."""
+    """Return the entries of each paper, the papers in the order of their first entry."""
     groups: dict[str, list[Entry]] = {}
     for entry in found:
         groups.setdefault(PAPERS.get(entry.claim.paper, entry.claim.paper), []).append(entry)
@@ -90,7 +90,7 @@ def write_index(path: str | Path, found: Sequence[Entry], title: str | None = No
 
 
 def render_index(found: Sequence[Entry], title: str | None = None) -> str:
-    """The index as HTML."""
+    """Return the index as HTML."""
     groups = [
         {"name": paper, "id": f"paper-{place}", "rows": [_row(entry) for entry in entries]}
         for place, (paper, entries) in enumerate(group_by_paper(found).items(), 1)
