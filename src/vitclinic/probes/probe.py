@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from vitclinic.probes.subject import Subject
 
 Cheaper = tuple[Mapping[str, Any], ...]
+"""Options with which a probe costs less, the cheapest first."""
 Need = Literal["labels", "anatomy", "attention", "gradients"]
+"""A requirement of a probe."""
 
 
 class DoesNotApply(VitclinicError):  # noqa: N818 (it is the name of the status)
@@ -74,25 +76,27 @@ class Probe(Config):
     """
 
     name: ClassVar[str]
+    """Name in commands, recipes and records."""
     group: ClassVar[str] = OTHER
-    """Its part of a report: Behaviour, Representation, Attention, Curvature, Network, or one of its own naming."""
+    """Part of a report: Behaviour, Representation, Attention, Curvature, Network, or any other."""
     rank: ClassVar[int] = LAST
-    """Its place in plans and summaries: what a reader wants to know first comes first, and ours are ten apart."""
+    """Position in plans and summaries, smallest first; the built-in ranks are ten apart."""
     title: ClassVar[str] = ""
-    """The heading of its section; without one, its name."""
+    """Heading of its section; the name by default."""
     question: ClassVar[str] = ""
-    """The question it answers, in one sentence; without one, the first line of its docstring."""
+    """Question that it answers, in one sentence; the first line of the docstring by default."""
     paper: ClassVar[str] = ""
-    """Where it comes from: "Park and Kim 2022, Fig. 9"."""
+    """Reference, such as "Park and Kim 2022, Fig. 9"."""
     key_scalars: ClassVar[KeyScalars] = {}
-    """The scalars of the summary, in order, and which way each is better; without any, the first six are shown."""
+    """Scalars of the summary, in order, and which way each is better; the first six scalars by default."""
     figures: ClassVar[Sequence[FigureSpec]] = ()
-    """The figures of its section; without any, every value of its units is drawn by depth."""
+    """Figures of its section; by default, every value of the units is plotted by depth."""
     asked_for: ClassVar[bool] = False
-    """Whether it is measured only if it is named."""
+    """True if it only runs when it is named."""
     needs: ClassVar[frozenset[Need]] = frozenset()
+    """Requirements: labels that match the outputs, a known anatomy, attention maps, or gradients."""
     by_default: ClassVar[bool] = True
-    """Whether it is one of the quick ones; one that takes minutes is not."""
+    """True for quick probes; False for those that take minutes."""
     cheaper: ClassVar[Cheaper] = ()
     """Cheaper settings, the cheapest first: an exam with a budget picks one of them, or the defaults."""
     revision: ClassVar[int] = 1
@@ -169,7 +173,23 @@ class Probe(Config):
 
 
 class OwningProbe(Probe):
-    """Base class of probes that make their own forward (and backward) passes."""
+    """Base class of probes that make their own forward (and backward) passes.
+
+    Example:
+        >>> import torch
+        >>> from vitclinic.probes import OwningProbe, Result, Scalar
+        >>> class Parameters(OwningProbe):
+        ...     name = "parameters"
+        ...
+        ...     def forwards(self, subject):
+        ...         return 0.0
+        ...
+        ...     def measure(self, subject):
+        ...         return Result({"count": Scalar(value=sum(p.numel() for p in subject.network.parameters()))})
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+        >>> Parameters()(model, [(torch.rand(4, 3, 2, 2), torch.tensor([0, 1, 0, 1]))]).scalars["count"].value
+        26.0
+    """
 
     def measure(self, subject: Subject) -> Result:
         """Measure the subject and return the result.
@@ -228,7 +248,29 @@ class Tally:
 
 
 class StreamingProbe(Probe):
-    """Base class of probes that share a forward pass: eval mode, no gradients, all images once and in order."""
+    """Base class of probes that share a forward pass: eval mode, no gradients, all images once and in order.
+
+    Example:
+        >>> import torch
+        >>> from vitclinic.probes import Result, RunningMean, StreamingProbe, Tally, mean_scalar
+        >>> class Brightness(StreamingProbe):
+        ...     name = "brightness"
+        ...
+        ...     def begin(self, subject):
+        ...         return BrightnessTally()
+        >>> class BrightnessTally(Tally):
+        ...     def __init__(self):
+        ...         self.mean = RunningMean()
+        ...
+        ...     def end_batch(self, batch, logits):
+        ...         self.mean.add(batch.images.mean((1, 2, 3)).cpu().numpy())
+        ...
+        ...     def finish(self):
+        ...         return Result({"brightness": mean_scalar(self.mean)})
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+        >>> Brightness()(model, [(torch.ones(4, 3, 2, 2), torch.tensor([0, 1, 0, 1]))]).scalars["brightness"].value
+        1.0
+    """
 
     on_all_images: ClassVar[bool] = False
     """Plan it first, and on all images if affordable, because readers look for its number first."""
@@ -253,7 +295,15 @@ def check_finite(values: Tensor | NDArray[Any], unit: Unit) -> None:
 
 
 def mean_scalar(running: RunningMean) -> Scalar:
-    """Return the mean over images, with a 95% t interval if there are two or more; of several numbers, the last."""
+    """Return the mean over images, with a 95% t interval if there are two or more; of several numbers, the last.
+
+    Example:
+        >>> from vitclinic.probes import RunningMean
+        >>> running = RunningMean()
+        >>> running.add(np.array([1.0, 2.0, 3.0]))
+        >>> mean_scalar(running).value
+        2.0
+    """
     mean, half = (float(np.ravel(values)[-1]) for values in (running.mean, running.half_width()))
     if math.isnan(half):
         return Scalar(value=mean, n=running.n)

@@ -1,1 +1,1 @@
-"""How a network behaves: accuracy, and what becomes of it on other images."""
+"""Probes of behaviour: accuracy, calibration, and robustness to modified images."""

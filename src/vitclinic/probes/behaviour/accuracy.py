@@ -90,7 +90,7 @@ class Reliability:
         self.chance += np.bincount(at, confidence * (1 - confidence), bins)
 
     def merge(self, other: Reliability) -> None:
-        """Take in other images."""
+        """Add the images of another process."""
         self.counts += other.counts
         self.correct += other.correct
         self.confidence += other.confidence
@@ -153,7 +153,7 @@ class Hits:
         self.fifth += int((rank < 5).sum())
 
     def merge(self, other: Hits) -> None:
-        """Take in other images."""
+        """Add the images of another process."""
         self.first += other.first
         self.fifth += other.fifth
 

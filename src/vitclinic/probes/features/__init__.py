@@ -1,1 +1,1 @@
-"""Probes of representations: what the states after the units of a network hold."""
+"""Probes of representations: the states after the units of a network."""
