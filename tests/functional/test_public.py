@@ -168,5 +168,5 @@ def test_sam_climbs_by_the_perturbation(adaptive: bool) -> None:
     w = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
     gradient = torch.tensor([0.3, 0.1, -0.7])
     (eps,) = F.sam_perturbation([w], 0.2, adaptive, gradients=[gradient])
-    with treatments.Ascent(0.2, adaptive).climbed([w], [gradient.clone()]):
+    with treatments.Ascent(0.2, adaptive).climb([w], [gradient.clone()]):
         torch.testing.assert_close(w.detach(), torch.tensor([0.5, -1.0, 2.0]) + eps)

@@ -252,7 +252,7 @@ def test_a_wrong_shape_is_told(call) -> None:
 
 
 def test_one_patch_has_no_diversity_and_images_must_divide() -> None:
-    with pytest.raises(ValueError, match="two of them"):
+    with pytest.raises(ValueError, match="at least two patches"):
         F.patch_cosine_loss(torch.rand(1, 1, 2))
     with pytest.raises(ValueError, match="do not divide"):
         F.patch_cutmix(torch.rand(1, 3, 5, 4), torch.rand(1, 2), torch.tensor([0]), torch.ones(1, 2, 2))
