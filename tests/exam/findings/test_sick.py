@@ -24,7 +24,7 @@ def trained(tmp_path_factory):
             "checkpoint": {"every": f"{steps} steps"},
             "out": str(folder / str(len(list(folder.iterdir())))),
         }
-        return vitclinic.train(recipe, *words)
+        return vitclinic.train(recipe, list(words))
 
     return train
 
