@@ -60,7 +60,7 @@ def assert_is_mean_of(scalar, each, tolerance=1e-4):
 def test_every_number_is_that_of_a_notebook(probe, name):
     number, direct = PROBES[probe]
     patient = PATIENTS[name]()
-    if name == "swin":  # has amplitudes near zero, of which float32 does not know the logarithm to 1e-4 on every processor
+    if name == "swin":  # has amplitudes near zero, whose logarithm float32 does not know to 1e-4 on every processor
         patient.network.double()
     found = measured(probe, patient)
     states = notebook.states(patient)
