@@ -261,5 +261,5 @@ W = torch.zeros(2, requires_grad=True)
     ],
 )
 def test_a_wrong_argument_is_told(call) -> None:
-    with pytest.raises(ValueError, match=r"must|There are no|two weights|Give"):
+    with pytest.raises(ValueError, match=r"must|There are no|two sets of weights|Give"):
         call()
