@@ -82,6 +82,12 @@ def test_what_comes_first_is_as_thorough_as_leaves_the_others_enough() -> None:
     assert choose([accuracy], 20) == {"accuracy": 3}
 
 
+def test_a_dear_probe_does_not_take_the_place_of_cheap_ones() -> None:
+    offers = [Offer("dear", [32]), *(Offer(str(number), [4]) for number in range(5))]
+    assert choose(offers, 45) == {str(number): 0 for number in range(5)}
+    assert "dear" in choose(offers, 55)
+
+
 class Clockwork(TimeBudget):
     """A budget of which so much is left."""
 

@@ -1,9 +1,9 @@
 """Which probes, and how thorough, within a budget of time.
 
 What a reader looks for first, the accuracy, is planned on all images if that is affordable. Then every probe is planned
-in its cheapest form, in the order of what it tells; then, round by round and in the same order, what is left of the
-budget makes them more thorough. What does not fit is left out by name. A part of the budget is kept back, because
-estimates are only estimates (see `schedule.TimeBudget` for what happens when they prove wrong).
+in its cheapest form, in the order of what it tells, cheap ones before dear ones; then, round by round and in the same
+order, what is left of the budget makes them more thorough. What does not fit is left out by name. A part of the budget
+is kept back, because estimates are only estimates (see `schedule.TimeBudget` for what happens when they prove wrong).
 
 A plan that was made once is remembered, so that the same command does the same again however the timings fall out; and
 a form in which a probe is stored already is kept, for it costs nothing.
@@ -43,6 +43,9 @@ PLANNED = 0.8
 """Share of the budget that is planned."""
 FIRST = 0.4
 """Share of what is planned that the probes with `on_all_images` may take."""
+
+DEAR = 0.1
+"""Share of what is planned above which a probe waits until all cheaper ones have a place."""
 
 WHOLE, SHARED = "pass over all images", "shared pass"
 """The names of the offers that all streaming probes together are."""
@@ -173,7 +176,7 @@ def choose(offers: Sequence[Offer], budget: float) -> dict[str, int]:
     """
     taken: dict[str, int] = {}
     left = budget
-    for offer in sorted(offers, key=lambda offer: not offer.first):
+    for offer in sorted(offers, key=lambda offer: (not offer.first, offer.cost(0) > DEAR * budget)):
         form = _starting_form(offer, left, budget)
         if offer.cost(form) <= left:
             taken[offer.name] = form
