@@ -30,7 +30,7 @@ from torch import nn
 import vitclinic
 from remedies import arms as remedy_arms
 from vitclinic._core.records import Measurement
-from vitclinic.experiments.pool import Pool
+from vitclinic.experiments.runner import Pool
 
 Numbers = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

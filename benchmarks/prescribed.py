@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from vitclinic import Prescription, prescribe
-from vitclinic.experiments.prescribe.display import Display, show_prescription
+from vitclinic.experiments.display import Display, show_prescription
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 WORDS = ["model.patch_size=8", "data.limit=3000", "batch_size=100", "epochs=20"]

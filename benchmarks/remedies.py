@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy, AttentionMap, record_attention, stream
 from vitclinic.data import Dataset, evaluation_batches, open_data
-from vitclinic.experiments.pool import Pool
+from vitclinic.experiments.runner import Pool
 from vitclinic.training import Run, build_recipe, load_model
 
 Numbers = dict[str, Any]

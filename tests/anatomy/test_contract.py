@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from tests.anatomy.attention_oracle import output_from_map
 from tests.anatomy.expected import expected_units
 from tests.anatomy.networks import NETWORKS, shaken
-from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention, stream, taps
 from vitclinic.anatomy.families import recognise
-
-REFUSED = ("ParallelScalingBlock", "ParallelThingsBlock")
 
 
 @pytest.fixture(params=NETWORKS, scope="module")
@@ -38,10 +35,6 @@ def images(network: nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def anatomy(network: nn.Module) -> Anatomy:
-    if (blocks := getattr(network, "blocks", None)) and type(blocks[0]).__name__.endswith(REFUSED):
-        with pytest.raises(AnatomyError, match=r"blocks\.0 is a .*register a family"):
-            Anatomy.of(network)
-        pytest.skip("refused with a clear error")
     return Anatomy.of(network)
 
 

@@ -17,9 +17,10 @@ from vitclinic._core.lazy import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic.anatomy.anatomy import Anatomy
-    from vitclinic.anatomy.attention import AttentionMap, record_attention
+    from vitclinic.anatomy.attention import record_attention
     from vitclinic.anatomy.eager import double_differentiable, eval_mode
     from vitclinic.anatomy.families import Family, list_families, register_family
+    from vitclinic.anatomy.maps import AttentionMap
     from vitclinic.anatomy.removal import Bypass, Erase, Silence
     from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
     from vitclinic.anatomy.taps import Activations, stream, taps

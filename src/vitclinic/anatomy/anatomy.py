@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,21 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.errors import AnatomyError, did_you_mean
 from vitclinic.anatomy.eager import eval_mode
-from vitclinic.anatomy.families import recognise
+from vitclinic.anatomy.families import Family
+from vitclinic.anatomy.observation.observe import observe
 from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid, watch
 from vitclinic.anatomy.taps import taps
 from vitclinic.anatomy.units import Block, Kind, Unit
+from vitclinic.anatomy.wrappers import check_weights, find_example, reason, unwrap, unwrap_parallel, weight_like
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each unit's output for one image, without the batch axis, by the unit's name."""
 
 
 class Anatomy:
     """The units of a network, in the order of its forward pass.
 
     `network` is the network inside all wrappers (torch.compile, DDP, normalization); names and modules are those of the
-    inner network. An anatomy describes the modules that it saw: after surgery, create a new one.
+    inner network. An anatomy describes the modules that it saw: after surgery, create a new one. `print(anatomy)`
+    shows it as a table.
+
+    Attributes:
+        family: The family's name or, if the network was observed, its class.
+        network: The network inside all wrappers.
+        units: Its units.
+        notes: What could not be settled, in sentences.
+        observed: True if the units were found by observation and not by a family.
+        image: (channels, height, width) of the image that was passed through the network.
 
     Example:
         >>> import timm
@@ -34,54 +47,96 @@ class Anatomy:
         ['stem', 'position', 'blocks.0.msa', 'blocks.0.mlp']
     """
 
-    def __init__(self, family: str, network: nn.Module, units: tuple[Unit, ...], grids: dict[Layout, Size]) -> None:
+    def __init__(
+        self,
+        family: str,
+        network: nn.Module,
+        units: tuple[Unit, ...],
+        grids: dict[Layout, Size],
+        notes: tuple[str, ...] = (),
+        *,
+        observed: bool = False,
+        image: tuple[int, ...] | None = None,
+        shapes: Shapes | None = None,
+    ) -> None:
         self.family = family
         self.network = network
         self.units = units
+        self.notes = notes
+        self.observed = observed
+        self.image = image
         self._grids = grids
+        self._shapes = shapes or {}
 
     @classmethod
     def of(cls, network: nn.Module, example: Tensor | None = None) -> Anatomy:
         """Examine a network with one forward pass.
 
-        The pass checks that total = skip + branch for every residual unit, to 1e-5 of the largest value (or to the
-        rounding error of the network's dtype, if that is coarser).
+        A network of a known family is described by it. Of any other, the operations of the pass are recorded, and its
+        units are what lies between residual additions (`anatomy/observation/`). Either way, the pass checks that total
+        = skip + branch for every residual unit, to 1e-5 of the largest value (or to the rounding error of the network's
+        dtype, if that is coarser).
 
         Args:
-            network: A network of a known family, possibly wrapped.
+            network: Any network that takes images, possibly wrapped.
             example: A batch whose first image is passed through the network, wrappers included (they may normalize or
-                resize it), except for DDP, whose processes would wait for each other. By default, noise is passed to
-                the network inside the wrappers. Grids are those of this image: for another size,
-                create another anatomy.
+                resize it), except for DDP, whose processes would wait for each other. By default, noise of a size that
+                the network takes is passed to the network inside the wrappers. Grids are those of this image: for
+                another size, create another anatomy.
 
         Returns:
-            The anatomy of the network inside all wrappers.
+            The anatomy of the network inside all wrappers; its `notes` say what could not be settled.
 
         Raises:
-            UnknownStructureError: No family is registered for the network.
-            AnatomyError: The network is not built as its family says; the message names the first unit that fails.
+            UnknownStructureError: The pass shows no units.
+            AnatomyError: The network is not built as a registered family says, or cannot take the example; the message
+                names the first unit that fails.
         """
-        core, family = recognise(network)
+        core, family = unwrap(network)
+        check_weights(core)
+        entrance = core if example is None else unwrap_parallel(network)
+        if family is not None:
+            try:
+                return cls._of_family(core, family, entrance, example)
+            except AnatomyError:
+                if not family.built_in:
+                    raise
+        if example is None:
+            example = find_example(core, family)
+        return cls._by_observation(core, entrance, example)
+
+    @classmethod
+    def _of_family(cls, core: nn.Module, family: Family, entrance: nn.Module, example: Tensor | None) -> Anatomy:
         try:
             units = tuple(replace(unit, depth=depth) for depth, unit in enumerate(family.units(core)))
-            like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
-            if like.is_meta:
-                raise AnatomyError("the network is on the meta device and has no weights; load them first.")
-            entrance = network.module if isinstance(network, DistributedDataParallel) else network
             if example is None:
-                entrance = core
-                generator = torch.Generator().manual_seed(0)
-                example = torch.randn(1, *family.input_size(core), generator=generator)
-            return cls(family.name, core, units, _check_units(entrance, units, example[:1].to(like)))
+                example = find_example(core, family)
+            image = example[:1].to(weight_like(core))
+            grids, shapes = _check_units(entrance, units, image)
+            return cls(family.name, core, units, grids, image=tuple(image.shape[1:]), shapes=shapes)
         except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise AnatomyError(
-                f"{type(core).__name__} belongs to the family {family.name} but is not built like it ({reason});"
+                f"{type(core).__name__} belongs to the family {family.name} but is not built like it ({reason(error)});"
                 " if parts of it were replaced, register a family for it (docs/anatomy.md)."
             ) from error
 
+    @classmethod
+    def _by_observation(cls, core: nn.Module, entrance: nn.Module, example: Tensor) -> Anatomy:
+        image = example[:1].to(weight_like(core))
+        found = observe(core, entrance, torch.cat((image, image.flip(-1))))
+        units = tuple(replace(unit, depth=depth) for depth, unit in enumerate(found.units))
+        units, doubts, shapes = _drop_wrong_residuals(entrance, units, image)
+        grids = {layout: layout.size for layout in _layouts(units) if layout.size is not None}
+        notes, seen = (*found.notes, *doubts), tuple(image.shape[1:])
+        return cls(type(core).__name__, core, units, grids, notes, observed=True, image=seen, shapes=shapes)
+
     def __repr__(self) -> str:
         return f"Anatomy({self.family}, {len(self.units)} units)"
+
+    def __str__(self) -> str:
+        from vitclinic.anatomy.table import format_anatomy
+
+        return format_anatomy(self)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -124,6 +179,23 @@ class Anatomy:
     def size(self, layout: Layout) -> Size:
         """Return (rows, columns) of the flattened grid of `layout`, as seen when the network was examined."""
         return self._grids[layout]
+
+    def output_grid(self, unit: Unit) -> Size | None:
+        """Return (rows, columns) of the features after a unit; None if they are on no grid."""
+        layout, shape = unit.output.layout, self._shapes.get(unit.name, ())
+        if not layout.spatial:
+            return None
+        if len(shape) == 3:
+            height, width = shape[:2] if layout.channels_last else shape[1:]
+            return height, width
+        return self._grids.get(layout)
+
+    def output_channels(self, unit: Unit) -> int | None:
+        """Return the number of channels of the features after a unit; None if their axes are not known."""
+        layout, shape = unit.output.layout, self._shapes.get(unit.name, ())
+        if not shape or (not layout.spatial and len(shape) > 1):
+            return None
+        return shape[0] if len(shape) == 3 and not layout.channels_last else shape[-1]
 
     def grid(self, site: Site, activation: Tensor) -> Tensor:
         """Return an activation as a feature map, with prefix tokens stripped.
@@ -169,44 +241,79 @@ class Anatomy:
 
 
 @torch.no_grad()
-def _check_units(network: nn.Module, units: tuple[Unit, ...], example: Tensor) -> dict[Layout, Size]:
-    """Run `example` through the network in eval mode, check every unit, and return the grid of each layout.
+def _check_units(network: nn.Module, units: tuple[Unit, ...], example: Tensor) -> tuple[dict[Layout, Size], Shapes]:
+    """Run `example` through the network in eval mode, check every unit, and return grids and shapes of outputs.
 
     Checked: something passes every site, and total = skip + branch for every residual.
     """
+    with eval_mode(network), _measure_grids(_layouts(units)) as grids, taps(_sites(units)) as seen:
+        network(example)
+    for unit in units:
+        if unit.residual is not None and (found := _find_difference(unit, *_parts(seen, unit))):
+            raise AnatomyError(
+                f"in {unit.name} the output is not skip + branch ({found}), so its family does not fit this "
+                "network; register one that does (docs/anatomy.md)."
+            )
+    return grids, _output_shapes(units, seen)
+
+
+@torch.no_grad()
+def _drop_wrong_residuals(
+    network: nn.Module, units: tuple[Unit, ...], example: Tensor
+) -> tuple[tuple[Unit, ...], list[str], Shapes]:
+    """Run `example` through an observed network, and return its units without residuals that do not add up.
+
+    The sentences say which those are; the shapes are those of outputs.
+    """
+    with eval_mode(network), taps(_sites(units)) as seen:
+        network(example)
+    checked, doubts = [], []
+    for unit in units:
+        found = None if unit.residual is None else _find_difference(unit, *_parts(seen, unit))
+        if found is not None:
+            doubts.append(f"the output of {unit.name} is not skip + branch ({found}), so it cannot be removed.")
+        checked.append(unit if found is None else replace(unit, residual=None, removal=None))
+    return tuple(checked), doubts, _output_shapes(units, seen)
+
+
+def _output_shapes(units: tuple[Unit, ...], seen: Mapping[tuple[str, str], Tensor]) -> Shapes:
+    return {unit.name: tuple(seen[unit.name, "output"].shape[1:]) for unit in units}
+
+
+def _parts(seen: Mapping[tuple[str, str], Tensor], unit: Unit) -> list[Tensor]:
+    return [seen[unit.name, part] for part in ("skip", "branch", "total")]
+
+
+def _sites(units: tuple[Unit, ...]) -> dict[tuple[str, str], Site]:
+    """Return all sites at which units are read."""
     sites: dict[tuple[str, str], Site] = {}
-    layouts: set[Layout] = set()
     for unit in units:
         sites[unit.name, "input"], sites[unit.name, "output"] = unit.input, unit.output
         if unit.residual is not None:
             sites |= {(unit.name, part): getattr(unit.residual, part) for part in ("skip", "branch", "total")}
-        if unit.attention is not None:
-            layouts.add(unit.attention.keys)
-    layouts |= {site.layout for site in sites.values()}
-    with eval_mode(network), _measure_grids(layouts) as grids, taps(sites) as seen:
-        network(example)
-    for unit in units:
-        if unit.residual is not None:
-            _check_residual(unit, *(seen[unit.name, part] for part in ("skip", "branch", "total")))
-    return grids
+    return sites
 
 
-def _check_residual(unit: Unit, skip: Tensor, branch: Tensor, total: Tensor) -> None:
-    """Check that total = skip + branch; libraries reshape between steps, so only the number of values must agree."""
+def _layouts(units: tuple[Unit, ...]) -> set[Layout]:
+    """Return the layouts of all sites, and of the keys of attention."""
+    keys = {unit.attention.keys for unit in units if unit.attention is not None}
+    return keys | {site.layout for site in _sites(units).values()}
+
+
+def _find_difference(unit: Unit, skip: Tensor, branch: Tensor, total: Tensor) -> str | None:
+    """Return how total and skip + branch differ, or None if they do not.
+
+    Libraries reshape between steps, so only the number of values must agree.
+    """
     tolerance = max(1e-5, 8 * torch.finfo(total.dtype).eps)
     if not total.isfinite().all():
         raise AnatomyError(f"the values after {unit.name} are not finite, so nothing can be checked or measured.")
-    if skip.numel() == branch.numel() == total.numel():
-        difference = (total.flatten() - skip.flatten() - branch.flatten()).abs().max()
-        if difference <= tolerance * total.abs().max():
-            return
-        found = f"they differ by {difference:.1e} where values reach {total.abs().max():.1e}"
-    else:
-        found = f"their shapes are {tuple(total.shape)}, {tuple(skip.shape)} and {tuple(branch.shape)}"
-    raise AnatomyError(
-        f"in {unit.name} the output is not skip + branch ({found}), so its family does not fit this "
-        "network; register one that does (docs/anatomy.md)."
-    )
+    if not skip.numel() == branch.numel() == total.numel():
+        return f"their shapes are {tuple(total.shape)}, {tuple(skip.shape)} and {tuple(branch.shape)}"
+    difference = (total.flatten() - skip.flatten() - branch.flatten()).abs().max()
+    if difference <= tolerance * total.abs().max():
+        return None
+    return f"they differ by {difference:.1e} where values reach {total.abs().max():.1e}"
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Recording of attention maps, of any library's attention, one layer at a time and without storing them.
 
-The mechanism is a torch function mode that is active only while the attention module of a requested unit runs. There
-are three cases:
+The mechanism is a torch function mode that is active only while the attention module of a requested unit runs. A unit
+that was observed says which of the module's attentions is meant; otherwise there must be only one. There are three
+cases:
 
 1. `scaled_dot_product_attention` does not return its map: it is recomputed from the same arguments,
    softmax(q k^T scale + mask), while the network continues with the fused result;
@@ -14,16 +15,16 @@ number in its attribute `uniform_heads`.
 
 Maps exclude dropout in the first two cases and precede it in the third. An attention that computes its map in pieces
 has an attribute `in_pieces`; it is set to False during recording, so that the attention makes a single call.
+
+To differentiate with respect to maps (`grad=True`), the network continues with map x V instead of a fused result.
 Shapes: B batch (times windows), H heads, Q queries, K keys.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,67 +33,22 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import AnatomyError, NoAttentionMapError
-from vitclinic.anatomy.eager import eager, is_recomputing
+from vitclinic.anatomy.additions import Removable
+from vitclinic.anatomy.eager import eager, is_looking, is_recomputing, look
+from vitclinic.anatomy.maps import ATTENTION, AttentionMap
+from vitclinic.anatomy.projections import project_heads, repeat_groups
 from vitclinic.anatomy.sites import Size, watch
 from vitclinic.anatomy.taps import version_of
 from vitclinic.anatomy.units import AttentionSpec, Unit
-from vitclinic.anatomy.windows import Windows
 
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
-_showing = threading.local()
-"""Has `now` while a map is computed and consumed: attention calls made then are not the network's, for any recorder."""
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionMap:
-    """Attention of one unit for one batch: `weights` [B * windows, H, Q, K], each row summing to 1.
-
-    The first `prefix` keys (and queries, unless the only query is the class token) are off the grid. `hidden` is True
-    where an explicit mask of minus infinity keeps a query from a key, [Q, K]; it is the same for all images and heads
-    (read from the first) and None if there is no such mask. The masks of shifted windows are not part of it.
-    """
-
-    unit: Unit
-    weights: Tensor
-    prefix: int
-    grid: Size
-    windows: Windows | None
-    hidden: Tensor | None = None
-
-    @property
-    def prefix_queries(self) -> int:
-        """Number of queries that are off the grid; they come first."""
-        return min(self.prefix, self.weights.shape[2])
-
-    @property
-    def has_class(self) -> bool:
-        """True if the first query is the class token."""
-        return self.prefix > 0 and self.unit.attention is not None and self.unit.attention.keys.has_class
-
-    def by_image(self) -> Tensor:
-        """Return the weights as [B, windows, H, Q, K]."""
-        return self.weights.reshape(-1, len(self.positions()), *self.weights.shape[1:])
-
-    def visible(self) -> Tensor:
-        """Return which keys each query may attend to, bool [windows, Q, K]: not across a mask, and no padding."""
-        windows = self.windows or Windows(self.grid)
-        regions, real = windows.regions(self.grid), windows.positions(self.grid)[..., 0] >= 0
-        together = (regions[:, :, None] == regions[:, None]) & real[:, :, None] & real[:, None]
-        queries = self.weights.shape[2]
-        seen = F.pad(together, (self.prefix, 0, self.prefix, 0), value=True)[:, :queries].to(self.weights.device)
-        return seen if self.hidden is None else seen & ~self.hidden
-
-    def positions(self) -> Tensor:
-        """Return (row, column) on the grid of each spatial key, [windows, keys - prefix, 2]; (-1, -1) is padding."""
-        return (self.windows or Windows(self.grid)).positions(self.grid)
 
 
 Consumer = Callable[[AttentionMap], None]
 
 
 @contextmanager
-def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None]:
+def record_attention(units: Iterable[Unit], consumer: Consumer, *, grad: bool = False) -> Iterator[None]:
     """Call `consumer` with the attention map of each unit at every forward pass inside the context.
 
     The network's outputs do not change (except that torchvision's ViT under no_grad leaves PyTorch's fast path, which
@@ -101,6 +57,8 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
     Args:
         units: Units with attention, such as `anatomy.of_kind("msa")`.
         consumer: Called with an `AttentionMap`. The map may be the network's own tensor: do not write to it.
+        grad: Compute attention from its map, so that outputs can be differentiated with respect to `source` of a map;
+            they change in the last bits.
 
     Raises:
         NoAttentionMapError: A unit's attention is not one softmax over tokens.
@@ -115,7 +73,7 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
         blocks.0.msa (2, 2)
         blocks.1.msa (2, 2)
     """
-    recorders = [_Recorder(unit, consumer) for unit in units]
+    recorders = [_Recorder(unit, consumer, grad) for unit in units]
     with ExitStack() as stack, eager():
         for recorder in recorders:
             stack.enter_context(recorder.attach())
@@ -134,29 +92,36 @@ def record_attention(units: Iterable[Unit], consumer: Consumer) -> Iterator[None
 class _Recorder(TorchFunctionMode):
     """Function mode of one unit, active only while its attention module runs: other units cost nothing."""
 
-    def __init__(self, unit: Unit, consumer: Consumer) -> None:
+    def __init__(self, unit: Unit, consumer: Consumer, grad: bool) -> None:
         super().__init__()
-        if unit.attention is None or unit.attention.keys.grid_at is None:
+        if unit.attention is None or (unit.attention.seen is None and unit.attention.keys.grid_at is None):
             raise NoAttentionMapError(f"attention maps do not apply to {unit.name}: it has no softmax over tokens.")
         self.unit = unit
         self.called = False
         self.seen = False
         self._spec: AttentionSpec = unit.attention
+        self._seen = unit.attention.seen
         self._grid_at = unit.attention.keys.grid_at
         self._consumer = consumer
-        self._grid: Size | None = None
+        self._grad = grad
+        self._grid: Size | None = None if self._seen is None else self._seen.grids[1]
+        self._calls = 0
+        self._attentions = 0
         self._maps_in_call = 0
-        self._on = False
+        self._on = 0
 
     @contextmanager
     def attach(self) -> Iterator[None]:
         """Add hooks that read the grid of each forward pass and switch the mode on and off around the module."""
         module: Any = self._spec.module
-        handles = [
-            *watch(self._grid_at, self._note_grid),
+        handles: list[Removable] = [
             module.register_forward_pre_hook(self._start),
             module.register_forward_hook(self._stop, always_call=True),
         ]
+        if self._grid_at is not None:
+            handles += watch(self._grid_at, self._note_grid)
+        if self._seen is not None and self._seen.within is not None:
+            handles.append(self._seen.within.register_forward_pre_hook(self._restart))
         in_pieces = getattr(module, "in_pieces", None)
         try:
             if in_pieces is not None:
@@ -165,25 +130,34 @@ class _Recorder(TorchFunctionMode):
         finally:
             if in_pieces is not None:
                 module.in_pieces = in_pieces
-            self._stop()  # an interrupt, unlike an error, skips the module's last hook
+            while self._on:  # an interrupt, unlike an error, skips the module's last hook
+                self._stop()
             for handle in handles:
                 handle.remove()
 
     def _note_grid(self, value: Any) -> None:
+        assert self._grid_at is not None
         self._grid = self._grid_at.size_of(value)
+
+    def _restart(self, *_: Any) -> None:
+        self._calls = 0
 
     def _start(self, *_: Any) -> None:
         if is_recomputing():
             return
+        self._calls += 1
+        if self._seen is not None and self._seen.within is not None and self._calls != self._seen.call + 1:
+            return
+        self._attentions = 0
         self._maps_in_call = 0
         self.called = True
-        self._on = True
+        self._on += 1
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def _stop(self, *_: Any) -> None:
         # The module's last hook also runs if an earlier hook failed before this mode was on.
         if self._on:
-            self._on = False
+            self._on -= 1
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -194,24 +168,49 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in ATTENTION or is_looking():
+            return func(*args, **kwargs)
+        self._attentions += 1
+        if self._seen is not None and self._attentions != self._seen.number + 1:
+            return func(*args, **kwargs)
+        if self._grad and func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if self._grad and func is F.multi_head_attention_forward:
+            call = _MHA_SIGNATURE.bind(*args, **kwargs)
+            call.apply_defaults()
+            return self._attend_heads(call)
         result = func(*args, **kwargs)
-        if getattr(_showing, "now", False):
-            return result
-        _showing.now = True
-        try:
+        with look():
             self._show(func, args, kwargs, result)
-        finally:
-            _showing.now = False
         return result
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what `scaled_dot_product_attention` returns, computed from the map that is shown."""
+        with look():
+            weights = _weights_of_sdpa(query, key, value, *args, **kwargs)
+            self._emit(weights, _hidden_by_sdpa(query, key, value, *args, **kwargs))
+        return weights @ (repeat_groups(value, query) if kwargs.get("enable_gqa") else value)
+
+    def _attend_heads(self, call: inspect.BoundArguments) -> tuple[Tensor, Tensor | None]:
+        """Return what `multi_head_attention_forward` returns, computed from the map that is shown."""
+        query, key, value, output = project_heads(call.arguments, self.unit.name)
+        mixed_bhqd = self._attend(query, key, value)
+        result: Tensor = output(mixed_bhqd.permute(2, 0, 1, 3).flatten(2))
+        if not call.arguments["need_weights"]:
+            return result, None
+        weights = _weights_of_sdpa(query, key, value)
+        return result, weights.mean(1) if call.arguments["average_attn_weights"] else weights
 
     def _show(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is F.scaled_dot_product_attention:
-            self._emit(_weights_of_sdpa(*args, **kwargs), _hidden_by_sdpa(*args, **kwargs))
+            with torch.no_grad():
+                weights = _weights_of_sdpa(*args, **kwargs)
+            self._emit(weights, _hidden_by_sdpa(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
-        elif func in _SOFTMAX and kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1):
+        elif kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1):
             version = version_of(result)
-            self._emit(result.detach(), _hidden(args[0]) if args else None)
+            self._emit(result if self._grad else result.detach(), _hidden(args[0]) if args else None)
             if version_of(result) != version:
                 raise AnatomyError(
                     f"the attention map of {self.unit.name} was modified, but the network still uses it; modify a copy "
@@ -221,6 +220,10 @@ class _Recorder(TorchFunctionMode):
     def _emit(self, weights: Tensor, hidden: Tensor | None = None) -> None:
         if self._grid is None:
             raise AnatomyError(f"{self.unit.name} ran before its grid was known: its family does not fit the network.")
+        source = weights if self._grad else None
+        weights = weights.detach()
+        if self._seen is not None:
+            weights, hidden = self._seen.arrange(weights), None
         self._maps_in_call += 1
         if self._maps_in_call > 1 or weights.ndim != 4:
             raise NoAttentionMapError(
@@ -234,10 +237,9 @@ class _Recorder(TorchFunctionMode):
         windows = None if self._spec.windows is None else self._spec.windows(self._grid)
         if windows is not None:
             hidden = None  # it would be that of the first window
-        self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows, hidden))
+        self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows, hidden, source))
 
 
-@torch.no_grad()
 def _weights_of_sdpa(
     query: Tensor,
     key: Tensor,
@@ -250,7 +252,7 @@ def _weights_of_sdpa(
 ) -> Tensor:
     """Return the map that `scaled_dot_product_attention` applies to `value`, without dropout."""
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+        key = repeat_groups(key, query)
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

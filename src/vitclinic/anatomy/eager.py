@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -16,6 +17,24 @@ def eager() -> AbstractContextManager[None]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second or two
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+_looking = threading.local()
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """Mark what runs inside as a reader's, not the network's: it is neither counted nor recorded."""
+    outer, _looking.now = is_looking(), True
+    try:
+        yield
+    finally:
+        _looking.now = outer
+
+
+def is_looking() -> bool:
+    """Return True while a reader of the network runs, inside its forward pass."""
+    return getattr(_looking, "now", False)
 
 
 def is_recomputing() -> bool:

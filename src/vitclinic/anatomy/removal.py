@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from vitclinic.anatomy.additions import Removable
 from vitclinic.anatomy.eager import eager
 from vitclinic.anatomy.sites import Site, watch
 
@@ -92,7 +92,7 @@ class Erase:
 
 
 @contextmanager
-def _keep_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+def _keep_hooks(handles: Sequence[Removable]) -> Iterator[None]:
     """Run the network eagerly, so that its hooks are called, and remove these when the context ends."""
     try:
         with eager():

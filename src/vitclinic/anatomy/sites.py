@@ -1,21 +1,23 @@
 """Sites at which a tensor can be read in a network, and the layout of its features on their grid.
 
-A `Site` is one end of one module: its input or its output. Everything that looks into a network (taps, the residual
-check, the removal of a unit) does so through `watch`.
+A `Site` is one end of one module, its input or its output, or a place between modules: an operand or the result of the
+n-th addition inside a module's call. Everything that looks into a network (taps, the residual check, the removal of a
+unit) does so through `watch`.
 
 Shapes: B batch, C channels, H and W the grid, N = prefix tokens + H * W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vitclinic._core.errors import AnatomyError
+from vitclinic.anatomy.additions import Operand, Removable, watch_addition
+from vitclinic.anatomy.eager import look
 
 Size = tuple[int, int]
 
@@ -31,6 +33,7 @@ class Layout:
         prefix: The number of tokens off the grid, which come first (class, distillation and register tokens).
         channels_last: True if a feature map is [B, H, W, C].
         grid_at: The site at which the grid's size can be read.
+        size: The grid's size, where it is known from a recorded pass.
         spatial: False for logits, or for a class token alone.
         has_class: True if the first prefix token is the class token.
     """
@@ -38,6 +41,7 @@ class Layout:
     prefix: int = 0
     channels_last: bool = False
     grid_at: Site | None = None
+    size: Size | None = None
     spatial: bool = True
     has_class: bool = True
     """Ignored without a prefix."""
@@ -49,32 +53,65 @@ OFF_GRID = Layout(spatial=False)
 
 
 @dataclass(frozen=True, eq=False)
+class Arrangement:
+    """A layout of tokens that is none of ours, such as [N, B, C], and the way to [B, N, C] with prefix tokens first.
+
+    Args:
+        axes: The axes of images, tokens (one or two) and channels, in this order.
+        order: Which of the flattened tokens comes where; None if they are in order.
+    """
+
+    axes: tuple[int, ...]
+    order: Tensor | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return a tensor as [B, N, C]."""
+        x_bnc = x.permute(self.axes).flatten(1, -2)
+        return x_bnc if self.order is None else x_bnc[:, self.order.to(x.device)]
+
+    def undo(self, x_bnc: Tensor, like: Tensor) -> Tensor:
+        """Return [B, N, C] in the arrangement of another tensor."""
+        if self.order is not None:
+            x_bnc = x_bnc[:, self.order.argsort().to(x_bnc.device)]
+        back = sorted(range(len(self.axes)), key=self.axes.__getitem__)
+        return x_bnc.reshape([like.shape[axis] for axis in self.axes]).permute(back)
+
+
+@dataclass(frozen=True, eq=False)
 class Site:
-    """One end of a module: its input or its output.
+    """One end of a module, its input or its output, or a place at an addition inside it.
 
     Args:
         module: The module.
-        end: `in` or `out`.
+        end: `in` or `out`; `left`, `right` or `sum` of an addition.
         layout: The layout of the features.
         item: The index of the value among several inputs or outputs.
         first: Keep only this many tokens.
-        within: The block, if it calls the module several times (a shared dropout or ReLU).
+        within: The block or network, if it calls the module several times (a shared dropout or ReLU).
         call: Which of these calls is meant, from 0.
+        addition: Which addition inside the call is meant, from 0.
+        additions: How many there are inside the call, if known.
         overwritten: True if the network later writes to this tensor in place, so that a reader must copy it.
+        arrangement: How its axes lie, if they do not lie as the layout says; readers see it as the layout says.
     """
 
     module: nn.Module
-    end: Literal["in", "out"]
+    end: Literal["in", "out"] | Operand
     layout: Layout = NCHW
     item: int = 0
     first: int | None = None
     within: nn.Module | None = None
     call: int = 0
+    addition: int = 0
+    additions: int | None = None
     overwritten: bool = False
+    arrangement: Arrangement | None = None
 
     def pick(self, values: Any) -> Any:
         """Return this site's value among a module's inputs or outputs."""
         value = values if isinstance(values, Tensor) else values[self.item]
+        if self.arrangement is not None:
+            return self.arrangement.apply(value)
         return value if self.first is None else value[:, : self.first]
 
     def size_of(self, value: Any) -> Size:
@@ -108,36 +145,64 @@ def out_of(module: nn.Module, layout: Layout = NCHW, **fields: Any) -> Site:
     return Site(module, "out", layout, **fields)
 
 
-def watch(site: Site, act: Callable[[Any], Tensor | None]) -> list[RemovableHandle]:
+def watch(site: Site, act: Callable[[Any], Tensor | None]) -> Sequence[Removable]:
     """Call `act` with each value that passes `site`; if it returns a tensor, that replaces the value.
 
-    Returns the handles of the hooks; removing them stops it.
+    A value that enters a module can be read and not replaced. Returns the handles of the hooks; removing them stops it.
+    If `act` is a method, a deep copy of the network is watched by a copy of its object.
     """
-    calls = 0
-
-    def due() -> bool:
-        nonlocal calls
-        calls += 1
-        return site.within is None or calls == site.call + 1
-
-    def restart(*_: Any) -> None:
-        nonlocal calls
-        calls = 0
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if due():
-            act(site.pick((*args, *kwargs.values())))
-
-    def after(_: nn.Module, __: Any, output: Any) -> Tensor | None:
-        return act(site.pick(output)) if due() else None
-
-    handles = [] if site.within is None else [site.within.register_forward_pre_hook(restart)]
+    watcher = _Watcher(site, act)
+    if site.end != "in" and site.end != "out":
+        place = (site.call, site.addition, site.additions)
+        return [watch_addition(site.module, *place, site.end, site.within, watcher.visit)]
+    handles = [] if site.within is None else [site.within.register_forward_pre_hook(watcher.restart)]
     if site.end == "in":
         # First of all hooks: what the module is called with, not what another hook (a treatment's) makes of it.
-        handles.append(site.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(site.module.register_forward_pre_hook(watcher.before, with_kwargs=True, prepend=True))
     else:
-        handles.append(site.module.register_forward_hook(after))
+        handles.append(site.module.register_forward_hook(watcher.after))
     return handles
+
+
+class _Watcher:
+    """The hooks of one watched site; methods, not closures, so that a copied network has hooks of its own."""
+
+    def __init__(self, site: Site, act: Callable[[Any], Tensor | None]) -> None:
+        self._site, self._act = site, act
+        self._calls = 0
+
+    def restart(self, *_: Any) -> None:
+        self._calls = 0
+
+    def before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._due():
+            self.visit((*args, *kwargs.values()))
+
+    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
+        replaced = self.visit(output) if self._due() else None
+        return replaced if replaced is None or isinstance(output, Tensor) else _put(output, self._site.item, replaced)
+
+    def visit(self, values: Any) -> Tensor | None:
+        """Show a value in the site's layout, and return what replaces it as the network has it."""
+        site = self._site
+        with look():
+            replaced = self._act(site.pick(values))
+            if replaced is None or site.arrangement is None:
+                return replaced
+            return site.arrangement.undo(replaced, values if isinstance(values, Tensor) else values[site.item])
+
+    def _due(self) -> bool:
+        if self._site.within is None:  # nothing to count, for which torch.compile would compile every call anew
+            return True
+        self._calls += 1
+        return self._calls == self._site.call + 1
+
+
+def _put(output: Any, item: int, value: Tensor) -> Any:
+    """Return a module's outputs with one of them replaced."""
+    values = [*output]
+    values[item] = value
+    return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
 
 
 def onto_grid(layout: Layout, activation: Tensor, size: Size | None) -> Tensor:

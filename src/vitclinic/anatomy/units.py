@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from torch import nn
 
+    from vitclinic.anatomy.maps import SeenMap
     from vitclinic.anatomy.sites import Layout, Site, Size
     from vitclinic.anatomy.windows import Windows
 
@@ -48,11 +49,13 @@ class AttentionSpec:
         module: The attention module.
         keys: The layout of the keys on their grid.
         windows: Function from the size of a grid to its windows; None for global attention.
+        seen: The map as a recorded pass showed it, for a network of no known family.
     """
 
     module: nn.Module
     keys: Layout
     windows: Callable[[Size], Windows] | None = None
+    seen: SeenMap | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,8 @@ class Unit:
         name: The unit's name, such as `blocks.0.msa`.
         kind: `stem`, `position`, `msa`, `mlp`, `token_mlp`, `conv`, `pool` or `head`.
         stage: The stage it belongs to, from 0.
-        module: The unit's own module (attention, MLP, block of convs, stem, ...), for surgery.
+        module: The unit's own module (attention, MLP, block of convs, stem, ...), for surgery; None if no one module
+            does its work alone, as in a network written without modules.
         input: The state before the unit.
         output: The state after the residual addition (and after the block's last activation, if there is one).
         norm: The unit's norm, for surgery. A head's norm is the final one if it acts on the last state, tokens or
@@ -74,13 +78,14 @@ class Unit:
         attention: The attention, if there is a map to record.
         activation: The site after the last activation function of the branch: the hidden neurons of an MLP, which lead
             to its last linear layer or conv. None if there is no such function, as in attention.
+        parameters: The parameters that the unit uses; None for those of its module and norm.
         depth: The unit's place in the network, from 0; set by the anatomy.
     """
 
     name: str
     kind: Kind
     stage: int
-    module: nn.Module
+    module: nn.Module | None
     input: Site
     output: Site
     norm: nn.Module | None = None
@@ -89,6 +94,7 @@ class Unit:
     removal: Removal | None = None
     attention: AttentionSpec | None = None
     activation: Site | None = None
+    parameters: tuple[nn.Parameter, ...] | None = None
     depth: int = 0
     """The unit's place in the network, from 0; the anatomy sets it."""
 

@@ -1,5 +1,7 @@
 """Families of networks: the structure of the networks of timm, torchvision and Hugging Face."""
 
+from dataclasses import replace
+
 from vitclinic.anatomy.families.family import Family, list_families, recognise, register_family
 from vitclinic.anatomy.families.huggingface import HUGGINGFACE
 from vitclinic.anatomy.families.preact_resnet import ALTERNET, PREACT_RESNET
@@ -13,6 +15,6 @@ for _family in (
     *HUGGINGFACE,
     *(PREACT_RESNET, ALTERNET),  # in this order: an AlterNet is also a PreActResNet, and the last is asked first
 ):
-    register_family(_family)
+    register_family(replace(_family, built_in=True))
 
 __all__ = ["Family", "list_families", "recognise", "register_family"]

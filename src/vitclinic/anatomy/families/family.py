@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from vitclinic._core.errors import UnknownStructureError
+from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic._core.registry import load_entry_points
 from vitclinic.anatomy.removal import Erase, Silence
-from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, into, out_of
+from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, Size, into, out_of
 from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
+from vitclinic.anatomy.windows import Windows
 
 ENTRY_POINTS = "vitclinic.families"
 WRAPPERS = ("_orig_mod", "module", "backbone")
@@ -33,7 +34,9 @@ class Family:
         classes: Dotted names of the classes. A network is recognised by its class or a base class, without importing
             the library it comes from.
         units: Function from a network to its units, in the order of the forward pass.
-        input_size: Function from a network to the (channels, height, width) of a small input that it accepts.
+        input_size: Function from a network to the (channels, height, width) of a small input that it accepts; None to
+            try the usual sizes.
+        built_in: True for vitclinic's own: a network that was changed is then observed instead of refused.
 
     Example:
         >>> family = Family("linear", ("torch.nn.modules.linear.Linear",), lambda net: (), lambda net: (3, 32, 32))
@@ -44,7 +47,8 @@ class Family:
     name: str
     classes: tuple[str, ...]
     units: Callable[[Any], Iterable[Unit]]
-    input_size: Callable[[Any], tuple[int, int, int]]
+    input_size: Callable[[Any], tuple[int, int, int]] | None = None
+    built_in: bool = False
 
     def includes(self, network: nn.Module) -> bool:
         """Return True if `network` is an instance of one of the family's classes."""
@@ -183,6 +187,25 @@ def transformer_block(
     )
 
 
+_EXTRA: dict[str, Kind] = {"MsaBlock": "msa", "MlpBlock": "mlp"}
+"""The blocks that the treatment `extra_block` adds, each an attention or an MLP alone."""
+
+
+def is_extra(block: nn.Module) -> bool:
+    """Return True for a block that the treatment `extra_block` has added."""
+    return type(block).__name__ in _EXTRA
+
+
+def extra_step(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
+    """Return the unit of a block that the treatment `extra_block` has added."""
+    kind, branch = _EXTRA[type(block).__name__], out_of(block.drop_path, layout)
+    if kind == "msa":
+        step = Step(kind, block.attn, block.norm, branch, softmax_attention(block.attn, layout))
+    else:
+        step = Step(kind, block.mlp, block.norm, branch, activation=hidden(block.mlp))
+    return residual_block(name, stage, [into(block, layout), out_of(block, layout)], [step])
+
+
 def hidden(mlp: nn.Module) -> Site | None:
     """Return the site after the activation function of an MLP with timm's names; for a gated MLP, after its gate."""
     act = getattr(mlp, "act", None)
@@ -195,9 +218,11 @@ def activation_among(layers: nn.Module) -> Site | None:
     return out_of(found[-1], OFF_GRID) if found else None
 
 
-def softmax_attention(module: nn.Module, keys: Layout) -> AttentionSpec | None:
-    """Return the attention of a timm module, or None if a treatment has removed its softmax."""
-    return AttentionSpec(module, keys) if getattr(module, "softmax", True) else None
+def softmax_attention(
+    module: nn.Module, keys: Layout, windows: Callable[[Size], Windows] | None = None
+) -> AttentionSpec | None:
+    """Return the attention of a module, or None if a treatment has removed its softmax."""
+    return None if getattr(module, "softmax_free", False) else AttentionSpec(module, keys, windows)
 
 
 def image_channels(network: nn.Module) -> int:
@@ -227,6 +252,20 @@ def head(module: nn.Module, network: nn.Module, last: Unit, norm: nn.Module | No
     """
     acting = None if isinstance(norm, nn.Identity) else norm
     return Unit("head", "head", last.stage, module, last.output, out_of(network, OFF_GRID), acting)
+
+
+def count_prefix(network: nn.Module, own: int) -> int:
+    """Return the number of prefix tokens inside the blocks: the network's own, and those of the treatment `registers`.
+
+    Raises:
+        AnatomyError: The network's own tokens were changed after the treatment, which counts them.
+    """
+    added = getattr(network, "registers", None)
+    if added is None or not hasattr(added, "reg_token"):
+        return own
+    if added.prefix != own:
+        raise AnatomyError(f"its registers come after {added.prefix} tokens, but it has {own} before its patches")
+    return own + len(added.reg_token)
 
 
 def is_smoothing(module: nn.Module) -> bool:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from vitclinic.anatomy.families.family import Family, Step, head, pool, position, residual_block, stem
+from vitclinic.anatomy.families.family import (
+    Family,
+    Step,
+    count_prefix,
+    extra_step,
+    head,
+    is_extra,
+    pool,
+    position,
+    residual_block,
+    softmax_attention,
+    stem,
+)
 from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, Size, into, out_of
-from vitclinic.anatomy.units import AttentionSpec, Unit
+from vitclinic.anatomy.units import Unit
 from vitclinic.anatomy.windows import Windows
 
 
@@ -20,13 +33,14 @@ def vit(network: Any) -> list[Unit]:
     embeddings = body.embeddings
     grid = out_of(embeddings.patch_embeddings.projection)
     special = 2 if hasattr(embeddings, "distillation_token") else 1
-    patches, tokens = Layout(grid_at=grid), Layout(prefix=special, grid_at=grid)
+    patches, own = Layout(grid_at=grid), Layout(prefix=special, grid_at=grid)
+    tokens = replace(own, prefix=count_prefix(network, special))
     walk = [stem(embeddings.patch_embeddings, network, out_of(embeddings.patch_embeddings, patches))]
-    after = out_of(embeddings.dropout, tokens)
+    after = out_of(embeddings.dropout, own)
     walk.append(position(embeddings.position_embeddings, embeddings.dropout, walk[-1].output, after))
     layers, blocks = ("layers", body.layers) if hasattr(body, "layers") else ("encoder.layer", body.encoder.layer)
     for index, block in enumerate(blocks):
-        walk += _block(f"{prefix}{layers}.{index}", 0, block, tokens, AttentionSpec(block.attention, tokens))
+        walk += _block(f"{prefix}{layers}.{index}", 0, block, tokens)
     classifier = getattr(network, "classifier", body.layernorm)
     return [*walk, head(classifier, network, walk[-1], body.layernorm)]
 
@@ -48,8 +62,7 @@ def swin(network: Any) -> list[Unit]:
             merging = body.encoder.layers[stage - 1].downsample
             walk.append(pool(name, stage, merging, walk[-1].output, out_of(merging, layout)))
         for index, block in enumerate(layer.blocks):
-            attention = AttentionSpec(block.attention, layout, partial(_windows, block))
-            walk += _block(f"{name}.blocks.{index}", stage, block, layout, attention)
+            walk += _block(f"{name}.blocks.{index}", stage, block, layout, partial(_windows, block))
     classifier = getattr(network, "classifier", body.layernorm)
     return [*walk, head(classifier, network, walk[-1], body.layernorm)]
 
@@ -60,7 +73,12 @@ def _body(network: Any) -> tuple[Any, str]:
     return body, "" if body is network else f"{network.base_model_prefix}."
 
 
-def _block(name: str, stage: int, block: Any, layout: Layout, attention: AttentionSpec) -> Iterator[Unit]:
+def _block(
+    name: str, stage: int, block: Any, layout: Layout, windows: Callable[[Size], Windows] | None = None
+) -> Iterator[Unit]:
+    if is_extra(block):
+        return extra_step(name, stage, block, layout)
+    attention = softmax_attention(block.attention, layout, windows)
     msa, mlp = _branches(block, layout)
     return residual_block(
         name,

@@ -16,12 +16,13 @@ from vitclinic.anatomy.families.family import (
     image_channels,
     is_smoothing,
     read_after_blur,
+    softmax_attention,
     stem,
     unknown_block,
 )
 from vitclinic.anatomy.removal import Bypass, Silence
 from vitclinic.anatomy.sites import NHWC, Layout, Site, Size, into, out_of
-from vitclinic.anatomy.units import AttentionSpec, Residual, Unit
+from vitclinic.anatomy.units import Residual, Unit
 from vitclinic.anatomy.windows import Windows
 
 _CONVS = ("PreActBasicBlock", "PreActBottleneck")
@@ -66,7 +67,7 @@ def msa_unit(name: str, stage: int, block: Any, branch: Site, total: Site) -> Un
         output=out_of(block),
         residual=Residual(into(block), branch, total),
         removal=Silence(branch),
-        attention=AttentionSpec(block.attn, keys, partial(_windows, block.attn)),
+        attention=softmax_attention(block.attn, keys, partial(_windows, block.attn)),
     )
 
 

@@ -17,9 +17,12 @@ from torch import nn
 from vitclinic.anatomy.families.family import (
     Family,
     Step,
+    count_prefix,
+    extra_step,
     head,
     hidden,
     image_channels,
+    is_extra,
     pool,
     position,
     residual_block,
@@ -29,12 +32,10 @@ from vitclinic.anatomy.families.family import (
     unknown_block,
 )
 from vitclinic.anatomy.sites import NHWC, OFF_GRID, Layout, Size, into, out_of
-from vitclinic.anatomy.units import AttentionSpec, Kind, Unit
+from vitclinic.anatomy.units import Unit
 from vitclinic.anatomy.windows import Windows
 
 _POST_NORM = {"Block": False, "ResPostBlock": True}
-_ONE_STEP: dict[str, Kind] = {"MsaBlock": "msa", "MlpBlock": "mlp"}
-"""The blocks that the treatment `extra_block` adds, each an attention or an MLP alone."""
 
 
 def vit_units(network: Any) -> list[Unit]:
@@ -42,31 +43,22 @@ def vit_units(network: Any) -> list[Unit]:
     # Channels last with `dynamic_img_size`, tokens otherwise; the grid is what the patch projection gives.
     patches = Layout(channels_last=True, grid_at=out_of(network.patch_embed.proj))
     has_class = network.cls_token is not None  # some have registers and no class token
-    tokens = Layout(prefix=network.num_prefix_tokens, grid_at=patches.grid_at, has_class=has_class)
+    own = Layout(prefix=network.num_prefix_tokens, grid_at=patches.grid_at, has_class=has_class)
+    tokens = replace(own, prefix=count_prefix(network, own.prefix))
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed, patches))]
     if network.pos_embed is not None:
-        after = out_of(network.pos_drop, tokens)
+        after = out_of(network.pos_drop, own)
         walk.append(position(network.pos_embed, network.pos_drop, walk[-1].output, after))
     for index, block in enumerate(network.blocks):
         name, kind = f"blocks.{index}", type(block).__name__
-        if kind in _ONE_STEP:
-            walk += _vit_single_step(name, block, tokens)
+        if is_extra(block):
+            walk += extra_step(name, 0, block, tokens)
             continue
         if kind not in _POST_NORM:
             raise unknown_block(name, block)
         attention = softmax_attention(block.attn, tokens)
         walk += transformer_block(name, 0, block, tokens, attention=attention, post_norm=_POST_NORM[kind])
     return [*walk, head(network.head, network, walk[-1], network.norm)]
-
-
-def _vit_single_step(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
-    kind = _ONE_STEP[type(block).__name__]
-    branch = out_of(block.drop_path, tokens)
-    if kind == "msa":
-        step = Step(kind, block.attn, block.norm, branch, softmax_attention(block.attn, tokens))
-    else:
-        step = Step(kind, block.mlp, block.norm, branch, activation=hidden(block.mlp))
-    return residual_block(name, 0, [into(block, tokens), out_of(block, tokens)], [step])
 
 
 def vit_input_size(network: Any) -> tuple[int, int, int]:
@@ -89,6 +81,9 @@ def pit_units(network: Any) -> list[Unit]:
             walk.append(pool(name, stage, transformer.pool, walk[-1].output, grid))
         tokens = Layout(prefix=network.num_tokens, grid_at=grid)
         for index, block in enumerate(transformer.blocks):
+            if is_extra(block):
+                walk += extra_step(f"{name}.blocks.{index}", stage, block, tokens)
+                continue
             attention = softmax_attention(block.attn, tokens)
             walk += transformer_block(f"{name}.blocks.{index}", stage, block, tokens, attention=attention)
     return [*walk, head(network.head, network, walk[-1], network.norm)]
@@ -107,7 +102,10 @@ def swin_units(network: Any, *, post_norm: bool) -> list[Unit]:
             walk.append(pool(name, stage, layer.downsample, walk[-1].output, after))
         layout = Layout(channels_last=True, grid_at=into(layer.blocks[0], NHWC))
         for index, block in enumerate(layer.blocks):
-            attention = AttentionSpec(block.attn, layout, partial(_swin_windows, block))
+            if is_extra(block):
+                walk += extra_step(f"{name}.blocks.{index}", stage, block, layout)
+                continue
+            attention = softmax_attention(block.attn, layout, partial(_swin_windows, block))
             walk += transformer_block(
                 f"{name}.blocks.{index}", stage, block, layout, attention=attention, post_norm=post_norm
             )
@@ -164,11 +162,15 @@ def volo_units(network: Any) -> list[Unit]:
 
 
 def _volo_block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
-    attention = None if type(block).__name__ == "Outlooker" else AttentionSpec(block.attn, layout)
+    if is_extra(block):
+        return extra_step(name, stage, block, layout)
+    attention = None if type(block).__name__ == "Outlooker" else softmax_attention(block.attn, layout)
     return transformer_block(name, stage, block, layout, attention=attention)
 
 
 def _volo_class_block(name: str, stage: int, block: Any, tokens: Layout) -> list[Unit]:
+    if is_extra(block):
+        return list(extra_step(name, stage, block, tokens))
     states = [into(block, OFF_GRID, first=1), into(block.norm2, OFF_GRID), out_of(block, OFF_GRID, first=1)]
     steps = [
         Step(
@@ -176,7 +178,7 @@ def _volo_class_block(name: str, stage: int, block: Any, tokens: Layout) -> list
             block.attn,
             block.norm1,
             out_of(block.drop_path1, OFF_GRID),
-            AttentionSpec(block.attn, tokens),
+            softmax_attention(block.attn, tokens),
         ),
         Step("mlp", block.mlp, block.norm2, out_of(block.drop_path2, OFF_GRID), activation=hidden(block.mlp)),
     ]
@@ -205,6 +207,8 @@ def mixer_units(network: Any) -> list[Unit]:
 
 
 def _mixer_block(name: str, block: Any, tokens: Layout) -> Iterator[Unit]:
+    if is_extra(block):
+        return extra_step(name, 0, block, tokens)
     # Both steps of a block share one drop_path, in this order.
     branches = [out_of(block.drop_path, tokens, within=block, call=call) for call in range(2)]
     kind = type(block).__name__

@@ -11,28 +11,35 @@ from vitclinic.anatomy.families.family import (
     Step,
     activation_among,
     conv_unit,
+    count_prefix,
+    extra_step,
     head,
     image_channels,
+    is_extra,
     is_smoothing,
     pool,
     position,
     read_after_blur,
     residual_block,
+    softmax_attention,
     stem,
 )
 from vitclinic.anatomy.sites import NHWC, Layout, Size, into, out_of
-from vitclinic.anatomy.units import AttentionSpec, Residual, Unit
+from vitclinic.anatomy.units import Residual, Unit
 from vitclinic.anatomy.windows import Windows
 
 
 def vit(network: Any) -> list[Unit]:
     """Return stem, position, and an MSA and an MLP per block."""
     encoder = network.encoder
-    tokens = Layout(prefix=1, grid_at=out_of(network.conv_proj))
+    tokens = Layout(prefix=count_prefix(network, 1), grid_at=out_of(network.conv_proj))
     walk = [stem(network.conv_proj, network, out_of(network.conv_proj))]
     after = out_of(encoder.dropout, tokens)
     walk.append(position(encoder.pos_embedding, encoder.dropout, walk[-1].output, after))
     for index, block in enumerate(encoder.layers):
+        if is_extra(block):
+            walk += extra_step(f"encoder.layers.encoder_layer_{index}", 0, block, tokens)
+            continue
         walk += residual_block(
             f"encoder.layers.encoder_layer_{index}",
             0,
@@ -43,7 +50,7 @@ def vit(network: Any) -> list[Unit]:
                     block.self_attention,
                     block.ln_1,
                     out_of(block.dropout, tokens),
-                    AttentionSpec(block.self_attention, tokens),
+                    softmax_attention(block.self_attention, tokens),
                 ),
                 Step("mlp", block.mlp, block.ln_2, out_of(block.mlp, tokens), activation=activation_among(block.mlp)),
             ],
@@ -66,11 +73,13 @@ def swin(network: Any) -> list[Unit]:
 
 
 def _swin_block(name: str, stage: int, block: Any, layout: Layout) -> Iterator[Unit]:
+    if is_extra(block):
+        return extra_step(name, stage, block, layout)
     post_norm = type(block).__name__ == "SwinTransformerBlockV2"
     between = into(block.mlp if post_norm else block.norm2, layout)
     # Both steps share one stochastic depth, in this order.
     branches = [out_of(block.stochastic_depth, layout, within=block, call=call) for call in range(2)]
-    attention = AttentionSpec(block.attn, layout, partial(_windows, block.attn))
+    attention = softmax_attention(block.attn, layout, partial(_windows, block.attn))
     return residual_block(
         name,
         stage,

@@ -1,0 +1,161 @@
+"""Reading and replacing at an addition of a network's own code, found as the n-th inside a module's call.
+
+A residual addition is often written between modules, `x = x + self.gamma * self.attn(x)`, where no hook sees it. A
+torch function mode does, while the module that adds is running. All readers of one module share one mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vitclinic._core.errors import AnatomyError
+from vitclinic.anatomy.eager import is_looking
+
+Operand = Literal["left", "right", "sum"]
+Act = Callable[[Tensor], Tensor | None]
+
+ADDITIONS = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
+"""Functions that add, as a function mode sees them."""
+_IN_PLACE = frozenset((Tensor.add_, Tensor.__iadd__))
+
+
+class Removable(Protocol):
+    """A hook that can be taken off again."""
+
+    def remove(self) -> None: ...
+
+
+def watch_addition(
+    module: nn.Module, call: int, number: int, of: int | None, operand: Operand, within: nn.Module | None, act: Act
+) -> Removable:
+    """Call `act` with an operand or the result of an addition; if it returns a tensor, that replaces it.
+
+    Args:
+        module: The module inside whose call the addition is.
+        call: Which call of the module in one call of `within`, from 0; ignored without `within`.
+        number: Which addition inside the call, from 0.
+        of: How many additions the call has; another number is an error, since the n-th is then another one.
+        operand: `left` or `right`, or `sum` for the result.
+        within: The network, if it calls the module several times.
+        act: The function to call.
+
+    Returns:
+        A handle; removing it stops it.
+    """
+    if module not in _modes:
+        _modes[module] = _Additions(module)
+    return _Watch(_modes[module], call, number, of, operand, within, act)
+
+
+class _Watch:
+    """One reader of an addition."""
+
+    def __init__(
+        self,
+        mode: _Additions,
+        call: int,
+        number: int,
+        of: int | None,
+        operand: Operand,
+        within: nn.Module | None,
+        act: Act,
+    ) -> None:
+        self.call, self.number, self.of, self.operand, self.act = call, number, of, operand, act
+        self.counted = within is not None
+        self.calls = 0
+        self._restart = within.register_forward_pre_hook(self._begin) if within is not None else None
+        self._mode = mode
+        mode.add(self)
+
+    def _begin(self, *_: Any) -> None:
+        self.calls = 0
+
+    def is_due(self, number: int) -> bool:
+        return number == self.number and self.is_in_call()
+
+    def is_in_call(self) -> bool:
+        return not self.counted or self.calls == self.call + 1
+
+    def remove(self) -> None:
+        """Stop reading."""
+        if self._restart is not None:
+            self._restart.remove()
+        self._mode.discard(self)
+
+
+class _Additions(TorchFunctionMode):
+    """Function mode of one module, active while it runs and is watched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._watches: list[_Watch] = []
+        self._hooks: list[Removable] = []
+        self._numbers: list[int] = []
+        """Additions so far, of each call under way."""
+
+    def add(self, watch: _Watch) -> None:
+        self._watches.append(watch)
+        if not self._hooks:
+            self._hooks = [
+                self._module.register_forward_pre_hook(self._start, prepend=True),
+                self._module.register_forward_hook(self._stop, always_call=True),
+            ]
+
+    def discard(self, watch: _Watch) -> None:
+        self._watches = [other for other in self._watches if other is not watch]
+        if not self._watches:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            _modes.pop(self._module, None)
+            while self._numbers:  # an interrupt, unlike an error, skips the module's last hook
+                self._stop()
+
+    def _start(self, *_: Any) -> None:
+        for watch in self._watches:
+            watch.calls += 1
+        self._numbers.append(0)
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self, *_: Any) -> None:
+        if self._numbers:
+            number = self._numbers.pop()
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            expected = [watch.of for watch in self._watches if watch.of is not None and watch.is_in_call()]
+            if expected and expected[0] != number:
+                raise AnatomyError(
+                    f"{type(self._module).__name__} added {number} times in this pass and {expected[0]} times when the "
+                    "network was examined, so its additions cannot be told apart; it depends on the batch or the mode."
+                )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func not in ADDITIONS or is_looking() or not self._numbers:
+            return func(*args, **kwargs)
+        number = self._numbers[-1]
+        self._numbers[-1] += 1
+        due = [watch for watch in self._watches if watch.is_due(number)]
+        if not due:
+            return func(*args, **kwargs)
+        named = [kwargs.pop(name) for name in ("input", "other") if name in kwargs]
+        operands = [*args, *named]
+        for watch in due:
+            place = {"left": 0, "right": 1}.get(watch.operand)
+            if place is not None and (replaced := watch.act(operands[place])) is not None:
+                written = place == 0 and func in _IN_PLACE  # the caller may go on with the tensor, not with the result
+                operands[place] = operands[place].copy_(replaced) if written else replaced
+        result = func(*operands, **kwargs)
+        for watch in due:
+            if watch.operand == "sum" and (replaced := watch.act(result)) is not None:
+                result = result.copy_(replaced) if func in _IN_PLACE else replaced
+        return result
+
+
+_modes: dict[nn.Module, _Additions] = {}
+"""Modes of the modules that are watched now."""

@@ -1,0 +1,197 @@
+"""Modules that are written otherwise than most: what is said of them is right, or is not said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitclinic._core.errors import AnatomyError
+from vitclinic.anatomy import Anatomy, record_attention, taps
+
+WIDTH, HEADS = 16, 2
+
+
+class Attention(nn.Module):
+    """Plain attention; `after` changes its map."""
+
+    def __init__(self, after: Callable[[Tensor], Tensor] = lambda weights: weights) -> None:
+        super().__init__()
+        self.qkv, self.out, self.after = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), after
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        weights = self.after((query @ key.mT).softmax(-1))
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
+
+
+class QueriesFirst(Attention):
+    """Attention whose map is [B, Q, H, K]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        weights = torch.einsum("bqhd,bkhd->bqhk", query, key).softmax(-1)
+        return self.out(torch.einsum("bqhk,bkhd->bqhd", weights, value).flatten(2))
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def add_in_place(x: Tensor, y: Tensor) -> Tensor:
+    y = y * 1.0
+    y.add_(x)
+    return y
+
+
+class Block(nn.Module):
+    def __init__(self, mixer: nn.Module | None = None, join: Callable[[Tensor, Tensor], Tensor] = add) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = mixer or Attention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        self.join = join
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.join(x, self.attn(self.norm1(x)))
+        return self.join(x, self.mlp(self.norm2(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.patch, self.blocks, self.head = nn.Conv2d(3, WIDTH, 8, 8), nn.ModuleList(blocks), nn.Linear(WIDTH, 5)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        return self.patch(images).flatten(2).mT
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.tokens(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def kinds(anatomy: Anatomy) -> list[str]:
+    return [unit.kind for unit in anatomy.units]
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        add,
+        add_in_place,
+        lambda x, y: sum([x, y]),
+        lambda x, y: torch.add(x, other=y),
+        lambda x, y: torch.add(input=x, other=y * 1.0),
+        lambda x, y: y * 1.0 + x,
+    ],
+    ids=["+", "add_", "sum", "other=", "input=", "right"],
+)
+def test_a_removed_branch_is_as_if_its_last_layer_were_zero(join: Callable[..., Tensor], images: Tensor) -> None:
+    network = Net(Block(join=join), Block(join=join)).eval()
+    anatomy = Anatomy.of(network, images)
+    assert kinds(anatomy) == ["stem", *("msa", "mlp") * 2, "head"]
+    with torch.no_grad():
+        with anatomy.remove(anatomy.units[2]):
+            removed = network(images)
+        network.blocks[0].mlp[2].weight.zero_()
+        network.blocks[0].mlp[2].bias.zero_()
+        assert torch.allclose(removed, network(images), atol=1e-6)
+
+
+def keep_largest(weights: Tensor) -> Tensor:
+    kept = weights * (weights >= weights.topk(4, -1).values[..., -1:])
+    return kept / kept.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [QueriesFirst(), Attention(keep_largest), Attention(lambda weights: weights + torch.eye(16))],
+    ids=["queries before heads", "changed after softmax", "identity added"],
+)
+def test_a_softmax_that_is_not_the_map_is_not_recorded(attention: nn.Module, images: Tensor) -> None:
+    anatomy = Anatomy.of(Net(Block(attention)).eval(), images)
+    (unit,) = anatomy.of_kind("msa")
+    assert unit.attention is None
+    assert any("no map of it" in note for note in anatomy.notes)
+
+
+def test_weights_that_vanish_for_some_images_are_no_mask(images: Tensor) -> None:
+    class Peaked(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            scores = query @ key.mT
+            scores = scores.masked_fill(scores < scores.topk(3, -1).values[..., -1:], -torch.inf)
+            return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+    network = Net(Block(Peaked())).eval()
+    found = []
+    with torch.no_grad(), record_attention(Anatomy.of(network, images).of_kind("msa"), found.append):
+        network(images)
+    assert found[0].visible().all()
+
+
+def test_a_long_skip_is_no_unit(images: Tensor) -> None:
+    class LongSkip(Net):
+        def forward(self, images: Tensor) -> Tensor:
+            first = self.blocks[0](self.tokens(images))
+            return self.head(self.blocks[2](self.blocks[1](first) + first).mean(1))
+
+    anatomy = Anatomy.of(LongSkip(Block(), Block(), Block()).eval(), images)
+    assert [unit.name for unit in anatomy.units[1:-1]] == [
+        f"blocks.{n}.{kind}" for n in range(3) for kind in ("msa", "mlp")
+    ]
+
+
+def test_two_runs_of_the_same_blocks_are_told_and_not_removed(images: Tensor) -> None:
+    class TwoStreams(Net):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images) + super().forward(images.flip(-1))
+
+    anatomy = Anatomy.of(TwoStreams(Block()).eval(), images)
+    assert kinds(anatomy) == ["stem", "msa", "mlp", "head"]
+    assert not any(unit.removal for unit in anatomy.units)
+    assert any("more than once" in note for note in anatomy.notes)
+
+
+def test_a_fixed_transform_along_tokens_is_a_token_mlp(images: Tensor) -> None:
+    class Fourier(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.fft2(x).real
+
+    assert kinds(Anatomy.of(Net(Block(Fourier())).eval(), images))[1:3] == ["token_mlp", "mlp"]
+
+
+def test_additions_that_depend_on_the_batch_are_an_error(images: Tensor) -> None:
+    class Uneven(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 2:
+                _ = x + x
+            x = x + self.attn(self.norm1(x)) * 1.0
+            return x + self.mlp(self.norm2(x)) * 1.0
+
+    network = Net(Uneven()).eval()
+    anatomy = Anatomy.of(network, images)
+    sites = {"branch": anatomy.of_kind("msa")[0].branch}
+    wrong = r"Uneven added 3 times in this pass and 2 times"
+    with pytest.raises(AnatomyError, match=wrong), torch.no_grad(), taps(sites):
+        network(images)
+
+
+def test_a_token_made_from_the_image_is_off_the_grid(images: Tensor) -> None:
+    class MeanToken(Net):
+        def tokens(self, images: Tensor) -> Tensor:
+            x = super().tokens(images)
+            return torch.cat([x.mean(1, keepdim=True), x], 1)
+
+    network = MeanToken(Block()).eval()
+    (unit,) = Anatomy.of(network, images).of_kind("msa")
+    assert unit.attention.keys.prefix == unit.output.layout.prefix == 1
