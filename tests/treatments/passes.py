@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from vitclinic.data import Batch
-from vitclinic.tasks import Classification, Learner
+from vitclinic.tasks import Classification
+from vitclinic.training.network import Learner
 from vitclinic.training.trainer import Passes
 
 

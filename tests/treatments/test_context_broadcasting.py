@@ -294,7 +294,7 @@ def test_a_training_network_stays_one_and_its_batch_norms_see_nothing() -> None:
         ("mixer", {"position": "msa_end"}, r"blocks.1 has no attention; use an mlp position\.$"),
         ("swin, not square, padded", {"position": "both"}, r"sees one window at a time.*use an mlp position\.$"),
         ("mixer", {"layers": [7]}, r"'layers' lists block 7, but this network has blocks 0 to 1\."),
-        ("gmlp", {}, r"blocks.1 has no MLP on its channels; use another network\.$"),
+        ("gmlp", {}, r"MlpMixer: it needs an MLP over channels that sees all tokens; this network has none\.$"),
     ],
 )
 def test_what_does_not_fit_is_a_sentence_and_changes_nothing(name: str, options: dict[str, Any], sentence: str) -> None:
@@ -305,14 +305,17 @@ def test_what_does_not_fit_is_a_sentence_and_changes_nothing(name: str, options:
     assert str(network) == before
 
 
-def test_an_mlp_that_ends_outside_its_module_is_refused() -> None:
-    network = tiny_vit()
+def test_an_mlp_that_ends_outside_its_module_is_treated_at_the_end_of_its_branch() -> None:
+    network = shaken(tiny_vit()).double().eval()
+    expected = treat(copy.deepcopy(network), "context_broadcasting")
     for block in network.blocks:  # as transformers 4: the second layer is not part of the MLP's module
         block.ls2, block.mlp = block.mlp.fc2, nn.Sequential(block.mlp.fc1, block.mlp.act)
-    with pytest.raises(TreatmentError, match=r"does not fit at the end of blocks.1.mlp: its module ends before"):
-        treat(network, "context_broadcasting")
+    treated = treat(network, "context_broadcasting")
+    x = torch.rand(2, 3, 32, 48, dtype=torch.float64)
+    torch.testing.assert_close(treated(x), expected(x))
+    assert torch.equal(copy.deepcopy(treated)(x), treated(x))
     with pytest.raises(TreatmentError, match=r"blocks.1.mlp has no two linear layers; use mlp_end\.$"):
-        treat(network, {"context_broadcasting": {"position": "mlp_mid"}})
+        treat(network, {"squeeze_excitation": {"position": "mlp_mid"}})
 
 
 def test_no_blocks_at_all_is_a_mistake() -> None:

@@ -1,11 +1,13 @@
-"""What holds for every treatment, on a small network of every family that it claims, and of every one that it does not.
+"""What holds for every treatment, on a small network of every family that has its part, and of every one that has not.
 
-A new treatment is tested here without a new test; settings other than the defaults that are worth it go into SETTINGS.
+A new treatment gets a line in FITS; settings other than the defaults that are worth it go into SETTINGS.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.networks import NETWORKS, shaken
+from tests.treatments.handwritten import EncoderViT, OwnViT, families_of_handwritten_networks
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import list_families, recognise
+from vitclinic.data import ImageSpec
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -53,19 +57,59 @@ ONE_EACH = {
 }
 """Small networks by family."""
 
+HANDWRITTEN = {"own ViT": OwnViT, "own ViT of encoder layers": EncoderViT}
+"""Networks of no library, small."""
+BUILDERS = {**NETWORKS, **HANDWRITTEN}
+
+HUGGING_FACE = ("Hugging Face ViT", "Hugging Face DeiT", "Hugging Face Swin")
+ATTENTIVE = (
+    *("timm ViT", "timm PiT", "timm Swin", "timm Swin V2", "timm VOLO", "torchvision ViT", "torchvision Swin"),
+    *(*HUGGING_FACE, "handwritten"),
+)
+PLAIN = ("timm ViT", "torchvision ViT", "Hugging Face ViT", "Hugging Face DeiT")
+TOKENS = (*ATTENTIVE, "timm MLP-Mixer")
+FITS: dict[str, tuple[str, ...]] = {
+    "context_broadcasting": TOKENS,
+    "conv_stem": (*TOKENS, "timm ConvNeXt", "torchvision ConvNeXt"),
+    "extra_block": ATTENTIVE,
+    "ffn_variant": TOKENS,
+    "gap_head": (*PLAIN, "timm PiT", "timm VOLO", "handwritten"),
+    "local_attention": (*ATTENTIVE, "vitclinic AlterNet"),
+    "no_softmax": ATTENTIVE,
+    "registers": (*PLAIN, "handwritten"),
+    "relu_activation": (*TOKENS, "timm ConvNeXt", "torchvision ConvNeXt"),
+    "spatial_smoothing": (
+        *("timm ResNet", "torchvision ResNet", "timm ConvNeXt", "torchvision ConvNeXt"),
+        *("vitclinic pre-activation ResNet", "vitclinic AlterNet"),
+    ),
+    "squeeze_excitation": TOKENS,
+    "talking_heads": (*ATTENTIVE, "vitclinic AlterNet"),
+    "uniform_heads": ATTENTIVE,
+}
+"""The families that have the part that a treatment changes; all others have not."""
+ONLY: dict[tuple[str, int], tuple[str, ...]] = {("uniform_heads", 1): ("timm ViT", "timm PiT")}
+"""Where some settings of a treatment fit less."""
+SOMETIMES = {("relu_activation", "vitclinic AlterNet"), ("no_softmax", "vitclinic AlterNet")}
+"""Fits that depend on how a network of the family was built, or on weights that do not overflow without a softmax."""
+
 SURGICAL = [name for name, treatment in known_treatments().items() if treatment.operate is not Treatment.operate]
 
 
+@pytest.fixture(autouse=True)
+def handwritten() -> Iterator[None]:
+    with families_of_handwritten_networks():
+        yield
+
+
 def claims() -> list[tuple[str, int, str]]:
-    """(treatment, which of its settings, network) for every family that it claims."""
+    """(treatment, which of its settings, network) for every family that it fits."""
     found = []
     for name in SURGICAL:
-        families = known_treatments()[name].families
-        for family, networks in ONE_EACH.items():
-            if families is None or family in families:
-                variants = range(1 + len(SETTINGS.get(name, [])))
-                found += [(name, variant, network) for variant in variants for network in networks]
-    return [claim for claim in found if claim[2] in NETWORKS]
+        for family, networks in {**ONE_EACH, "handwritten": list(HANDWRITTEN)}.items():
+            if family in FITS[name]:
+                fitting = [v for v in range(1 + len(SETTINGS.get(name, []))) if family in ONLY.get((name, v), [family])]
+                found += [(name, variant, network) for variant in fitting for network in networks]
+    return [claim for claim in found if claim[2] in BUILDERS]
 
 
 def entry(name: str, variant: int) -> dict[str, Any]:
@@ -74,7 +118,7 @@ def entry(name: str, variant: int) -> dict[str, Any]:
 
 def build(network: str) -> nn.Module:
     torch.manual_seed(0)
-    return shaken(NETWORKS[network]()).eval()
+    return shaken(BUILDERS[network]()).eval()
 
 
 def images(network: nn.Module) -> Tensor:
@@ -99,7 +143,7 @@ def test_the_facts_that_the_listing_shows_are_there(name: str) -> None:
     assert treatment.paper
     assert treatment.changes
     assert treatment.costs
-    assert treatment.families is None or set(treatment.families) <= {family.name for family in list_families()}
+    assert treatment.part or treatment.name in ("sam", "adversarial")
 
 
 @pytest.mark.parametrize("name", known_treatments())
@@ -128,7 +172,7 @@ def test_a_treated_network_learns_and_comes_back(name: str, variant: int, networ
     assert all(p.grad.isfinite().all() for p in treated.parameters() if p.grad is not None)
 
     torch.manual_seed(7)
-    again = treat(NETWORKS[network](), entry(name, variant))
+    again = treat(BUILDERS[network](), entry(name, variant))
     again.load_state_dict(treated.state_dict())
     with torch.no_grad():
         assert torch.equal(logits(again.eval(), x), logits(treated.eval(), x))
@@ -142,38 +186,96 @@ def _without_gradient(network: str) -> set[str]:
     return {key for key, p in untreated.named_parameters() if p.grad is None}
 
 
+REPLACED = {
+    "conv_stem": r"patch_embed|stem|conv_proj|features\.0|patches|patch_embeddings",
+    "ffn_variant": r"norm|ln_2|mlp|up|down|linear[12]|fc[12]",
+    "gap_head": r"cls_token|dist_token|head_dist|norm",
+}
+"""The weights that a treatment is there to replace or to remove."""
+
+
 @pytest.mark.parametrize(("name", "variant", "network"), claims())
-def test_a_treated_network_still_has_an_anatomy(name: str, variant: int, network: str) -> None:
-    treated = treat(build(network), entry(name, variant))
+def test_a_treated_network_keeps_its_anatomy_and_the_names_of_its_weights(
+    name: str, variant: int, network: str
+) -> None:
+    untreated = build(network)
+    before = {key for key, _ in untreated.named_parameters()}
+    treated = treat(untreated, entry(name, variant))
     kinds = [unit.kind for unit in Anatomy.of(treated).units]
     assert kinds[0] == "stem"
     assert kinds[-1] == "head"
-
-
-@pytest.mark.parametrize(("name", "network"), [(name, network) for name, variant, network in claims() if variant == 0])
-def test_treating_twice_is_an_error(name: str, network: str) -> None:
-    treated = treat(build(network), name)
-    with pytest.raises(TreatmentError, match=f"already been treated with {name}"):
-        treat(treated, name)
+    after = {key for key, _ in treated.named_parameters()}
+    assert not {key for key in before - after if not re.search(REPLACED.get(name, "^$"), key)}
+    if variant == 0:
+        with pytest.raises(TreatmentError, match=f"already been treated with {name}"):
+            treat(treated, name)
 
 
 @pytest.mark.parametrize("name", SURGICAL)
-def test_a_network_that_it_does_not_fit_is_left_as_it_was(name: str) -> None:
-    claimed = known_treatments()[name].families
+def test_a_network_without_the_part_is_told_which_and_left_as_it_was(name: str) -> None:
     for family, networks in ONE_EACH.items():
-        if claimed is None or family in claimed or networks[0] not in NETWORKS:
+        if family in FITS[name] or (name, family) in SOMETIMES or networks[0] not in NETWORKS:
             continue
         network = build(networks[0])
         before = str(network)
-        with pytest.raises(TreatmentError, match=rf"^{name} does not fit a {family}; it fits .*\.$"):
+        kind, part = type(network).__name__, re.escape(known_treatments()[name].part)
+        sentence = rf"^{name} does not fit ({kind}: it needs {part}; .*|\w+\.\d\.msa: its only head .*)\.$"
+        with pytest.raises(TreatmentError, match=sentence):
             treat(network, name)
         assert str(network) == before
         assert treatments_of(network) == ()
 
 
 @pytest.mark.parametrize("name", SURGICAL)
-def test_a_network_of_no_known_family_is_a_sentence(name: str) -> None:
-    if known_treatments()[name].families is None:
-        return
-    with pytest.raises(TreatmentError, match="no known family"):
-        treat(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), name)
+def test_a_network_that_does_not_say_which_images_it_takes_is_asked_for_them(name: str) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    with pytest.raises(TreatmentError, match=r"^Sequential does not say which images it takes: give its spec"):
+        treat(network, name)
+    with pytest.raises(TreatmentError, match=rf"^{name} does not fit Sequential: it needs .*\.$"):
+        treat(network, name, spec=ImageSpec(3, 3, (2, 2)))
+
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "context_broadcasting": {"scaled": True},
+    "local_attention": {"kernel": 31},
+    "talking_heads": {},
+    "ffn_variant": {"variant": "conv_gelu"},
+}
+"""Settings that leave the network's outputs as they were."""
+
+
+@pytest.mark.parametrize(
+    ("name", "network"), [(name, network) for name, v, network in claims() if name in NEUTRAL and v == 0]
+)
+def test_a_neutral_setting_changes_nothing(name: str, network: str) -> None:
+    untreated = build(network)
+    x = images(untreated)
+    with torch.no_grad():
+        before = logits(untreated, x)
+        after = logits(treat(untreated, {name: NEUTRAL[name]}), x)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * before.abs().max().item())
+
+
+@pytest.mark.parametrize(("name", "network"), [(name, network) for name, v, network in claims() if v == 0])
+def test_two_steps_of_training_move_the_weights(name: str, network: str) -> None:
+    treated = treat(build(network), name).train()
+    x = images(treated)
+    optimizer = torch.optim.AdamW(treated.parameters(), lr=1e-3)
+    before = {key: p.detach().clone() for key, p in treated.named_parameters()}
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits(treated, x), torch.tensor([0, 1])).backward()
+        optimizer.step()
+    moved = {key for key, p in treated.named_parameters() if not torch.equal(p, before[key])}
+    assert all(p.isfinite().all() for p in treated.parameters())
+    assert moved >= {key for key in before if "mix" in key or "context_broadcasting" in key or "squeeze" in key}
+    assert len(moved) > len(before) / 2
+
+
+@pytest.mark.parametrize("name", [name for name in FITS if name != "spatial_smoothing"])
+def test_it_fits_ten_families_of_three_libraries_and_two_handwritten_networks(name: str) -> None:
+    libraries = {family.partition(" ")[0] for family in FITS[name]} - {"handwritten", "vitclinic"}
+    assert libraries == {"timm", "torchvision", "Hugging"}
+    assert "handwritten" in FITS[name]
+    # Few families have a class token, or one sequence of tokens of any length.
+    assert len(FITS[name]) - 1 >= {"gap_head": 5, "registers": 4}.get(name, 10)

@@ -135,14 +135,14 @@ def test_a_gated_mlp_is_a_sentence_and_left_as_it_was(variant: str) -> None:
 
 
 def test_a_network_without_an_mlp_over_channels_is_a_sentence() -> None:
-    with pytest.raises(TreatmentError, match="has no MLP over channels"):
+    with pytest.raises(TreatmentError, match=r"does not fit MlpMixer: it needs MLPs over .*; this network has none"):
         treat(cut("mlp_mixer", "gmlp_s16_224"), "ffn_variant")
 
 
 def test_an_unknown_variant_and_a_resnet_are_sentences() -> None:
     with pytest.raises(RecipeError, match=r"ffn_variant\.variant.*'no_norm', 'relu', 'conv_bn_gelu' or 'conv_gelu'"):
         treat(tiny_vit(), {"ffn_variant": {"variant": "gelu"}})
-    with pytest.raises(TreatmentError, match="ffn_variant does not fit a timm ResNet"):
+    with pytest.raises(TreatmentError, match="ffn_variant does not fit ResNet: it needs MLPs over channels"):
         treat(cut("resnet", "resnet18"), "ffn_variant")
 
 

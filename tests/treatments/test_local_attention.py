@@ -16,7 +16,7 @@ from tests.treatments.attentions import allowed_pairs, images, masked_softmax_at
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention
 from vitclinic.treatments import parse_treatments, treat
-from vitclinic.treatments.variant_attention import VariantAttention, neighbours
+from vitclinic.treatments.neighbourhood import neighbours
 
 
 def local(network: nn.Module, kernel: int | str = 3) -> nn.Module:
@@ -185,7 +185,7 @@ def test_recorded_maps_are_whole_and_zero_outside_the_neighbourhood(grid: tuple[
         values = original.qkv(state)[..., 48:].unflatten(-1, (2, 12)).transpose(1, 2)
         product = original.proj((weights @ values).transpose(1, 2).flatten(2))
         torch.testing.assert_close(product, masked_softmax_attention(original, state, allowed))
-    assert all(module.in_pieces for module in treated.modules() if isinstance(module, VariantAttention))
+    assert all(block.attn.in_pieces for block in treated.blocks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_a_sentence() -> None:
     differential = timm.models.VisionTransformer(
         img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=2, num_classes=5, attn_layer="diff"
     )
-    with pytest.raises(TreatmentError, match=r"timm's Attention; that of blocks\.0\.msa is a DiffAttention"):
+    with pytest.raises(TreatmentError, match=r"blocks\.0\.msa is a DiffAttention, which computes 2 maps\."):
         local(differential)
     network = local(vit((4, 6), depth=1))
     with pytest.raises(TreatmentError, match="saw 10 tokens where 1 \\+ 4 x 6"):

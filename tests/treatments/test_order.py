@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
-from tests.anatomy.networks import NETWORKS, tiny_vit
+from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
 from vitclinic._core.errors import TreatmentError
 from vitclinic.treatments import ContextBroadcasting, SqueezeExcitation, treat, treatments_of
 
@@ -28,11 +29,22 @@ def refused(network: Any, first: Any, second: Any, sentence: str) -> None:
     assert str(network) == before
 
 
-@pytest.mark.parametrize("name", ["local_attention", "no_softmax", "talking_heads", "uniform_heads"])
 @pytest.mark.parametrize("part", MSA_END, ids=str)
-def test_a_part_at_the_end_of_an_attention_is_not_thrown_away_with_it(name: str, part: dict[str, Any]) -> None:
-    refused(tiny_vit(), part, name, rf"blocks\.\d\.msa, which .* acts on; list {name} first\.$")
-    assert treat(tiny_vit(), name, part)(IMAGES).shape == (2, 5)
+def test_a_part_at_the_end_of_an_attention_is_not_thrown_away_with_it(part: dict[str, Any]) -> None:
+    refused(tiny_vit(), part, "uniform_heads", r"blocks\.\d\.msa, which .* acts on; list uniform_heads first\.$")
+    assert treat(tiny_vit(), "uniform_heads", part)(IMAGES).shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", ["local_attention", "no_softmax", "talking_heads"])
+@pytest.mark.parametrize("part", MSA_END, ids=str)
+def test_a_part_at_the_end_of_an_attention_and_an_edit_of_its_map_go_in_either_order(
+    name: str, part: dict[str, Any]
+) -> None:
+    network = shaken(tiny_vit()).eval()
+    images = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
+    one, other = (treat(copy.deepcopy(network), *order) for order in ((name, part), (part, name)))
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(images), other(images))
 
 
 def test_a_variant_of_attention_keeps_its_part_when_it_is_varied_again() -> None:
@@ -97,13 +109,11 @@ def test_blocks_without_the_place_are_passed_over(
     assert network(IMAGES).shape == (2, 5)
 
 
-def test_a_block_without_the_place_that_is_listed_or_alone_is_a_sentence() -> None:
+def test_a_block_without_the_place_is_a_sentence_if_it_is_listed_and_left_out_otherwise() -> None:
     listed = {"context_broadcasting": {"layers": [0, 2]}}
     refused(tiny_vit(), "extra_block", listed, r"blocks\.2 has no MLP on its channels; leave it out of 'layers'\.$")
-    refused(
-        *(tiny_vit(depth=1), "extra_block", "context_broadcasting"),
-        r"blocks\.1 has no MLP on its channels; choose other 'layers'\.$",
-    )
+    treated = treat(tiny_vit(depth=1), "extra_block", "context_broadcasting")
+    assert hasattr(treated.blocks[0].mlp, "context_broadcasting")
 
 
 def test_what_was_applied_before_a_treatment_that_does_not_fit_is_said() -> None:

@@ -11,28 +11,26 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
-from tests.treatments.test_contract import ONE_EACH
+from tests.treatments.test_contract import ONE_EACH, TOKENS
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Augment, Batch, DataConfig, ImageSpec, open_data
-from vitclinic.tasks import Classification, Learner
+from vitclinic.tasks import Classification
 from vitclinic.training import load_model, resume, train
+from vitclinic.training.network import Learner
 from vitclinic.training.overrides import build_recipe
 from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import (
     PatchDiversity,
     contrastive_loss,
     cosine_loss,
-    known_treatments,
     mixing_loss,
     parse_treatments,
 )
-from vitclinic.treatments.patch_losses import Patches
 
-FAMILIES = known_treatments()["patch_diversity"].families
-FITTING = [name for family in FAMILIES for name in ONE_EACH[family] if name in NETWORKS]
+FITTING = [name for family in TOKENS for name in ONE_EACH.get(family, []) if name in NETWORKS]
 NAMES = {"patch_cosine", "patch_contrastive", "patch_mixing"}
 
 
@@ -62,7 +60,7 @@ def test_it_works_with_its_defaults_on_every_family_it_claims(name):
     core, family = recognise(network)
     images = torch.rand(4, *family.input_size(core), generator=torch.Generator().manual_seed(1))
     diversity, patch_targets, losses = seen(network, images, torch.arange(4))
-    hierarchical = "Swin" in family.name
+    hierarchical = any(kind in family.name for kind in ("Swin", "PiT", "VOLO"))
     assert set(losses) - {"task"} == NAMES - ({"patch_contrastive"} if hierarchical else set())
     assert patch_targets.shape[1] == diversity.patches.grid[0] * diversity.patches.grid[1]
     sum(losses.values()).backward()
@@ -212,8 +210,8 @@ def test_swin_has_cosine_and_mixing_on_its_last_grid_and_no_contrastive():
     [
         (lambda: swin(img_size=16, depths=(1,) * 4, num_heads=(2,) * 4), (16, 16), {}, "this network has one"),
         (lambda: swin(img_size=36, depths=(1,) * 3, num_heads=(2,) * 3), (36, 36), {}, "36 x 36 .* 5 x 5 last"),
-        (lambda: timm.create_model("resnet18"), (32, 32), {}, "does not fit a timm ResNet"),
-        (lambda: nn.Flatten(), (32, 32), {}, "no known family"),
+        (lambda: timm.create_model("resnet18"), (32, 32), {}, "does not fit ResNet: it needs patches on a grid"),
+        (lambda: nn.Flatten(), (32, 32), {}, "does not fit Flatten: it needs patches"),
     ],
 )
 def test_networks_that_it_does_not_fit(network, size, options, message):
@@ -254,7 +252,7 @@ def test_augmentation_becomes_cutmix_on_patch_borders():
     assert treatment(mixing=0).augmentation(strong, tiny_vit(), spec) == strong
     wide = tiny_vit(patch_size=(8, 4))
     assert treatment().augmentation(light, wide, spec).cutmix_cell == [8, 4]
-    assert Patches.of(wide).grid == (4, 12)
+    assert treatment().locate(wide, spec).grid == (4, 12)
 
 
 MODEL = {"name": "vit_tiny_fitted", "patch_size": 2, "embed_dim": 32, "depth": 1, "num_heads": 2}

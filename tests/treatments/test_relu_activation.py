@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from tests.anatomy.networks import NETWORKS, tiny_vit
 from tests.treatments.attentions import images, vit
-from tests.treatments.test_contract import ONE_EACH
+from tests.treatments.test_contract import FITS, ONE_EACH
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy.families import recognise
-from vitclinic.treatments import gelu_to_relu, known_treatments, treat
+from vitclinic.treatments import gelu_to_relu, treat
 
 
 def test_a_vit_computes_what_timm_s_own_with_relu_computes() -> None:
@@ -28,7 +28,7 @@ def test_a_vit_computes_what_timm_s_own_with_relu_computes() -> None:
     assert (treated(x) - before).abs().max() > 1e-6
 
 
-BUILDS = [network for family in known_treatments()["relu_activation"].families or () for network in ONE_EACH[family]]
+BUILDS = [network for family in FITS["relu_activation"] for network in ONE_EACH.get(family, [])]
 
 
 @pytest.mark.parametrize("network", ["timm mixer_l32_224", *(name for name in BUILDS if name in NETWORKS)])
@@ -72,5 +72,5 @@ def test_a_gelu_that_is_shared_or_kept_as_a_function_is_found() -> None:
 
 def test_a_network_without_gelu_is_a_sentence() -> None:
     network = tiny_vit(act_layer=nn.SiLU)
-    with pytest.raises(TreatmentError, match=r"found no GELU among the modules of this VisionTransformer: .*\.$"):
+    with pytest.raises(TreatmentError, match=r"does not fit VisionTransformer: it needs a GELU; .* calls none, .*\.$"):
         treat(network, "relu_activation")

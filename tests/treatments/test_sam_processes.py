@@ -185,7 +185,7 @@ def test_adversarial_training_synchronises_once(both):
 
 
 def task_of(module):
-    from vitclinic.tasks import Learner
+    from vitclinic.training.network import Learner
 
     class Own(Learner):
         def __init__(self):

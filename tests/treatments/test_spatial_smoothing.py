@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.anatomy.networks import NETWORKS, shaken
-from tests.treatments.test_contract import ONE_EACH
+from tests.treatments.test_contract import FITS, ONE_EACH
 from vitclinic.anatomy import Anatomy, taps
-from vitclinic.treatments import Blur, known_treatments, treat
+from vitclinic.treatments import Blur, treat
 
-FAMILIES = known_treatments()["spatial_smoothing"].families or ()
+FAMILIES = FITS["spatial_smoothing"]
 BUILDS = [network for family in FAMILIES for network in ONE_EACH[family]]
 
 

@@ -168,8 +168,8 @@ def test_pit_has_uniform_heads_in_every_stage() -> None:
     [
         (lambda: tiny_vit(num_heads=1), "replace", r"blocks.0.msa: its only head would be replaced"),
         (lambda: tiny_vit(num_heads=1), "adjust", r"use variant append\."),
-        (lambda: tiny_vit(scale_attn_norm=True), "replace", r"without a gate or a norm at its end"),
-        (lambda: cut("pit", "pit_b_224"), "append", r"does not fit a timm PiT at a larger width; use a timm ViT\."),
+        (lambda: tiny_vit(scale_attn_norm=True), "adjust", r"rebuilds timm's plain Attention, and blocks.0.msa is a"),
+        (lambda: cut("pit", "pit_b_224"), "append", r"PoolingVisionTransformer at a larger width; use timm's Vis"),
         (lambda: tiny_vit(mlp_layer=timm.layers.GluMlp), "append", r"blocks.0.mlp wider: it is not an MLP of two"),
         (lambda: tiny_vit(class_token=False, global_pool="map"), "append", r"cannot make attn_pool wider: it is a Att"),
     ],

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitclinic.treatments.objective import Objective
     from vitclinic.treatments.patch_diversity import PatchDiversity
     from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
+    from vitclinic.treatments.registers import Registers, RegistersTreatment
     from vitclinic.treatments.relu_activation import ReluActivation, gelu_to_relu
     from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
     from vitclinic.treatments.sam_core import Ascent
@@ -59,6 +60,8 @@ __all__ = [
     "NoSoftmax",
     "Objective",
     "PatchDiversity",
+    "Registers",
+    "RegistersTreatment",
     "ReluActivation",
     "ScaledContextBroadcasting",
     "SharpnessAware",

@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, mean_over_tokens, place
+from vitclinic.treatments.parts import Part
+from vitclinic.treatments.placing import LAYERS, PART, POSITION, Layers, Position, mean_over_tokens, place
 from vitclinic.treatments.treatment import Treatment, register
 
 
@@ -24,7 +25,7 @@ def broadcast_context(x_bnd: Tensor, scale_d: Tensor | None = None) -> Tensor:
     return x_bnd + (scale_d * mean_over_tokens(x_bnd)).to(x_bnd.dtype)
 
 
-class ContextBroadcasting(nn.Module):
+class ContextBroadcasting(Part):
     """CB(x_i) = (x_i + mean_j x_j) / 2 over all tokens, without parameters [hyeonwoo2023 Eq. 1].
 
     Example:
@@ -36,7 +37,7 @@ class ContextBroadcasting(nn.Module):
         return broadcast_context(x_bnd)
 
 
-class ScaledContextBroadcasting(nn.Module):
+class ScaledContextBroadcasting(Part):
     """CB_S(x_i) = x_i + Lambda * mean_j x_j with a learned Lambda in R^D [hyeonwoo2023 Sec. 3.2].
 
     Args:
@@ -76,7 +77,7 @@ class ContextBroadcastingTreatment(Treatment):
     paper: ClassVar[str] = "hyeonwoo2023 Eq. 1, Sec. 3.2-3.3, 4.1"
     changes: ClassVar[str] = "every token gets the mean of all tokens (CB; with `scaled`, CB_S) at the end of the MLP"
     costs: ClassVar[str] = "one mean and one addition per block; CB no parameters, CB_S the width per block"
-    families: ClassVar[tuple[str, ...]] = FAMILIES
+    part: ClassVar[str] = PART
 
     scaled: bool = Field(False, description="CB_S, with a learned scale per channel, instead of CB")
     position: Position = Field("mlp_end", description=POSITION)
@@ -91,7 +92,7 @@ class ContextBroadcastingTreatment(Treatment):
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         layers = self.layers or ("all" if self.scaled else "upper")
-        place(network, self.name, self.position, layers, self._part, spec)
+        place(self, network, self.position, layers, self._part, spec)
         return network
 
     def _part(self, width: int) -> nn.Module:

@@ -9,11 +9,12 @@ import math
 from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
+from timm.models.volo import PatchEmbed as VoloStem
 from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.parts import examine, missing, run_once
 from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -109,6 +110,11 @@ class ConvStem(nn.Module):
         """The width D, read from the projection, which another treatment may have widened."""
         return cast(nn.Conv2d, self.layers.proj).out_channels
 
+    @property
+    def weight(self) -> Tensor:
+        """The projection's weight: Hugging Face's networks cast images to the precision of their convolution's."""
+        return cast(nn.Conv2d, self.layers.proj).weight
+
     def forward(self, x_bchw: Tensor) -> Tensor:
         """Return the features, ignoring incomplete patches at the border as the replaced convolution did."""
         height, width = (
@@ -164,16 +170,7 @@ class ConvStemTreatment(Treatment):
     costs: ClassVar[str] = (
         "DeiT-Small: 22.05 M parameters become 23.41 M; 1.29 G multiply-adds more an image of 224 x 224"
     )
-    families: ClassVar[tuple[str, ...] | None] = (
-        "timm ViT",
-        "timm PiT",
-        "timm Swin",
-        "timm Swin V2",
-        "timm MLP-Mixer",
-        "timm VOLO",
-        "torchvision ViT",
-        "torchvision Swin",
-    )
+    part: ClassVar[str] = "a convolution that cuts the image into patches"
 
     components: Components = Field("3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's notation")
     act: Literal["relu", "gelu"] = Field("relu", description="activation used for ReLU")
@@ -195,22 +192,18 @@ class ConvStemTreatment(Treatment):
         return self
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        anatomy = Anatomy.of(network)
-        (module,) = (unit.module for unit in anatomy.of_kind("stem"))
-        convs = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
-        volo = anatomy.family == "timm VOLO"
-        if len(convs) != 1 and not volo:
-            raise TreatmentError(
-                f"conv_stem replaces a patchify stem of one convolution, but the stem of this network has {len(convs)}."
-            )
+        anatomy = examine(self, network, spec)
+        volo = next((unit.module for unit in anatomy.of_kind("stem") if isinstance(unit.module, VoloStem)), None)
+        convs = [part for part in volo.modules() if isinstance(part, nn.Conv2d)] if volo is not None else []
+        convs = convs or [self._patch_convolution(network, spec)]
         for conv in convs:
             check_untouched(self.name, conv, "the stem's convolution")
         first, last = convs[0], convs[-1]
         stride = cast(Pair, tuple(math.prod(conv.stride[axis] for conv in convs) for axis in (0, 1)))
-        stem = ConvStem(
+        made = ConvStem(
             first.in_channels,
             last.out_channels,
-            kernel=stride if volo else cast(Pair, first.kernel_size),
+            kernel=stride if volo is not None else cast(Pair, first.kernel_size),
             stride=stride,
             components=self.components,
             act=self.act,
@@ -218,7 +211,38 @@ class ConvStemTreatment(Treatment):
             hidden=self.hidden,
             bias=last.bias is not None,
         )
-        network.set_submodule(anatomy.path(last), stem.to(last.weight).train(last.training))
-        if volo:  # the new stem has its own convolutions before the projection
-            module.register_module("conv", None)
+        network.set_submodule(anatomy.path(last), made.to(last.weight).train(last.training))
+        if volo is not None:  # the new stem has its own convolutions before the projection
+            volo.register_module("conv", None)
         return network
+
+    def _patch_convolution(self, network: nn.Module, spec: ImageSpec) -> nn.Conv2d:
+        """Return the convolution that sees the image first, if that one cuts it into patches."""
+        seen: list[tuple[str, nn.Module]] = []
+        handles = [
+            module.register_forward_pre_hook(lambda module, _, name=name: seen.append((name, module)))
+            for name, module in network.named_modules()
+            if isinstance(module, nn.Conv2d | nn.Linear)
+        ]
+        try:
+            run_once(network, spec)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not seen:
+            raise missing(self, network)
+        name, conv = seen[0]
+        if not isinstance(conv, nn.Conv2d):
+            raise missing(self, network, f"the image first meets {name}, a {type(conv).__name__}")
+        if not _cuts_patches(conv):
+            size, step, pad = conv.kernel_size, conv.stride, conv.padding
+            raise missing(self, network, f"{name} has kernel {size}, stride {step} and padding {pad}")
+        return conv
+
+
+def _cuts_patches(conv: nn.Conv2d) -> bool:
+    """Return True if the kernels lie side by side, or overlap by half (PiT), without padding."""
+    side_by_side = conv.kernel_size == conv.stride
+    by_half = conv.kernel_size == tuple(2 * step for step in conv.stride) and min(conv.stride) > 2
+    plain = conv.groups == 1 and conv.dilation == (1, 1) and conv.padding in ((0, 0), "valid")
+    return plain and (side_by_side or by_half)

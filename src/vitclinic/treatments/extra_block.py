@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import re
 from typing import Any, ClassVar, Literal, TypeVar
 
+import torch
 from pydantic import Field
 from timm.layers import Mlp, trunc_normal_
-from timm.models.vision_transformer import Attention, ResPostBlock
+from timm.models.vision_transformer import Attention, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy
+from vitclinic.anatomy import Anatomy, Unit, taps
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.attention_edit import is_edited
+from vitclinic.treatments.parts import examine, find_attentions, missing, replace_at, run_once
 from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -25,42 +31,58 @@ MLP_RATIO = 2
 class _OneStep(nn.Module):
     """x + branch(x), with norm, layer scale and stochastic depth as in the network's own blocks."""
 
-    def __init__(self, norm: nn.Module, scale: nn.Module, drop_path: nn.Module, post_norm: bool) -> None:
+    def __init__(
+        self, norm: nn.Module, scale: nn.Module, drop_path: nn.Module, post_norm: bool = False, results: int = 1
+    ) -> None:
         super().__init__()
         self.norm = norm
         self.ls = scale
         self.drop_path = drop_path
         self.post_norm = post_norm
+        self.results = results
 
-    def forward(self, x_bnd: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x_bnd: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the state after the step in the form of the blocks before it; keywords are for the attention."""
         inner_bnd = x_bnd if self.post_norm else self.norm(x_bnd)
-        branch_bnd = self.ls(self.branch(inner_bnd, attn_mask, is_causal))
-        return x_bnd + self.drop_path(self.norm(branch_bnd) if self.post_norm else branch_bnd)  # type: ignore[no-any-return]
+        branch_bnd = self.ls(self.branch(inner_bnd, **kwargs))
+        after_bnd = x_bnd + self.drop_path(self.norm(branch_bnd) if self.post_norm else branch_bnd)
+        return after_bnd if self.results == 1 else (after_bnd, *[None] * (self.results - 1))
 
-    def branch(self, x_bnd: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def branch(self, x_bnd: Tensor, **kwargs: Any) -> Tensor:
         raise NotImplementedError
 
 
 class MsaBlock(_OneStep):
     """A block with attention only."""
 
-    def __init__(self, attn: nn.Module, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, attn: nn.Module, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
         self.attn = attn
 
-    def branch(self, x_bnd: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        return self.attn(x_bnd, attn_mask=attn_mask, is_causal=is_causal)  # type: ignore[no-any-return]
+    def branch(self, x_bnd: Tensor, **kwargs: Any) -> Tensor:
+        return self.attn(x_bnd, **kwargs)  # type: ignore[no-any-return]
 
 
 class MlpBlock(_OneStep):
     """A block with an MLP only."""
 
-    def __init__(self, mlp: nn.Module, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, mlp: nn.Module, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
         self.mlp = mlp
 
-    def branch(self, x_bnd: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def branch(self, x_bnd: Tensor, **kwargs: Any) -> Tensor:
         return self.mlp(x_bnd)  # type: ignore[no-any-return]
+
+
+class GridAttention(nn.Module):
+    """timm's attention over all tokens of a state, [B, N, C] or [B, h, w, C]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attn = Attention(width, heads, qkv_bias=True)
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return self.attn(x.flatten(1, -2)).reshape(x.shape)  # type: ignore[no-any-return]
 
 
 @register
@@ -75,19 +97,25 @@ class ExtraBlock(Treatment):
     paper: ClassVar[str] = "hyeonwoo2023 Sec. 3.1, Fig. 3"
     changes: ClassVar[str] = "one more attention, or one more MLP of ratio 2, at the end"
     costs: ClassVar[str] = "msa: 4 D^2 + 6 D parameters, mlp: 4 D^2 + 5 D; the time of a third of a block"
-    families: ClassVar[tuple[str, ...] | None] = ("timm ViT",)
+    part: ClassVar[str] = "blocks of attention or MLPs over tokens"
 
     kind: Literal["msa", "mlp"] = Field("msa", description="`msa`: attention; `mlp`: an MLP of ratio 2")
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        name = Anatomy.of(network).blocks[-1].name
+        anatomy = examine(self, network, spec)
+        return self._copy_step(anatomy) if isinstance(network, VisionTransformer) else self._append(anatomy, spec)
+
+    def _copy_step(self, anatomy: Anatomy) -> nn.Module:
+        """Append a step like those of timm's last block."""
+        network = anatomy.network
+        name = anatomy.blocks[-1].name
         last: Any = network.get_submodule(name)
         post_norm = isinstance(last, ResPostBlock)
         if self.kind == "msa":
-            if type(last.attn) is not Attention:
+            if type(last.attn) is not Attention or is_edited(last.attn):
                 raise TreatmentError(
-                    f"extra_block copies timm's Attention, but that of the last block is a {type(last.attn).__name__};"
-                    " list extra_block before the treatments of attention."
+                    f"extra_block copies timm's Attention, but that of the last block is a {type(last.attn).__name__}"
+                    " that another treatment may have changed; list extra_block before the treatments of attention."
                 )
             check_untouched(self.name, last.attn, f"{name}.msa", act="copy")
             module: nn.Module = _copy_initialized(last.attn)
@@ -100,8 +128,124 @@ class ExtraBlock(Treatment):
         block = (MsaBlock if self.kind == "msa" else MlpBlock)(
             module, norm, scale, copy.deepcopy(last.drop_path1), post_norm
         )
-        network.get_submodule("blocks").append(block.train(network.training))  # type: ignore[operator]
+        blocks: nn.Sequential = network.get_submodule("blocks")  # type: ignore[assignment]
+        blocks.append(block.train(network.training))
         return network
+
+    def _append(self, anatomy: Anatomy, spec: ImageSpec) -> nn.Module:
+        """Append a step of our own, with a LayerNorm before it, to the blocks of any network."""
+        units = [unit for unit in anatomy.of_kind("msa", "mlp", "token_mlp") if unit.output.layout.spatial]
+        if not units:
+            raise missing(self, anatomy.network)
+        if not self._append_to_list(anatomy, units[-1], spec):
+            self._append_behind(anatomy, units[-1], spec)
+        return anatomy.network
+
+    def _append_to_list(self, anatomy: Anatomy, last: Unit, spec: ImageSpec) -> bool:
+        """Append a step to the list of the last block; return False if there is none whose blocks run in turn."""
+        network = anatomy.network
+        home, _, key = (last.block or "").rpartition(".")
+        blocks = network.get_submodule(home)
+        state = self._state_after(network.get_submodule(last.block or ""), last, network, spec)
+        if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not re.search(r"\d$", key) or state is None:
+            return False
+        if blocks[-1] is not network.get_submodule(f"{home}.{key}"):
+            return False
+        block = self._build(anatomy, *state, spec)
+        before = run_once(network, spec)
+        blocks.add_module(_next_name(key), block)
+        if _is_neutral(block, before, network, spec):
+            return True
+        delattr(blocks, _next_name(key))
+        return False
+
+    def _append_behind(self, anatomy: Anatomy, last: Unit, spec: ImageSpec) -> None:
+        """Put a step behind the last block of a network that does not call a list of blocks one after another."""
+        network = anatomy.network
+        site = last.output
+        with taps({"state": site}) as seen:
+            before = run_once(network, spec, batch=2)
+        shape = seen["state"].shape
+        if isinstance(network, nn.Sequential) or shape[0] != 2 or len(shape) != 3:
+            raise missing(self, network, f"its last state of two images is {list(shape)}, not [2, tokens, width]")
+        block = self._build(anatomy, int(shape[-1]), 1, spec)
+        network.add_module(self.name, block)
+        handles = replace_at(site, block)
+        if not _is_neutral(block, before, network, spec, batch=2):
+            for handle in handles:
+                handle.remove()
+            delattr(network, self.name)
+            raise missing(self, network, f"what follows {last.name} does not read its state from one place")
+
+    def _state_after(self, block: nn.Module, last: Unit, network: nn.Module, spec: ImageSpec) -> tuple[int, int] | None:
+        """Return the width of the state after a block, and how many results it has; None if it is none of tokens."""
+        outputs: list[Any] = []
+        handle = block.register_forward_hook(lambda *call: outputs.append(call[2]))
+        run_once(network, spec, batch=2)
+        handle.remove()
+        if not outputs:
+            return None
+        output = outputs[-1]
+        state = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
+        if state is None or state.ndim not in (3, 4) or len(state) != 2:
+            return None
+        if state.ndim == 4 and not last.output.layout.channels_last:
+            return None
+        return int(state.shape[-1]), 1 if isinstance(output, Tensor) else len(output)
+
+    def _build(self, anatomy: Anatomy, width: int, results: int, spec: ImageSpec) -> _OneStep:
+        if self.kind == "msa":
+            if not anatomy.of_kind("msa"):
+                raise missing(self, anatomy.network, "it has no attention to take its heads from; use kind mlp")
+            heads = [found.heads for found in find_attentions(self, anatomy, spec)][-1]
+            if width % heads:
+                raise missing(self, anatomy.network, f"{heads} heads do not divide the width {width} of its last state")
+            module: nn.Module = GridAttention(width, heads)
+        else:
+            module = Mlp(width, MLP_RATIO * width)
+        parts = (nn.LayerNorm(width), nn.Identity(), nn.Identity())
+        block = (MsaBlock if self.kind == "msa" else MlpBlock)(_copy_initialized(module), *parts, results=results)
+        like = next(parameter for parameter in anatomy.network.parameters() if parameter.is_floating_point())
+        return block.to(like).train(anatomy.network.training)
+
+
+def _next_name(key: str) -> str:
+    """Return the name of the block after `key` in its list.
+
+    Example:
+        >>> _next_name("encoder_layer_9")
+        'encoder_layer_10'
+    """
+    number = re.search(r"\d+$", key)
+    assert number is not None  # lists name their entries by number
+    return f"{key[: number.start()]}{int(number[0]) + 1}"
+
+
+def _is_neutral(block: _OneStep, before: Any, network: nn.Module, spec: ImageSpec, batch: int = 1) -> bool:
+    """Return True if the network runs a block once, and computes what it did before if the block adds zeros.
+
+    Otherwise the block does not see the state, or its blocks are not called one after another.
+    """
+    calls: list[None] = []
+    handles = [
+        block.register_forward_hook(lambda *_: calls.append(None)),
+        block.ls.register_forward_hook(lambda *call: torch.zeros_like(call[2])),
+    ]
+    try:
+        after = run_once(network, spec, batch)
+    except Exception:  # noqa: BLE001 the user's own code may raise anything
+        return False
+    finally:
+        for handle in handles:
+            handle.remove()
+    pairs = zip(_tensors(before), _tensors(after), strict=True)
+    return len(calls) == 1 and all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Return the tensors among all that a network returns."""
+    plain = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor)]
 
 
 def _build_mlp(block: Any) -> nn.Module:

@@ -6,7 +6,7 @@ Shapes: B images, N tokens (along one axis or two), D channels; x_bnd is [B, N, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.placing import own_modules
-from vitclinic.treatments.relu_activation import is_gelu
+from vitclinic.treatments.function_mode import run_under
+from vitclinic.treatments.parts import examine, layers_in, missing, own_module, own_modules
+from vitclinic.treatments.relu_activation import GeluToRelu, find_gelu_callers, is_gelu
 from vitclinic.treatments.surgery import check_untouched, treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -56,11 +57,12 @@ class PointwiseConv(nn.Module):
 
 
 class _Parts(NamedTuple):
-    """The parts of a plain MLP: linear, activation, linear."""
+    """The parts of a plain MLP: linear, activation, linear; a GELU that is a function has no module, but a caller."""
 
     first: nn.Linear
-    act: nn.Module
+    act: nn.Module | None
     second: nn.Linear
+    caller: nn.Module | None = None
 
 
 @register
@@ -77,39 +79,48 @@ class FFNVariant(Treatment):
         "every MLP: its LayerNorm removed, GELU as ReLU, or linear layers as Conv1D with or without BatchNorm"
     )
     costs: ClassVar[str] = "parameters of a block of width D, ratio r: no_norm -2D, conv_bn_gelu +rD, others none"
-    families: ClassVar[tuple[str, ...] | None] = (
-        "timm ViT",
-        "timm PiT",
-        "timm Swin",
-        "timm Swin V2",
-        "timm MLP-Mixer",
-        "timm VOLO",
-        "torchvision ViT",
-        "torchvision Swin",
-    )
+    part: ClassVar[str] = "MLPs over channels, each of a linear layer, an activation and a linear layer"
 
     variant: Literal["no_norm", "relu", "conv_bn_gelu", "conv_gelu"] = Field(
         "conv_bn_gelu", description="which row of Table 5"
     )
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        anatomy = Anatomy.of(network)
+        anatomy = examine(self, network, spec)
         units = anatomy.of_kind("mlp")
         if not units:
-            raise TreatmentError(f"ffn_variant: this {anatomy.family} has no MLP over channels to change.")
+            raise missing(self, network)
         if self.variant == "no_norm":
             replaced: dict[nn.Module, nn.Module] = {_norm(unit): nn.Identity() for unit in units}
         else:
-            self._check_activations(network, units)
-            replaced = {old: new for unit in units for old, new in self._rewrite(unit).items()}
+            mlps = self._find_mlps(anatomy, units, spec)
+            self._check_activations(network, list(mlps.values()))
+            replaced = {old: new for name, mlp in mlps.items() for old, new in self._rewrite(name, mlp).items()}
+            for caller in {mlp.caller for mlp in mlps.values() if mlp.caller and self.variant == "relu"}:
+                run_under(GeluToRelu, caller)
         paths = {anatomy.path(old): new for old, new in replaced.items()}
         for path, new in paths.items():
             network.set_submodule(path, new)
         return network
 
-    def _check_activations(self, network: nn.Module, units: Sequence[Unit]) -> None:
+    def _find_mlps(self, anatomy: Anatomy, units: Sequence[Unit], spec: ImageSpec) -> dict[str, _Parts]:
+        """Return the parts of every MLP, by the name of its unit."""
+        ran = layers_in(anatomy, units, spec)
+        callers = set(find_gelu_callers(anatomy.network, spec))
+        found: dict[str, _Parts] = {}
+        for unit in units:
+            home = own_module(anatomy, unit) or anatomy.network.get_submodule(unit.block or "")
+            parts = _parts(ran[unit.name], callers.intersection(own_modules(home)))
+            if parts is None:
+                kind = type(home).__name__
+                why = f"{unit.name} is part of a {kind}" if unit.module is None else f"{unit.name} is a {kind}"
+                raise missing(self, anatomy.network, f"{why} of another kind (gated, functional or already rewritten)")
+            found[unit.name] = parts
+        return found
+
+    def _check_activations(self, network: nn.Module, mlps: Sequence[_Parts]) -> None:
         if self.variant == "relu":
-            if all(isinstance(_parts(unit).act, nn.ReLU) for unit in units):
+            if all(isinstance(mlp.act, nn.ReLU) for mlp in mlps):
                 raise TreatmentError(
                     "ffn_variant relu has nothing to change: every MLP of this network has ReLU already."
                 )
@@ -119,32 +130,36 @@ class FFNVariant(Treatment):
                 " undo."
             )
 
-    def _rewrite(self, unit: Unit) -> dict[nn.Module, nn.Module]:
-        mlp = _parts(unit)
+    def _rewrite(self, name: str, mlp: _Parts) -> dict[nn.Module, nn.Module]:
         if self.variant == "relu":
-            return {mlp.act: nn.ReLU()}
+            return {} if mlp.act is None else {mlp.act: nn.ReLU()}
         for layer in (mlp.first, mlp.second):
-            check_untouched(self.name, layer, f"the layers of {unit.name}")
+            check_untouched(self.name, layer, f"the layers of {name}")
         first = PointwiseConv(mlp.first, norm=self.variant == "conv_bn_gelu")
         layers: dict[nn.Module, nn.Module] = {mlp.first: first, mlp.second: PointwiseConv(mlp.second, norm=False)}
-        return layers if is_gelu(mlp.act) else {**layers, mlp.act: nn.GELU()}
+        return layers if mlp.act is None or is_gelu(mlp.act) else {**layers, mlp.act: nn.GELU()}
+
+
+def _parts(ran: Sequence[nn.Module], callers: set[nn.Module]) -> _Parts | None:
+    """Return the two linear layers among those that ran, and the activation between them; None for another MLP."""
+    linear = [place for place, layer in enumerate(ran) if isinstance(layer, nn.Linear)]
+    if len(linear) != 2:
+        return None
+    first, second = (cast(nn.Linear, ran[place]) for place in linear)
+    between = [layer for layer in ran[linear[0] + 1 : linear[1]] if not _keeps_values(layer)]
+    if first.out_features != second.in_features or len(between) > 1:
+        return None
+    if not between:
+        return _Parts(first, None, second, callers.pop()) if len(callers) == 1 else None
+    return None if list(between[0].parameters()) else _Parts(first, between[0], second)
+
+
+def _keeps_values(layer: nn.Module) -> bool:
+    """Return True for a dropout or an identity."""
+    return isinstance(layer, nn.Identity | nn.modules.dropout._DropoutNd)
 
 
 def _norm(unit: Unit) -> nn.Module:
     if unit.norm is None or isinstance(unit.norm, nn.Identity):
         raise TreatmentError(f"ffn_variant: {unit.name} has no norm to remove.")
     return unit.norm
-
-
-def _parts(unit: Unit) -> _Parts:
-    """Return the two linear layers of an MLP and the activation, which is the module right after the first."""
-    parts = own_modules(unit.module)
-    linear = [part for part in parts if isinstance(part, nn.Linear)]
-    if len(linear) == 2 and linear[0].out_features == linear[1].in_features:
-        act = parts[parts.index(linear[0]) + 1]
-        if act is not linear[1] and not list(act.parameters()):
-            return _Parts(linear[0], act, linear[1])
-    raise TreatmentError(
-        f"ffn_variant rewrites MLPs of linear layer, activation, linear layer; {unit.name} is a"
-        f" {type(unit.module).__name__} of another kind (gated, or already rewritten)."
-    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from timm.layers import PatchDropout
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
+from vitclinic.anatomy import Site, Unit, into, taps
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.parts import examine, missing, replace_at, run_once
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -23,26 +26,90 @@ class GapHead(Treatment):
     paper: ClassVar[str] = "park2022 Sec. 2, Fig. 6"
     changes: ClassVar[str] = "the classifier reads the mean of the patches; class and distillation tokens are removed"
     costs: ClassVar[str] = "a token and its parameters less (2 D in a ViT); no more time"
-    families: ClassVar[tuple[str, ...] | None] = ("timm ViT",)
+    part: ClassVar[str] = "a classifier that reads a class token among the patches"
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        if "local_attention" in treatments_of(network):
-            raise TreatmentError("List gap_head before local_attention, which counts the tokens that gap_head removes.")
-        vit: Any = network
-        if vit.attn_pool is not None or not vit.global_pool:
-            found = f"'{vit.global_pool}'"
-            raise TreatmentError(f"gap_head replaces a class token or mean or max pooling; this head is {found}.")
-        if isinstance(vit, VisionTransformerDistilled):
-            _remove_distillation(vit)
-        if vit.cls_token is not None:
-            _remove_token(vit, "cls_token", entry=0)
-            vit.has_class_token = False
-        vit.global_pool = "avg"
-        vit.pool_include_prefix = False
-        if isinstance(vit.fc_norm, nn.Identity):
-            # In such networks timm puts the final norm after the mean.
-            vit.norm, vit.fc_norm = vit.fc_norm, vit.norm
+        if isinstance(network, VisionTransformer):
+            return _pool_in_timm(network)
+        anatomy = examine(self, network, spec)
+        (head,) = anatomy.of_kind("head")
+        prefix = head.input.layout.prefix if head.input.layout.has_class else 0
+        if not prefix:
+            raise missing(self, network, "this one has no class token")
+        place = _last_state(head, network, spec)
+        if place is None:
+            raise missing(self, network, "its last state is not one sequence of tokens")
+        if not _reads(prefix, place, network, spec):
+            raise missing(self, network, "its classifier does not read its class token")
+        replace_at(place, MeanFirst(prefix).apply)
         return network
+
+
+def _last_state(head: Unit, network: nn.Module, spec: ImageSpec) -> Site | None:
+    """Return where the tokens of the last state are, [B, N, C]: before the final norm, if that sees all of them."""
+    sites = {"state": head.input} if head.norm is None else {"norm": into(head.norm), "state": head.input}
+    with taps(sites) as seen:
+        run_once(network, spec, batch=2)
+    if seen["state"].ndim != 3 or len(seen["state"]) != 2:
+        return None
+    whole = "norm" in seen and seen["norm"].shape == seen["state"].shape
+    return sites["norm"] if whole else head.input
+
+
+def _reads(prefix: int, place: Site, network: nn.Module, spec: ImageSpec) -> bool:
+    """Return True if the network's output depends on the prefix tokens of its last state.
+
+    NaN in these tokens shows it even where a classifier's weights are zero, as before training.
+    """
+
+    def spoil(x_bnd: Tensor) -> Tensor:
+        x_bnd = x_bnd.clone()
+        x_bnd[:, :prefix] = torch.nan
+        return x_bnd
+
+    handles = replace_at(place, spoil)
+    try:
+        return bool(_logits(run_once(network, spec)).isnan().any())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output if isinstance(output, Tensor) else getattr(output, "logits", output[0])
+    return logits
+
+
+class MeanFirst:
+    """The mean of the patches in place of the prefix tokens of a state."""
+
+    def __init__(self, prefix: int) -> None:
+        self.prefix = prefix
+
+    def apply(self, x_bnd: Tensor) -> Tensor:
+        mean_b1d = x_bnd[:, self.prefix :].mean(dim=1, keepdim=True)
+        return torch.cat((mean_b1d.expand(-1, self.prefix, -1), x_bnd[:, self.prefix :]), dim=1)
+
+
+def _pool_in_timm(vit: Any) -> nn.Module:
+    """Pool a timm ViT by mean, without class and distillation tokens."""
+    if "local_attention" in treatments_of(vit):
+        raise TreatmentError("List gap_head before local_attention, which counts the tokens that gap_head removes.")
+    if vit.attn_pool is not None or not vit.global_pool:
+        found = f"'{vit.global_pool}'"
+        raise TreatmentError(f"gap_head replaces a class token or mean or max pooling; this head is {found}.")
+    if isinstance(vit, VisionTransformerDistilled):
+        _remove_distillation(vit)
+    if vit.cls_token is not None:
+        _remove_token(vit, "cls_token", entry=0)
+        vit.has_class_token = False
+    vit.global_pool = "avg"
+    vit.pool_include_prefix = False
+    if isinstance(vit.fc_norm, nn.Identity):
+        # In such networks timm puts the final norm after the mean.
+        vit.norm, vit.fc_norm = vit.fc_norm, vit.norm
+    pooled: nn.Module = vit
+    return pooled
 
 
 def _remove_distillation(vit: Any) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field
 from timm.layers import PatchDropout
 from torch import nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, Layout
+from vitclinic.anatomy import Anatomy, AttentionSpec
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.attention_edit import AttentionOptions, edit_attention
+from vitclinic.treatments.neighbourhood import Neighbourhood, neighbourhood_of
+from vitclinic.treatments.parts import Attention, examine, find_attentions, missing
+from vitclinic.treatments.seen_masks import SeenNeighbourhood, shares_grid
 from vitclinic.treatments.treatment import Treatment, register
-from vitclinic.treatments.variant_attention import Neighbourhood, attention_units, variant_of
 
 
 def _check_kernel(kernel: Any) -> Any:
@@ -34,7 +38,7 @@ class LocalAttention(Treatment):
     paper: ClassVar[str] = "park2022 Sec. 2, Fig. 7"
     changes: ClassVar[str] = "attention sees a k x k neighbourhood instead of all tokens"
     costs: ClassVar[str] = "no parameters; about as much time as global attention on small grids, less on large ones"
-    families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
+    part: ClassVar[str] = "attention by one softmax over tokens on a grid"
 
     kernel: Annotated[int | Literal["global"], BeforeValidator(_check_kernel)] = Field(
         3, description="side of the neighbourhood, odd; `global` (the paper's 8 x 8 on a grid of 8 x 8): everything"
@@ -43,15 +47,34 @@ class LocalAttention(Treatment):
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if any(isinstance(module, PatchDropout) for module in network.modules()):
             raise TreatmentError("local_attention needs the whole grid; build the network with patch_drop_rate=0.")
-        anatomy = Anatomy.of(network)
-        units = attention_units(anatomy, self.name)
+        anatomy = examine(self, network, spec)
+        attentions = find_attentions(self, anatomy, spec)
+        specs = {found.module: self._spec_of(anatomy, found) for found in attentions}
+        if not any(tokens.seen is None or tokens.seen.queries.shape[1] for tokens in specs.values()):
+            raise missing(self, network, "only its class token attends to the grid")
         if self.kernel == "global":
             return network
-        near: dict[Layout, Neighbourhood] = {}
-        for unit in units:
-            layout = unit.input.layout
-            assert layout.grid_at is not None  # tokens of a flattened grid
-            if layout not in near:
-                near[layout] = Neighbourhood(self.kernel, layout.prefix, anatomy.size(layout), layout.grid_at)
-            variant_of(anatomy, unit).neighbourhood = near[layout]
+        shared: dict[Any, Neighbourhood | SeenNeighbourhood] = {}
+        for found in attentions:
+            tokens = specs[found.module]
+            attention = edit_attention(found.module, found.heads, tokens)
+            alone = tokens.windows is not None or tokens.seen is not None  # windows are those of one block
+            place = found.module if alone else tokens.keys
+            if place not in shared:
+                shared[place] = neighbourhood_of(anatomy, tokens, self.kernel)
+            attention.neighbourhood = shared[place]
         return network
+
+    def _spec_of(self, anatomy: Anatomy, found: Attention) -> AttentionSpec:
+        """Return where the keys of an attention lie, also if it has no map any more (no_softmax)."""
+        tokens = found.unit.attention
+        if tokens is None:
+            tokens = cast(AttentionOptions, found.module).map_spec
+            assert tokens is not None  # it had a map when it was edited
+            if tokens.seen is None:  # a family's layout belongs to one anatomy
+                tokens = replace(tokens, keys=found.unit.input.layout)
+        if tokens.seen is not None and not shares_grid(tokens.seen):
+            queries, keys = ("{} x {}".format(*grid) for grid in tokens.seen.grids)
+            why = f"in {found.unit.name} the queries lie on {queries}, the keys on {keys}"
+            raise missing(self, anatomy.network, why)
+        return tokens

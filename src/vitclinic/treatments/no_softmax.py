@@ -7,11 +7,12 @@ from typing import ClassVar
 from torch import nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.attention_edit import edit_attention
+from vitclinic.treatments.neighbourhood import seams_of
+from vitclinic.treatments.parts import examine, find_attentions
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
-from vitclinic.treatments.variant_attention import attention_units, variant_of
 
 
 @register
@@ -22,7 +23,7 @@ class NoSoftmax(Treatment):
     paper: ClassVar[str] = "chen2022 Sec. 3 (ViT-B/16-Free)"
     changes: ClassVar[str] = "attention weighs values by its logits, without a softmax"
     costs: ClassVar[str] = "no parameters; products linear in the number of tokens, without attention dropout and masks"
-    families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
+    part: ClassVar[str] = "attention by one softmax over tokens"
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "talking_heads" in treatments_of(network):
@@ -30,7 +31,9 @@ class NoSoftmax(Treatment):
                 "no_softmax cannot be combined with talking_heads, which mixes heads before and after the softmax:"
                 " without it, both mixes are one; leave out one of the two."
             )
-        anatomy = Anatomy.of(network)
-        for unit in attention_units(anatomy, self.name):
-            variant_of(anatomy, unit).softmax = False
+        anatomy = examine(self, network, spec)
+        for found in find_attentions(self, anatomy, spec):
+            attention = edit_attention(found.module, found.heads, found.unit.attention)
+            attention.seams = seams_of(anatomy, found.unit)
+            attention.softmax_free = True
         return network

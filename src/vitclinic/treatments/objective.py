@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from vitclinic.data.batch import Batch
+from vitclinic.data.stream import Batch
 
 
 class Objective(nn.Module):

@@ -2,13 +2,14 @@
 
     task loss + a1 cosine + a2 contrastive + a3 mixing
 
-The formulas, and the hooks that read the patches, are in `patch_losses`; `vitclinic.data.mixing` has the CutMix that
+The formulas, and the hooks that read the patches, are in `patch_losses`; `vitclinic.data.mixup` has the CutMix that
 gives every patch its own label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -17,12 +18,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vitclinic._core.config import validate
-from vitclinic._core.errors import TreatmentError
+from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.data import Augment, Batch, ImageSpec
-from vitclinic.data.mixing import PatchMixing, soft_targets
+from vitclinic.data.mixup import PatchMixing, soft_targets
 from vitclinic.treatments.objective import Objective
+from vitclinic.treatments.parts import examine, missing
 from vitclinic.treatments.patch_losses import Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
-from vitclinic.treatments.surgery import check_family
+from vitclinic.treatments.surgery import image_spec
 from vitclinic.treatments.treatment import Treatment, register
 
 _WATCHED = "_vitclinic_patch_losses"
@@ -107,16 +109,7 @@ class PatchDiversityTreatment(Treatment):
     changes: ClassVar[str] = "adds three losses on the patches; CutMix on patch borders instead of mixup and repeats"
     costs: ClassVar[str] = "no pass more; O(N^2 D) for the N patches' cosines and one linear head on every patch"
     tasks = ("classification",)
-    families: ClassVar[tuple[str, ...] | None] = (
-        "timm ViT",
-        "timm Swin",
-        "timm Swin V2",
-        "torchvision ViT",
-        "torchvision Swin",
-        "Hugging Face ViT",
-        "Hugging Face DeiT",
-        "Hugging Face Swin",
-    )
+    part: ClassVar[str] = "patches on a grid, mixed by attention or MLPs"
 
     cosine: Weight = Field(1.0, description="weight of the cosine loss; 0 is off")
     contrastive: Weight | None = Field(
@@ -143,7 +136,21 @@ class PatchDiversityTreatment(Treatment):
         return self
 
     def objectives(self, network: nn.Module, spec: ImageSpec) -> Mapping[str, Objective]:
-        return self.patch_objectives(Patches.of(network, spec.img_size), spec.num_classes)
+        return self.patch_objectives(self.locate(network, spec), spec.num_classes)
+
+    def locate(self, network: nn.Module, spec: ImageSpec) -> Patches:
+        """Locate the patches of a network.
+
+        Raises:
+            TreatmentError: The network has no patches on a grid.
+        """
+        anatomy = examine(self, network, spec)
+        if not anatomy.of_kind("msa", "mlp", "token_mlp"):
+            raise missing(self, network)
+        try:
+            return Patches.of(anatomy, spec)
+        except AnatomyError as error:
+            raise missing(self, network, str(error)) from error
 
     def patch_objectives(self, patches: Patches, classes: int) -> dict[str, PatchObjective]:
         """Build the losses with a nonzero weight, by name.
@@ -181,7 +188,7 @@ class PatchDiversityTreatment(Treatment):
         """Return CutMix on patch borders with patch targets, without mixup or repeated augmentation [Sec. 5.1]."""
         if not self.mixing:
             return augment
-        height, width = Patches.of(network, spec.img_size).cell
+        height, width = self.locate(network, spec).cell
         changes = {
             "mixup": 0.0,
             "cutmix": self.cutmix or augment.cutmix or 1.0,
@@ -200,7 +207,7 @@ class PatchDiversity(nn.Module):
     is over.
 
     Args:
-        network: A network of a known family.
+        network: A network with patches on a grid.
         classes: Number of classes.
         size: Height and width of the images; the network's own size unless given.
         **options: The options of the treatment `patch_diversity`.
@@ -232,10 +239,10 @@ class PatchDiversity(nn.Module):
         super().__init__()
         self.classes = classes
         self.treatment = validate(PatchDiversityTreatment, options)
-        check_family(self.treatment, network)
         if getattr(network, _WATCHED, False):
             raise TreatmentError("This network already has patch losses: remove() them before adding others.")
-        self.patches = Patches.of(network, size)
+        spec = image_spec(network)
+        self.patches = self.treatment.locate(network, spec if size is None else replace(spec, img_size=size))
         like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
         self._named = self.treatment.patch_objectives(self.patches, classes)
         self.objectives = nn.ModuleDict(self._named).to(like.device, like.dtype)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, Site, eval_mode, out_of, taps
-from vitclinic.anatomy.families import recognise
+from vitclinic._core.errors import AnatomyError, TreatmentError
+from vitclinic.anatomy import Anatomy, Site, out_of, taps
+from vitclinic.anatomy.additions import Removable
 from vitclinic.anatomy.sites import watch
+from vitclinic.data import ImageSpec
+from vitclinic.treatments.parts import run_once
 
 
 def cosine_loss(h_bnd: Tensor) -> Tensor:
@@ -149,25 +150,23 @@ class Patches:
     """True if `first` and `last` have the same patches and channels; False if patches are merged."""
 
     @classmethod
-    def of(cls, network: nn.Module, size: tuple[int, int] | None = None) -> Patches:
-        """Locate the patches with a forward pass of one image; `size` defaults to the network's own."""
-        core, family = recognise(network)
-        channels, *usual = family.input_size(core)
-        like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
-        height, width = size or usual
-        example = torch.rand(1, channels, height, width, generator=torch.Generator().manual_seed(0)).to(like)
-        anatomy = Anatomy.of(core, example)
-        stem, head = anatomy.unit("stem"), anatomy.unit("head")
-        sites = {"first": stem.output, "block": head.input}
-        if head.norm is not None:
+    def of(cls, anatomy: Anatomy, spec: ImageSpec) -> Patches:
+        """Locate the patches in the anatomy of a network, with a forward pass of one image."""
+        stems, head = anatomy.of_kind("stem"), anatomy.of_kind("head")[-1]
+        spatial = [unit.output for unit in anatomy.units if unit.block is not None and unit.output.layout.spatial]
+        state = head.input if head.input.layout.spatial or not spatial else spatial[-1]  # a class token alone (CaiT)
+        if not stems:
+            raise AnatomyError("its patch embedding cannot be told from the rest")
+        sites = {"first": stems[0].output, "block": state}
+        if head.norm is not None and state is head.input:
             sites["norm"] = out_of(head.norm, head.input.layout)
-        with torch.no_grad(), eval_mode(core), taps(sites) as seen:
-            core(example)
+        with taps(sites) as seen:
+            run_once(anatomy.network, spec)
         last = "norm" if "norm" in seen and seen["norm"].shape == seen["block"].shape else "block"
-        rows, columns = anatomy.grid(head.input, seen["block"]).shape[2:]
+        rows, columns = anatomy.grid(state, seen["block"]).shape[2:]
         before, after = (patch_tokens(sites[end], seen[end]) for end in ("first", last))
         kept = before.shape == after.shape
-        return cls(stem.output, sites[last], (height, width), (rows, columns), after.shape[2], kept)
+        return cls(stems[0].output, sites[last], spec.img_size, (rows, columns), after.shape[2], kept)
 
     @property
     def cell(self) -> tuple[int, int]:
@@ -195,7 +194,7 @@ class Reader:
     def __init__(self, **sites: Site) -> None:
         self._sites = sites
         self._held: dict[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
         for name, site in sites.items():
             self._handles += watch(site, self._holder(name, site))
 

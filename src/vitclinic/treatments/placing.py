@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-import torch
 from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, Block, Site, Unit, eval_mode, into, out_of, taps
+from vitclinic.anatomy import Anatomy, Block, Site, Unit, into, out_of, taps
+from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.parts import (
+    examine,
+    is_linear,
+    layers_in,
+    missing,
+    own_module,
+    run_once,
+)
+from vitclinic.treatments.treatment import Treatment
 
 Position = Literal["mlp_end", "mlp_mid", "mlp_front", "msa_end", "both"]
 """Before the first (front), before the second (mid) or after the second (end) layer of the MLP; after the attention;
@@ -39,23 +48,58 @@ Layers = Annotated[Literal["upper", "all"] | list[int], BeforeValidator(_check_l
 POSITION = "where: mlp_end, mlp_mid (after the activation), mlp_front, msa_end, or both (mlp_end and msa_end)"
 LAYERS = "which blocks: upper (the upper half), all, or a list of block numbers from 0 over the whole network"
 
-FAMILIES = (
-    *("timm ViT", "timm PiT", "timm Swin", "timm Swin V2", "timm MLP-Mixer"),
-    *("torchvision ViT", "torchvision Swin"),
-    *("Hugging Face ViT", "Hugging Face DeiT", "Hugging Face Swin"),
-)
-"""The families whose blocks have an MLP that sees all tokens."""
+PART = "an MLP over channels that sees all tokens"
 
 Maker = Callable[[int], nn.Module]
 
 
-def place(network: nn.Module, name: str, position: Position, layers: Layers, make: Maker, spec: ImageSpec) -> None:
-    """Insert `make(width)`, a map from tokens to tokens, under the name `name` at `position` of each of `layers`."""
-    ends = _ends(Anatomy.of(network).blocks, position, layers, name)
-    widths = _widths(network, ends, name, spec)
+class _Place(NamedTuple):
+    """Where a part goes: a site, and whether that is the end of a unit's branch instead of that of its own module."""
+
+    unit: Unit
+    site: Site
+    branch: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells places in one module apart: of a branch without a module of its own, which addition it is."""
+        return (self.site.end, self.site.addition, self.site.call) if self.branch else (self.site.end,)
+
+
+class _Axes(NamedTuple):
+    """The axes of images and channels in a tensor of tokens."""
+
+    batch: int
+    channel: int
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Return a view with the images first and the channels last."""
+        return x.movedim((self.batch, self.channel), (0, -1))
+
+    def back(self, x: Tensor) -> Tensor:
+        """Undo `to_tokens`."""
+        return x.movedim((0, -1), (self.batch, self.channel))
+
+
+def place(
+    treatment: Treatment, network: nn.Module, position: Position, layers: Layers, make: Maker, spec: ImageSpec
+) -> None:
+    """Insert `make(width)`, a map of tokens, under the treatment's name at `position` of each of `layers`."""
+    anatomy = examine(treatment, network, spec)
+    if not anatomy.of_kind("msa", "mlp"):
+        raise missing(treatment, network)
+    places = _places(anatomy, position, layers, treatment, spec)
+    found = [_measure(anatomy, one, treatment, spec) for one in places]
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-    for (_, site), width in zip(ends, widths, strict=True):
-        _insert(site, name, make(width).to(like))
+    placed: dict[nn.Module, list[Any]] = {}
+    for one, (width, axes) in zip(places, found, strict=True):
+        host = _host(one.site.module)
+        there = placed.setdefault(host, [])
+        if one.key not in there:  # a module that runs in several blocks has one part
+            name = f"{treatment.name}_{len(there) + 1}" if there else treatment.name
+            there.append(one.key)
+            host.add_module(name, make(width).to(like).train(host.training))
+            _hook(one, host, name, axes)
 
 
 def select_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Block]:
@@ -71,55 +115,83 @@ def select_blocks(blocks: Sequence[Block], layers: Layers, name: str) -> list[Bl
     return [block for number, block in enumerate(blocks) if number in layers]
 
 
-def _ends(blocks: Sequence[Block], position: Position, layers: Layers, name: str) -> list[tuple[Unit, Site]]:
-    """Return the sites of `position` in the selected blocks, each with its unit.
+def _places(
+    anatomy: Anatomy, position: Position, layers: Layers, treatment: Treatment, spec: ImageSpec
+) -> list[_Place]:
+    """Return where `position` is in the selected blocks.
 
-    With `upper` and `all`, blocks without such a site (an `extra_block`) are skipped.
+    With `upper` and `all`, blocks without such a place (an `extra_block`) are skipped.
     """
-    chosen = select_blocks(blocks, layers, name)
+    blocks = [block for block in anatomy.blocks if any(unit.kind != "pool" for unit in block.units)]
+    blocks = blocks or _blocks_without_modules(anatomy)
+    chosen = select_blocks(blocks, layers, treatment.name)
     positions: list[Position] = ["msa_end", "mlp_end"] if position == "both" else [position]
     for each in positions:
         without = [block for block in chosen if _unit(block, each) is None]
         if without and (isinstance(layers, list) or without == chosen):
-            nowhere = all(_unit(block, each) is None for block in blocks)
-            raise _missing(without[0], each, layers, name, nowhere)
-    found = ((block, each, _unit(block, each)) for block in chosen for each in positions)
-    return [(unit, _end(block, unit, each, name)) for block, each, unit in found if unit is not None]
+            having = [block for block in blocks if _unit(block, each)]
+            if not having:
+                advice = "use an mlp position" if each == "msa_end" else "use another network"
+                raise missing(treatment, anatomy.network, f"{_lacking(without[0], each)}; {advice}")
+            if isinstance(layers, list):
+                lacking = _lacking(without[0], each)
+                raise TreatmentError(f"{treatment.name} does not fit at {each}: {lacking}; leave it out of 'layers'.")
+            chosen = select_blocks(having, layers, treatment.name)  # the last blocks see a class token alone (CaiT)
+    found = [(each, unit) for block in chosen for each in positions if (unit := _unit(block, each)) is not None]
+    ran = layers_in(anatomy, [unit for _, unit in found], spec)
+    return [_place_in(anatomy, unit, each, ran[unit.name], treatment, spec) for each, unit in found]
+
+
+def _blocks_without_modules(anatomy: Anatomy) -> list[Block]:
+    """Return one block for each attention and MLP of a network whose blocks are no modules of their own."""
+    return [Block(unit.name, unit.stage, (unit,)) for unit in anatomy.of_kind("msa", "mlp")]
 
 
 def _unit(block: Block, position: Position) -> Unit | None:
-    return block.unit("msa" if position == "msa_end" else "mlp")
+    """Return the block's unit at a position, unless it sees the class token alone."""
+    unit = block.unit("msa" if position == "msa_end" else "mlp")
+    return None if unit is None or unit.branch is None or not unit.branch.layout.spatial else unit
 
 
-def _missing(block: Block, position: Position, layers: Layers, name: str, nowhere: bool) -> TreatmentError:
-    missing = "attention" if position == "msa_end" else "MLP on its channels"
-    advice = "leave it out of 'layers'" if isinstance(layers, list) else "choose other 'layers'"
-    if nowhere:
-        advice = "use an mlp position" if position == "msa_end" else "use another network"
-    return TreatmentError(f"{name} does not fit at {position}: {block.name} has no {missing}; {advice}.")
+def _lacking(block: Block, position: Position) -> str:
+    return f"{block.name} has no {'attention' if position == 'msa_end' else 'MLP on its channels'}"
 
 
-def _end(block: Block, unit: Unit, position: Position, name: str) -> Site:
-    """Return the site of `position` in a unit."""
+def _place_in(
+    anatomy: Anatomy, unit: Unit, position: Position, ran: list[nn.Module], treatment: Treatment, spec: ImageSpec
+) -> _Place:
+    """Return the place of `position` in a unit whose layers are `ran`, in this order."""
+    name, layout = treatment.name, unit.output.layout
     if position == "msa_end" and unit.attention is not None and unit.attention.windows is not None:
-        raise TreatmentError(
-            f"{name} does not fit at {position}: the attention of {block.name} sees one window at a time, but"
-            " the mean is over all tokens; use an mlp position."
-        )
+        raise _one_window(unit, position, name)
+    linear = [layer for layer in ran if is_linear(layer)]
     if position == "mlp_mid":
-        return into(_second_layer(unit, name), unit.output.layout)
-    front = position == "mlp_front"
-    module = _unwrap_sequential(unit.module, 0 if front else -1)
-    return (into if front else out_of)(module, unit.output.layout)
+        if len(linear) < 2:
+            raise TreatmentError(f"{name} does not fit at mlp_mid: {unit.name} has no two linear layers; use mlp_end.")
+        return _Place(unit, into(linear[-1], layout))
+    whole = own_module(anatomy, unit)
+    if position == "mlp_front":
+        if whole is None and not linear:
+            raise TreatmentError(f"{name} does not fit at mlp_front: {unit.name} has no linear layer; use mlp_end.")
+        return _Place(unit, into(linear[0] if whole is None else _unwrap_sequential(whole, 0), layout))
+    if whole is not None and _ends_at_width(anatomy, unit, whole, spec):
+        return _Place(unit, out_of(_unwrap_sequential(whole, -1), layout))
+    assert unit.branch is not None  # checked when it was chosen
+    return _Place(unit, unit.branch, branch=True)
 
 
-def _second_layer(mlp: Unit, name: str) -> nn.Module:
-    """Return the layer that projects back to the network's width; in a gated MLP it is the third."""
-    # By attribute, not by class: the layers of ffn_variant are linear too.
-    linears = [module for module in own_modules(mlp.module) if isinstance(getattr(module, "in_features", None), int)]
-    if len(linears) < 2:
-        raise TreatmentError(f"{name} does not fit at mlp_mid: {mlp.name} has no two linear layers; use mlp_end.")
-    return linears[-1]
+def _one_window(unit: Unit, position: Position, name: str) -> TreatmentError:
+    return TreatmentError(
+        f"{name} does not fit at {position}: the attention of {unit.block} sees one window at a time, but"
+        " the mean is over all tokens; use an mlp position."
+    )
+
+
+def _ends_at_width(anatomy: Anatomy, unit: Unit, module: nn.Module, spec: ImageSpec) -> bool:
+    """Return True if the unit's module returns to the network's width; in transformers 4 an MLP is two modules."""
+    with taps({"module": out_of(module, unit.output.layout), "state": unit.output}) as seen:
+        run_once(anatomy.network, spec)
+    return seen["module"].shape[-1] == seen["state"].shape[-1] or seen["module"].shape == seen["state"].shape
 
 
 def _unwrap_sequential(module: nn.Module, which: int) -> nn.Module:
@@ -129,52 +201,67 @@ def _unwrap_sequential(module: nn.Module, which: int) -> nn.Module:
     return module
 
 
-@torch.no_grad()
-def _widths(network: nn.Module, ends: list[tuple[Unit, Site]], name: str, spec: ImageSpec) -> list[int]:
-    """Measure the number of channels at each site with a forward pass, and check the position of the site."""
-    sites: dict[tuple[str, int], Site] = {}
-    for index, (unit, site) in enumerate(ends):
-        sites |= {("part", index): site, ("state", index): unit.output}
-    like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-    with eval_mode(network), taps(sites) as seen:
-        network(torch.zeros(1, spec.in_chans, *spec.img_size, dtype=like.dtype, device=like.device))
-    for index, (unit, site) in enumerate(ends):
-        if site.end == "out" and seen["part", index].shape[-1] != seen["state", index].shape[-1]:
-            raise TreatmentError(
-                f"{name} does not fit at the end of {unit.name}: its module ends before it returns to the network's"
-                " width, as in transformers 4; use transformers 5."
-            )
-    return [seen["part", index].shape[-1] for index in range(len(ends))]
+def _host(module: nn.Module) -> nn.Module:
+    """Return the module that the part becomes a child of."""
+    return _unwrap_sequential(module, -1)
 
 
-def _insert(site: Site, name: str, part: nn.Module) -> None:
-    site.module.add_module(name, part.train(site.module.training))
-    if site.end == "in":
-        site.module.register_forward_pre_hook(partial(_before, name))
+def _measure(anatomy: Anatomy, one: _Place, treatment: Treatment, spec: ImageSpec) -> tuple[int, _Axes]:
+    """Return the number of channels at a place, and the axes there, from passes of one image and of two."""
+    shapes = []
+    for batch in (1, 2):
+        with taps({"part": one.site}) as seen:
+            run_once(anatomy.network, spec, batch)
+        shapes.append(seen["part"].shape)
+    changing = [axis for axis, (alone, both) in enumerate(zip(*shapes, strict=True)) if alone != both]
+    if len(changing) != 1 or shapes[0][changing[0]] != 1:
+        raise _one_window(one.unit, "msa_end" if one.unit.kind == "msa" else "mlp_end", treatment.name)
+    layout = one.site.layout
+    channels_first = isinstance(one.site.module, nn.Conv2d) or (len(shapes[0]) == 4 and not layout.channels_last)
+    axes = _Axes(changing[0], 1 if channels_first else len(shapes[0]) - 1)
+    return int(shapes[0][axes.channel]), axes
+
+
+def _hook(one: _Place, host: nn.Module, name: str, axes: _Axes) -> None:
+    plain = axes == _Axes(0, axes.channel) and axes.channel > 1
+    if one.branch:
+        watch(one.site, _AtBranch(host, name, axes).apply)
+    elif one.site.end == "in":
+        one.site.module.register_forward_pre_hook(partial(_before, name) if plain else partial(_before, name, axes))
     else:
-        site.module.register_forward_hook(partial(_after, name))
+        one.site.module.register_forward_hook(partial(_after, name) if plain else partial(_after, name, axes))
+
+
+class _AtBranch:
+    """A part at the end of a branch that is not the end of a module of its own."""
+
+    def __init__(self, host: nn.Module, name: str, axes: _Axes) -> None:
+        self._host, self._name, self._axes = host, name, axes
+
+    def apply(self, x: Tensor) -> Tensor:
+        return _apply(self._host, self._name, self._axes, x)
 
 
 # Hooks look the part up by name in the module they are called with, so that a copied network uses its own part.
 
 
-def _before(name: str, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (module.get_submodule(name)(args[0]), *args[1:])
+def _before(name: str, *axes_and_call: Any) -> tuple[Any, ...]:
+    *axes, module, args = axes_and_call
+    return (_apply(module, name, axes[0] if axes else None, args[0]), *args[1:])
 
 
-def _after(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
-    part = module.get_submodule(name)
+def _after(name: str, *axes_and_call: Any) -> Any:
+    *axes, module, _, output = axes_and_call
     if isinstance(output, Tensor):
-        return part(output)
-    return (part(output[0]), *output[1:])  # an attention that also returns its weights
+        return _apply(module, name, axes[0] if axes else None, output)
+    first = _apply(module, name, axes[0] if axes else None, output[0])
+    return (first, *output[1:])  # an attention that also returns its weights
 
 
-def own_modules(module: nn.Module) -> list[nn.Module]:
-    """Return `module` and all modules in it, in order, except for parts inserted by treatments."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    placed = {hook.args[0] for hook in hooks if isinstance(hook, partial) and hook.func in (_before, _after)}
-    children = [child for name, child in module.named_children() if name not in placed]
-    return [module, *(inner for child in children for inner in own_modules(child))]
+def _apply(host: nn.Module, name: str, axes: _Axes | None, x: Tensor) -> Tensor:
+    part = host.get_submodule(name)
+    y: Tensor = part(x) if axes is None else axes.back(part(axes.to_tokens(x)))
+    return y
 
 
 def mean_over_tokens(x_bnd: Tensor) -> Tensor:

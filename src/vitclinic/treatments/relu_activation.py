@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from vitclinic._core.errors import TreatmentError
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.function_mode import run_under
+from vitclinic.treatments.parts import missing, run_once
 from vitclinic.treatments.treatment import Treatment, register
 
 
@@ -18,7 +21,7 @@ def gelu_to_relu(network: nn.Module) -> int:
 
     A GELU is a module with "gelu" in the name of its class (PyTorch's, timm's and Hugging Face's, exact or
     approximate), or `torch.nn.functional.gelu` stored by a module as its activation. A GELU called by name in a
-    `forward` cannot be found.
+    `forward` is not found by this function, but by the treatment, which runs the network.
 
     Args:
         network: Any network, of a known family or not.
@@ -65,16 +68,57 @@ class ReluActivation(Treatment):
     paper: ClassVar[str] = "chen2022 App. G; wang2022 Table 5"
     changes: ClassVar[str] = "every GELU becomes a ReLU"
     costs: ClassVar[str] = "no parameters; no more time than with GELU"
-    families: ClassVar[tuple[str, ...] | None] = (
-        *("timm ViT", "timm PiT", "timm Swin", "timm Swin V2", "timm MLP-Mixer", "timm ConvNeXt", "timm VOLO"),
-        *("torchvision ViT", "torchvision Swin", "torchvision ConvNeXt"),
-        *("Hugging Face ViT", "Hugging Face DeiT", "Hugging Face Swin"),
-    )
+    part: ClassVar[str] = "a GELU"
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        if gelu_to_relu(network) == 0:
-            raise TreatmentError(
-                f"relu_activation found no GELU among the modules of this {type(network).__name__}: it uses other"
-                " activations, or calls GELU by name in its forward."
-            )
+        replaced = gelu_to_relu(network)
+        callers = find_gelu_callers(network, spec)
+        for module in callers:
+            run_under(GeluToRelu, module)
+        if not replaced and not callers:
+            raise missing(self, network, "this network calls none, as a module or a function")
         return network
+
+
+class GeluToRelu(TorchFunctionMode):
+    """Function mode in which a call of GELU computes ReLU."""
+
+    def __init__(self, _: nn.Module) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return F.relu(args[0]) if func is F.gelu else func(*args, **(kwargs or {}))
+
+
+class _Listener(TorchFunctionMode):
+    """Function mode that notes the innermost module that runs when GELU is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[nn.Module] = []
+        self.callers: dict[nn.Module, None] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.gelu and self.running:
+            self.callers[self.running[-1]] = None
+        return func(*args, **(kwargs or {}))
+
+
+def find_gelu_callers(network: nn.Module, spec: ImageSpec) -> list[nn.Module]:
+    """Return the modules whose forward calls GELU as a function."""
+    listener = _Listener()
+    handles = []
+    for module in network.modules():
+        handles.append(module.register_forward_pre_hook(lambda module, _: listener.running.append(module)))
+        handles.append(module.register_forward_hook(lambda *_: listener.running.pop() and None))
+    try:
+        with listener:
+            run_once(network, spec)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(listener.callers)

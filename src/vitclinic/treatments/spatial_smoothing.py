@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from vitclinic.anatomy import Anatomy
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.parts import examine, missing
 from vitclinic.treatments.treatment import Treatment, register
 
 
@@ -46,19 +46,17 @@ class SpatialSmoothing(Treatment):
     paper: ClassVar[str] = "park2022 Fig. 3a, App. B"
     changes: ClassVar[str] = "a 2 x 2 blur at the end of every stage of a CNN"
     costs: ClassVar[str] = "no parameters; a few passes over the output of each stage"
-    families: ClassVar[tuple[str, ...] | None] = (
-        "timm ResNet",
-        "torchvision ResNet",
-        "timm ConvNeXt",
-        "torchvision ConvNeXt",
-        "vitclinic pre-activation ResNet",
-        "vitclinic AlterNet",
-    )
+    part: ClassVar[str] = "stages of convolutional blocks, each in an nn.Sequential"
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        last_blocks = {block.stage: block.name for block in Anatomy.of(network).blocks}
-        for name in last_blocks.values():
-            stage = network.get_submodule(name.rpartition(".")[0])
-            assert isinstance(stage, nn.Sequential)  # in all of these families
-            stage.append(Blur())
+        anatomy = examine(self, network, spec)
+        if not anatomy.of_kind("conv"):
+            raise missing(self, network)
+        last_blocks = {block.stage: block.name for block in anatomy.blocks}
+        stages = [network.get_submodule(name.rpartition(".")[0]) for name in last_blocks.values()]
+        for name, stage in zip(last_blocks.values(), stages, strict=True):
+            if not isinstance(stage, nn.Sequential) or stage[-1] is not network.get_submodule(name):
+                raise missing(self, network, f"{name} is in a {type(stage).__name__}")
+        for stage in stages:
+            stage.append(Blur())  # type: ignore[operator]
         return network

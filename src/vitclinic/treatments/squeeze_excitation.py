@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.placing import FAMILIES, LAYERS, POSITION, Layers, Position, mean_over_tokens, place
+from vitclinic.treatments.parts import Part
+from vitclinic.treatments.placing import LAYERS, PART, POSITION, Layers, Position, mean_over_tokens, place
 from vitclinic.treatments.treatment import Treatment, register
 
 
@@ -23,7 +24,7 @@ def squeeze_and_excite(x_bnd: Tensor, squeeze_rd: Tensor, excite_dr: Tensor) -> 
     return x_bnd * torch.sigmoid(F.linear(squeezed, excite_dr))
 
 
-class SqueezeExcitation(nn.Module):
+class SqueezeExcitation(Part):
     """SE(x_i) = x_i * sigmoid(W2 relu(W1 mean_j x_j)), W1 in R^(D/r x D), W2 in R^(D x D/r), without biases.
 
     This is Hu et al. 2018 (Eq. 2-4) with tokens instead of pixels; the mean is over all of them [hyeonwoo2023 Table 3].
@@ -63,14 +64,12 @@ class SqueezeExcitationTreatment(Treatment):
     paper: ClassVar[str] = "hyeonwoo2023 Table 3"
     changes: ClassVar[str] = "the channels are gated by a small MLP of the mean of all tokens, at the end of the MLP"
     costs: ClassVar[str] = "2 D^2 / r parameters, one mean and one product per block"
-    families: ClassVar[tuple[str, ...]] = FAMILIES
+    part: ClassVar[str] = PART
 
     reduction: int = Field(16, ge=1, description="ratio of the tokens' width to the gate's hidden width")
     position: Position = Field("mlp_end", description=POSITION)
     layers: Layers = Field("upper", description=LAYERS)
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        place(
-            network, self.name, self.position, self.layers, lambda width: SqueezeExcitation(width, self.reduction), spec
-        )
+        place(self, network, self.position, self.layers, lambda width: SqueezeExcitation(width, self.reduction), spec)
         return network

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from vitclinic._core.errors import AnatomyError, RecipeError, TreatmentError
 from vitclinic.anatomy import eval_mode
-from vitclinic.anatomy.families import recognise
+from vitclinic.anatomy.wrappers import find_example, unwrap, weight_like
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.treatment import Treatment, parse_treatments
 
@@ -27,7 +29,7 @@ def treat(
     docs/treatments shows how to use each of them in your own loop.
 
     Args:
-        network: A network of a known family, changed in place. A wrapper, such as its normalization, is kept.
+        network: A network, changed in place. A wrapper, such as its normalization, is kept.
         *treatments: Names, `{name: {option: value}}` or `Treatment` objects.
         spec: Image shape and number of classes of the network; found by a forward pass unless given.
 
@@ -51,7 +53,6 @@ def treat(
                 f"{treatment.name} changes training, not the network: list it in a recipe, or see"
                 f" docs/treatments/{treatment.name}.md for how to use it in your own loop."
             )
-        check_family(treatment, network)
     core, before = _core(network), treatments_of(network)
     try:
         treated = operate(core, parsed, spec or image_spec(network))
@@ -75,34 +76,26 @@ def operate(network: nn.Module, treatments: Sequence[Treatment], spec: ImageSpec
         TreatmentError: A treatment does not fit the network, or was applied before.
     """
     for treatment in treatments:
-        check_family(treatment, network)
         had = treatments_of(network)
         if treatment.name in had:
             raise TreatmentError(f"This network has already been treated with {treatment.name}; once is enough.")
         network = treatment.operate(network, spec)
+        _leave_fused_path(network)
         setattr(network, _RECORD, (*had, treatment.name))
     return network
+
+
+def _leave_fused_path(network: nn.Module) -> None:
+    """Let PyTorch's encoder layers call their parts; in eval mode one fused call computes the untreated layer."""
+    for module in network.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
 
 
 def treatments_of(network: nn.Module) -> tuple[str, ...]:
     """Return the names of the treatments applied to a network, in order."""
     names: tuple[str, ...] = getattr(_core(network), _RECORD, ())
     return names
-
-
-def check_family(treatment: Treatment, network: nn.Module) -> None:
-    """Raise a TreatmentError if the treatment does not fit the family of `network`."""
-    if treatment.families is None:
-        return
-    fitting = ", ".join(treatment.families)
-    try:
-        _, family = recognise(network)
-    except AnatomyError as error:
-        raise TreatmentError(
-            f"{treatment.name} does not fit {type(network).__name__}, a network of no known family; it fits {fitting}."
-        ) from error
-    if family.name not in treatment.families:
-        raise TreatmentError(f"{treatment.name} does not fit a {family.name}; it fits {fitting}.")
 
 
 def check_untouched(treatment: str, module: nn.Module, place: str, act: str = "replace") -> None:
@@ -114,7 +107,9 @@ def check_untouched(treatment: str, module: nn.Module, place: str, act: str = "r
 
 
 def image_spec(network: nn.Module) -> ImageSpec:
-    """Find the number of classes, channels and image size of a network of a known family, with a forward pass.
+    """Find the number of classes, channels and image size of a network, with a forward pass.
+
+    The image size is the one that the network states, or else the first of the usual ones that it takes.
 
     Args:
         network: The network, with or without wrappers.
@@ -123,22 +118,33 @@ def image_spec(network: nn.Module) -> ImageSpec:
         The spec to build or treat the network with.
 
     Raises:
-        AnatomyError: The network is of no known family.
+        TreatmentError: The network takes images of none of the usual sizes.
     """
-    core, family = recognise(network)
-    channels, height, width = family.input_size(core)
-    like = next(parameter for parameter in core.parameters() if parameter.is_floating_point())
+    core, family = unwrap(network)
+    try:
+        example = find_example(core, family)
+    except AnatomyError as error:
+        raise TreatmentError(
+            f"{type(network).__name__} does not say which images it takes: give its spec, as in"
+            " treat(network, ..., spec=ImageSpec(num_classes=10, in_chans=3, img_size=(224, 224)))."
+        ) from error
     with torch.no_grad(), eval_mode(core):
-        logits = core(torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device))
-    return ImageSpec(int(getattr(logits, "logits", logits).shape[-1]), channels, (height, width))
+        output = core(example.to(weight_like(core)))
+    _, channels, height, width = example.shape
+    return ImageSpec(int(_scores(output).shape[-1]), channels, (height, width))
+
+
+def _scores(output: Any) -> Tensor:
+    """Return the class scores, or the features, among all that a network returns: the logits, or the first tensor."""
+    named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+    plain = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
+    found: Tensor = named if named is not None else next(x for x in tree_leaves(plain) if isinstance(x, Tensor))
+    return found
 
 
 def _core(network: nn.Module) -> nn.Module:
-    """Return the network inside its wrappers, or the network itself if its family is unknown."""
-    try:
-        return recognise(network)[0]
-    except AnatomyError:
-        return network
+    """Return the network inside its wrappers."""
+    return unwrap(network)[0]
 
 
 def _replace_core(wrapper: nn.Module, core: nn.Module, treated: nn.Module) -> nn.Module:

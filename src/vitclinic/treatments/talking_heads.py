@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.attention_edit import edit_attention
+from vitclinic.treatments.parts import examine, find_attentions
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
-from vitclinic.treatments.variant_attention import attention_units, variant_of
 
 
 @register
@@ -23,7 +23,7 @@ class TalkingHeads(Treatment):
     paper: ClassVar[str] = "gong2021 Table 6 (talking-heads attention, Shazeer et al. 2020)"
     changes: ClassVar[str] = "heads exchange logits before the softmax and weights behind it"
     costs: ClassVar[str] = "2 H^2 parameters a block; attention is not fused: its maps are held in memory"
-    families: ClassVar[tuple[str, ...] | None] = ("timm ViT", "timm PiT")
+    part: ClassVar[str] = "attention by one softmax over tokens"
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "no_softmax" in treatments_of(network):
@@ -31,11 +31,10 @@ class TalkingHeads(Treatment):
                 "talking_heads mixes heads before and after the softmax, which no_softmax removes: without it,"
                 " both mixes are one; leave out one of the two."
             )
-        anatomy = Anatomy.of(network)
-        for unit in attention_units(anatomy, self.name):
-            attention = variant_of(anatomy, unit)
-            like = next(attention.qkv.parameters())
+        like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
+        for found in find_attentions(self, examine(self, network, spec), spec):
+            edit_attention(found.module, found.heads, found.unit.attention)
             for name in ("logits_mix", "weights_mix"):
-                identity = torch.eye(attention.num_heads, dtype=like.dtype, device=like.device)
-                attention.register_parameter(name, nn.Parameter(identity))
+                identity = torch.eye(found.heads, dtype=like.dtype, device=like.device)
+                found.module.register_parameter(name, nn.Parameter(identity))
         return network

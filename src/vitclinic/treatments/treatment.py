@@ -108,8 +108,9 @@ class Treatment(Config):
     """One line on what it costs."""
     tasks: ClassVar[tuple[str, ...] | None] = None
     """Names of the tasks it applies to; None means any."""
-    families: ClassVar[tuple[str, ...] | None] = None
-    """Families of networks (names from `vitclinic.anatomy`) it fits; None means any network."""
+    part: ClassVar[str] = ""
+    """The part of a network that it changes, such as "an MLP over channels"; it fits any network with that part. Empty
+    means any network."""
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         """Return the network to train, changed in place or replaced (surgery).

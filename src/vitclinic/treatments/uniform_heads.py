@@ -12,12 +12,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
+from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import ImageSpec
+from vitclinic.treatments.attention_edit import edit_attention, is_edited
+from vitclinic.treatments.neighbourhood import seams_of
+from vitclinic.treatments.parts import examine, find_attentions, missing
 from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -48,10 +52,11 @@ def grow_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None, shape: tup
 def check_widening(anatomy: Anatomy, name: str) -> None:
     """Raise a TreatmentError if `widen` cannot widen every layer of the network."""
     network = anatomy.network
-    if anatomy.family != "timm ViT":
-        raise TreatmentError(f"{name} does not fit a {anatomy.family} at a larger width; use a timm ViT.")
+    if not isinstance(network, VisionTransformer):
+        kind = type(network).__name__
+        raise TreatmentError(f"{name} does not fit {kind} at a larger width; use timm's VisionTransformer.")
     for unit in anatomy.of_kind("mlp"):
-        linears = [module for module in unit.module.modules() if isinstance(module, nn.Linear)]
+        linears = _linears(unit)
         if len(linears) != 2 or linears[0].out_features != linears[1].in_features:
             raise TreatmentError(f"{name} cannot make {unit.name} wider: it is not an MLP of two linear layers.")
     for path, module in network.named_modules():
@@ -59,6 +64,11 @@ def check_widening(anatomy: Anatomy, name: str) -> None:
         known = module is network or isinstance(module, nn.Linear | nn.Conv2d)
         if not known and any(parameter.ndim > 1 for parameter in own):
             raise TreatmentError(f"{name} cannot make {path} wider: it is a {type(module).__name__}.")
+
+
+def _linears(unit: Unit) -> list[nn.Linear]:
+    inside = [] if unit.module is None else unit.module.modules()
+    return [module for module in inside if isinstance(module, nn.Linear)]
 
 
 def widen(anatomy: Anatomy, by: int, attentions: Sequence[nn.Module]) -> None:
@@ -70,7 +80,7 @@ def widen(anatomy: Anatomy, by: int, attentions: Sequence[nn.Module]) -> None:
     width = network.embed_dim
     widths = {width: width + by}
     for unit in anatomy.of_kind("mlp"):
-        hidden = next(module.out_features for module in unit.module.modules() if isinstance(module, nn.Linear))
+        hidden = _linears(unit)[0].out_features
         widths.setdefault(hidden, hidden * (width + by) // width)
     _widen_tokens(network, by)
     stem = list(network.patch_embed.modules())
@@ -206,7 +216,7 @@ class UniformHeads(Treatment):
         "one head of every MSA gives the mean of all values: in place of a learned head, or as one more"
     )
     costs: ClassVar[str] = "replace: 2d(D+1) parameters a block less; adjust: d less; append: the network d wider"
-    families: ClassVar[tuple[str, ...]] = ("timm ViT", "timm PiT")
+    part: ClassVar[str] = "attention by one softmax over tokens, of several heads"
 
     variant: Variant = Field(
         "replace",
@@ -215,13 +225,19 @@ class UniformHeads(Treatment):
     )
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
-        anatomy = Anatomy.of(network)
+        anatomy = examine(self, network, spec)
         units = anatomy.of_kind("msa")
-        for unit in units:
-            self._check(unit)
+        plain = {
+            unit: unit.module for unit in units if isinstance(unit.module, Attention) and _can_rebuild(unit.module)
+        }
+        if not units or len(plain) < len(units):
+            return self._level(anatomy, [unit for unit in units if unit not in plain], spec)
+        for unit, module in plain.items():
+            self._check(unit, module.num_heads)
+            check_untouched(self.name, module, unit.name)
         if self.variant == "append":
             check_widening(anatomy, self.name)
-        treated = {anatomy.path(unit.module): self._convert(unit.module) for unit in units}
+        treated = {anatomy.path(module): self._convert(module) for module in plain.values()}
         for path, attention in treated.items():
             network.set_submodule(path, attention)
         if self.variant == "append":
@@ -229,16 +245,28 @@ class UniformHeads(Treatment):
             widen(anatomy, by=attentions[0].head_dim, attentions=attentions)
         return network
 
-    def _check(self, unit: Unit) -> None:
-        attention: Any = unit.module
-        plain = type(attention).__name__ == "Attention" and getattr(attention, "gate", None) is None
-        if not plain or not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
-            raise TreatmentError(
-                f"{self.name} does not fit {unit.name}: it needs timm's plain attention, without a gate or a norm at"
-                f" its end (found {type(attention).__name__})."
-            )
-        check_untouched(self.name, attention, unit.name)
-        if attention.num_heads == 1 and self.variant != "append":
+    def _level(self, anatomy: Anatomy, others: Sequence[Unit], spec: ImageSpec) -> nn.Module:
+        """Give the last head of any attention equal weights; its queries and keys stay, without use."""
+        found = find_attentions(self, anatomy, spec)
+        if self.variant != "replace":
+            other = f"{others[0].name} is a {type(others[0].module).__name__} of another kind"
+            why = f"variant {self.variant} rebuilds timm's plain Attention, and {other}; use variant replace"
+            raise missing(self, anatomy.network, why)
+        for attention in found:
+            self._check(attention.unit, attention.heads)
+            if is_edited(attention.module):
+                raise TreatmentError(
+                    f"{self.name} does not go with another treatment of attention, which {attention.unit.name} has"
+                    " already: leave out one of the two."
+                )
+        for attention in found:
+            options = edit_attention(attention.module, attention.heads, attention.unit.attention)
+            options.seams = seams_of(anatomy, attention.unit)
+            options.uniform_head = True
+        return anatomy.network
+
+    def _check(self, unit: Unit, heads: int) -> None:
+        if heads == 1 and self.variant != "append":
             raise TreatmentError(
                 f"{self.name} does not fit {unit.name}: its only head would be replaced; use variant append."
             )
@@ -249,3 +277,9 @@ class UniformHeads(Treatment):
             return UniformHeadAttention(attention, heads, head_dim, width + head_dim)
         wide = 2 if self.variant == "adjust" else 1
         return UniformHeadAttention(attention, heads - 1, wide * head_dim, width)
+
+
+def _can_rebuild(module: Any) -> bool:
+    """Return True for timm's plain attention, without a gate, a norm at its end or an edit."""
+    plain = type(module) is Attention and module.gate is None and not is_edited(module)
+    return plain and isinstance(module.norm, nn.Identity)

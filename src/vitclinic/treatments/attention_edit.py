@@ -1,0 +1,303 @@
+"""Editing the map of an attention, whatever its class: another mask, no softmax, mixed heads, a uniform head.
+
+The forward of an edited module runs under a torch function mode, which replaces the arithmetic of the map where it is
+computed: in `scaled_dot_product_attention`, in `multi_head_attention_forward`, or in a softmax over the last axis. The
+module keeps its class, its weights and their names. What the edit is stands in attributes of the module
+(`AttentionOptions`), next to its own; as long as none is set, the module computes what it did.
+
+Shapes: B batch (times windows), H heads, Q queries, K keys, D channels of a head; bands add an axis before Q.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vitclinic._core.errors import TreatmentError
+from vitclinic.anatomy import AttentionSpec
+from vitclinic.treatments.function_mode import run_under
+from vitclinic.treatments.neighbourhood import Neighbourhood, Seams
+from vitclinic.treatments.seen_masks import SeenNeighbourhood, SeenPairs
+
+_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+class AttentionOptions(Protocol):
+    """The attributes of an edited attention module; `edit_attention` adds them."""
+
+    map_heads: int
+    map_spec: AttentionSpec | None
+    """The attention before it was edited; kept for when there is no map to see any more."""
+    neighbourhood: Neighbourhood | SeenNeighbourhood | None
+    seams: Seams | SeenPairs | None
+    """Set where a mask of finite numbers stands for what may not be seen."""
+    logits_mix: nn.Parameter | None
+    weights_mix: nn.Parameter | None
+    softmax_free: bool
+    """Read by the anatomy: such an attention has no map."""
+    uniform_head: bool
+    """The last head gives the mean over what it may see."""
+    in_pieces: bool
+    """The map may be computed in bands; attention recording sets it to False (`vitclinic.anatomy.attention`)."""
+
+
+def edit_attention(module: nn.Module, heads: int, spec: AttentionSpec | None = None) -> AttentionOptions:
+    """Put the forward of an attention module under the edit, if it is not yet, and return the module to set options."""
+    if not is_edited(module):
+        fields: Any = module
+        fields.map_heads, fields.map_spec = heads, spec
+        fields.neighbourhood = fields.seams = None
+        module.register_parameter("logits_mix", None)
+        module.register_parameter("weights_mix", None)
+        fields.softmax_free = fields.uniform_head = False
+        fields.in_pieces = True
+        run_under(_Edit, module)
+    return cast(AttentionOptions, module)
+
+
+def is_edited(module: nn.Module | None) -> bool:
+    """Return True if the module's attention has been edited."""
+    return hasattr(module, "softmax_free")
+
+
+class _Edit(TorchFunctionMode):
+    """Function mode of one call of an attention module. What it calls is seen by the modes around it (recording)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.attention = cast(AttentionOptions, module)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attend_sdpa(self.attention, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return _attend_multi_head(self.attention, *args, **kwargs)
+        if is_softmax_of_map(func, args, kwargs):
+            return _edit_softmax(self.attention, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def is_softmax_of_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True for a call of a softmax over the last axis of scores, [B, H, Q, K] or [B * H, Q, K]."""
+    if func not in _SOFTMAX:
+        return False
+    scores: Tensor = args[0] if args else kwargs["input"]
+    return scores.ndim in (3, 4) and kwargs.get("dim", *args[1:2]) in (-1, scores.ndim - 1)
+
+
+def _edit_softmax(attention: AttentionOptions, input: Tensor, dim: int, *_: Any, **kwargs: Any) -> Tensor:
+    """Return the edited weights of a plain softmax over scores [B, H, Q, K], or [B * H, Q, K] with heads fastest."""
+    scores = _heads_apart(input, attention.map_heads) if input.ndim == 3 else input
+    scores = scores if kwargs.get("dtype") is None else scores.to(kwargs["dtype"])
+    near = attention.neighbourhood
+    seen = None if near is None else near.near(len(scores), scores.shape[-2], scores.shape[-1], scores.device)
+    hidden = None if _only_masked(attention) else scores == -torch.inf
+    if seen is not None:
+        hidden = ~seen if hidden is None else hidden | ~seen
+    weights = edit_weights(attention, scores, hidden)
+    return weights.flatten(0, 1) if input.ndim == 3 else weights
+
+
+def _attend_sdpa(
+    attention: AttentionOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.ndim == 3:
+        query, key, value = (_heads_apart(x, attention.map_heads) for x in (query, key, value))
+        mixed = _attend_sdpa(attention, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return mixed.flatten(0, 1)
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    near = attention.neighbourhood
+    weigh = partial(_weigh, attention, dropout=dropout_p, scale=scale)
+    whole = attn_mask is None and query.shape == key.shape
+    if isinstance(near, Neighbourhood) and near.banded and attention.in_pieces and whole:
+        return near.attend_in_bands(query, key, value, weigh)
+    return weigh(query, key, value, _restrict(attention, attn_mask, query, key))
+
+
+def _restrict(attention: AttentionOptions, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Combine a mask over all keys with the neighbourhood."""
+    near = attention.neighbourhood
+    seen = None if near is None else near.near(len(query), query.shape[-2], key.shape[-2], query.device)
+    if mask is None or seen is None:
+        return seen if mask is None else mask
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def _weigh(
+    attention: AttentionOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float,
+) -> Tensor:
+    """Return the weighted sums of the values, [B, H, ..., Q, D]; `mask` is True (or 0) for keys that count."""
+    if _only_masked(attention):
+        return _attend_fused(q, k, v, mask, dropout, scale)
+    if attention.softmax_free and mask is None and not dropout:
+        return attend_without_softmax(q, k, v, scale)
+    weights = edit_weights(attention, *_scores(q, k, scale, mask))
+    return (F.dropout(weights, dropout) if dropout else weights) @ v
+
+
+def _only_masked(attention: AttentionOptions) -> bool:
+    return attention.logits_mix is None and not attention.softmax_free and not attention.uniform_head
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float) -> Tensor:
+    if q.ndim == 4:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+    # Fast kernels take four axes, so bands are folded into the heads.
+    shape = q.shape
+    if mask is not None:
+        mask = mask.expand(shape[1], *mask.shape).flatten(0, 1)
+    q, k, v = (part.flatten(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale).reshape(shape)
+
+
+def _attend_multi_head(attention: AttentionOptions, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Compute `multi_head_attention_forward` with the edited map; tokens come first, [Q, B, C] or [Q, C]."""
+    bound = MHA_SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = bound.arguments
+    extras = [name for name in ("bias_k", "bias_v", "static_k", "static_v") if call[name] is not None]
+    if extras or call["add_zero_attn"]:
+        raise TreatmentError("A MultiheadAttention with keys of its own (add_bias_kv, add_zero_attn) cannot be edited.")
+    batched = call["query"].ndim == 3
+    tokens = [call[name] if batched else call[name].unsqueeze(1) for name in ("query", "key", "value")]
+    q, k, v = (_split_heads(x, call["num_heads"]) for x in _project(tokens, call))
+    mask = _restrict(attention, _mask_of(call, batched), q, k)
+    dropout = call["dropout_p"] if call["training"] else 0.0
+    weights: Tensor | None = None
+    if call["need_weights"]:
+        weights = edit_weights(attention, *_scores(q, k, q.shape[-1] ** -0.5, mask))
+        mixed = (F.dropout(weights, dropout) if dropout else weights) @ v
+        weights = weights.mean(dim=1) if call["average_attn_weights"] else weights
+        weights = weights if batched else weights.squeeze(0)
+    else:
+        mixed = _attend_sdpa(attention, q, k, v, _mask_of(call, batched), dropout)
+    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), call["out_proj_weight"], call["out_proj_bias"])
+    return (out if batched else out.squeeze(1)), weights
+
+
+def _project(tokens: list[Tensor], call: dict[str, Any]) -> list[Tensor]:
+    """Return queries, keys and values of all heads together, [N, B, C] each."""
+    if call["use_separate_proj_weight"]:
+        weights = [call[f"{name}_proj_weight"] for name in "qkv"]
+    else:
+        weights = list(call["in_proj_weight"].chunk(3))
+    biases = [None] * 3 if call["in_proj_bias"] is None else call["in_proj_bias"].chunk(3)
+    return [F.linear(x, weight, bias) for x, weight, bias in zip(tokens, weights, biases, strict=True)]
+
+
+def _split_heads(x_nbc: Tensor, heads: int) -> Tensor:
+    """Return [B, H, N, D]."""
+    return x_nbc.reshape(*x_nbc.shape[:2], heads, -1).permute(1, 2, 0, 3)
+
+
+def _heads_apart(x_bnd: Tensor, heads: int) -> Tensor:
+    """Return [B, H, N, D] of [B * H, N, D], where the heads run fastest."""
+    return x_bnd.reshape(-1, heads, *x_bnd.shape[1:])
+
+
+def _mask_of(call: dict[str, Any], batched: bool) -> Tensor | None:
+    """Return masks of pairs and of padded keys as one that is added, [Q, K] or [B, H or 1, Q or 1, K]."""
+    masks = []
+    if (pairs := call["attn_mask"]) is not None:
+        added = _added(pairs, call["query"])
+        masks.append(added if added.ndim == 2 else _heads_apart(added, call["num_heads"]))
+    if (padded := call["key_padding_mask"]) is not None:
+        masks.append(_added(padded if batched else padded[None], call["query"])[:, None, None])
+    return None if not masks else masks[0] if len(masks) == 1 else masks[0] + masks[1]
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask that is True for what may not be seen, as PyTorch's module has it, as numbers to add."""
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return q k^T scale, with the finite numbers of an added mask, and where the mask hides a key from a query."""
+    scores = (q * scale) @ k.transpose(-2, -1)
+    if mask is None or mask.dtype == torch.bool:
+        return scores, None if mask is None else ~mask
+    hidden = mask == -torch.inf
+    return scores + mask.masked_fill(hidden, 0.0), hidden
+
+
+def edit_weights(attention: AttentionOptions, scores: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return the weights [B, H, ..., Q, K] that the values get, from scores, and where a key is hidden from a query."""
+    apart = None if attention.seams is None else attention.seams.of_batch(len(scores))
+    if attention.softmax_free:
+        for mask in (hidden, apart):
+            scores = scores if mask is None else scores.masked_fill(mask, 0.0)
+        return scores
+    if attention.uniform_head:
+        level = torch.zeros_like(scores[:, -1:])
+        scores = torch.cat((scores[:, :-1], level if apart is None else level.masked_fill(apart, -torch.inf)), dim=1)
+    return _mixed_softmax(scores, hidden, attention.logits_mix, attention.weights_mix)
+
+
+def _mixed_softmax(
+    scores: Tensor, hidden: Tensor | None, logits_mix: Tensor | None, weights_mix: Tensor | None
+) -> Tensor:
+    """Return W softmax(L scores); hidden keys are left out between L and the softmax."""
+    if logits_mix is not None:
+        # Minus infinity would spread over the heads, and 0 times it is not a number.
+        scores = _mix_heads(scores if hidden is None else scores.masked_fill(hidden, 0.0), logits_mix)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    weights = scores.softmax(dim=-1)
+    return weights if weights_mix is None else _mix_heads(weights, weights_mix)
+
+
+def _mix_heads(maps: Tensor, mix: Tensor) -> Tensor:
+    """Replace map h by sum_i mix[h, i] map_i; `maps` is [B, H, ..., Q, K]."""
+    # Some libraries compute their softmax in float32, whatever the network's precision.
+    return torch.einsum("hi,bi...->bh...", mix.to(maps.dtype), maps)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+    logits_mix: Tensor | None = None,
+    weights_mix: Tensor | None = None,
+) -> Tensor:
+    """Return W softmax(L q k^T scale), where the mixes L and W over the heads are optional; `mask` as in `_weigh`."""
+    return _mixed_softmax(*_scores(q, k, scale, mask), logits_mix, weights_mix)
+
+
+def attend_without_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return (q k^T scale) v as q (k^T v), linear in the number of tokens."""
+    return (q * scale) @ (k.transpose(-2, -1) @ v)
