@@ -85,6 +85,8 @@ def test_the_jacobian_s_nuclear_norm_is_that_of_the_dense_jacobian(seed: int, ke
     found = F.softmax_jacobian_norm(row, scale)
     torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobian, ord="nuc"), rtol=1e-7, atol=1e-10)
     assert found <= scale * (1 - 1 / keys) + 1e-9  # that of uniform attention
+    found = F.softmax_jacobian_norm(row, scale, norm="frobenius")
+    torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobian), rtol=1e-7, atol=1e-10)
 
 
 def test_the_ratio_of_scales_is_of_numpy_s_quantiles() -> None:

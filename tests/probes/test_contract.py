@@ -9,9 +9,9 @@ import torch
 
 from tests.probes.subjects import NETWORKS, subject
 from vitclinic._core.records import Measurement
-from vitclinic.exam.pace import estimate_seconds
+from vitclinic.exam.timing import estimate_seconds
 from vitclinic.probes import known_probes, measure, parse_probes, view_of
-from vitclinic.probes.restoring import _TABLES, preserve_state
+from vitclinic.probes.guards import _TABLES, preserve_state
 from vitclinic.probes.running import find_obstacle
 
 QUICK = {
@@ -95,8 +95,7 @@ def test_probes_that_need_an_anatomy_do_not_apply_to_an_unknown_network(exams):
     for (probe, name), (measurement, _, _, _) in exams.items():
         if known_probes()[probe].needs & {"anatomy", "attention"} and name == "unknown":
             assert measurement.status == "does_not_apply"
-            assert "no family is known" in measurement.reason
-            assert "docs/anatomy.md" in measurement.reason
+            assert "Unknown shows no units" in measurement.reason
 
 
 def test_a_second_measurement_is_the_same(exams):

@@ -168,6 +168,7 @@ def test_the_networks_own_preprocessing_is_used_when_told(images, labels):
     [
         (lambda x: x * 4 - 2, "pixels range from -2 to 2; expected .0, 1."),
         (lambda x: (x * 255).byte(), "divide them by 255"),
+        (lambda x: x / 255, "divided by 255 twice"),
         (lambda x: x.index_fill(0, torch.tensor([3]), torch.nan), "not finite"),
         (lambda x: x[:, 0], "instead of images .B, C, h, w."),
     ],
@@ -175,6 +176,11 @@ def test_the_networks_own_preprocessing_is_used_when_told(images, labels):
 def test_a_wrong_range_is_told(images, labels, change, message):
     with pytest.raises(DataError, match=message):
         Norms()(build(), [(change(images), labels)] if change(images).ndim == 4 else [change(images)[0]])
+
+
+def test_images_may_be_dark_if_told(images, labels):
+    assert Norms()(build(), [(images / 255, labels)], normalized=False).status == "ok"
+    assert Norms()(build(), [(images * 0, labels)]).status == "ok"
 
 
 def test_a_wrong_mean_is_told(images, labels):
@@ -238,14 +244,14 @@ def test_examine_takes_a_loader_normalized_as_the_network_wants_it(images, label
 
 
 class Named(nn.Module):
-    """A network that returns its output under a name."""
+    """A network that returns its output under a name, beside another tensor."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
         self.inner, self.key = build(), key
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {self.key: self.inner(x)}
+        return {"features": x.mean((2, 3)), self.key: self.inner(x)}
 
 
 def test_an_output_may_be_a_mapping_with_logits_and_a_refusal_leaves_the_network_as_it_was(loader):
@@ -255,7 +261,10 @@ def test_an_output_may_be_a_mapping_with_logits_and_a_refusal_leaves_the_network
         good(batch)
         collection.update(targets)
     assert collection.compute()["accuracy"].status == "ok"
-    with ProbeCollection(bad, ["accuracy"]), pytest.raises(ModelError, match="Wrap the network"):
+    with (
+        ProbeCollection(bad, ["accuracy"]),
+        pytest.raises(ModelError, match=r"2 tensors .*none of them called 'logits'\. Pass output="),
+    ):
         bad(batch)
     assert all(part.training for part in bad.modules())
 
@@ -288,6 +297,36 @@ def test_half_precision_is_watched(loader):
         model(batch.bfloat16())
         collection.update(targets)
     assert collection.compute()["norms"].status == "ok"
+
+
+def test_the_precision_of_an_autocast_is_recorded(loader):
+    model, (batch, targets) = build(), next(iter(loader))
+    found = {}
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), ProbeCollection(model, ["norms"]) as collection:
+            model(batch)
+            collection.update(targets)
+        found[enabled] = collection.compute()["norms"]
+    assert found[True].conditions == {"autocast": "bfloat16"}
+    assert found[False].conditions == {}
+    assert found[True].terms != found[False].terms
+    assert numbers(found[True]) != numbers(found[False])
+
+
+def test_the_precision_of_a_loop_does_not_change_on_the_way(loader):
+    model, (batch, targets) = build(), next(iter(loader))
+    with ProbeCollection(model, ["norms"]) as collection:
+        model(batch)
+        collection.update(targets)
+        with torch.autocast("cpu"), pytest.raises(RecipeError, match="off for earlier batches and is bfloat16 now"):
+            model(batch)
+
+
+def test_an_autocast_around_a_probe_changes_no_number(loader):
+    model = build()
+    with torch.autocast("cpu"):
+        inside = Norms()(model, loader)
+    assert numbers(inside) == numbers(Norms()(model, loader))
 
 
 def test_a_training_network_is_told_of(loader, caplog):

@@ -28,10 +28,10 @@ def test_settings_that_modules_do_not_print_count():
     assert network_digest(vit().eval()) == network_digest(vit().train())
 
 
-def test_a_known_class_with_replaced_parts_gets_the_clear_error():
+def test_a_known_class_whose_replaced_parts_do_not_work_gets_the_clear_error():
     network = vit()
     network.patch_embed = nn.Sequential(nn.Conv2d(3, 16, 8, 8), nn.Flatten(2))
-    with pytest.raises(AnatomyError, match="not built like it"):
+    with pytest.raises(AnatomyError, match="takes images of none of the usual sizes"):
         Anatomy.of(network)
 
 

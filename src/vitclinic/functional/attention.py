@@ -7,16 +7,17 @@ Shapes: B images, H heads, Q queries, K keys, D channels of a head; N = P + h * 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from vitclinic.functional.shapes import check_attention, check_grid, check_shape, widen
-from vitclinic.probes.attention import distance, entropy, maps
+from vitclinic.functional.checks import check_attention, check_grid, check_shape, widen
+from vitclinic.probes.attention import distance, entropy, maps, softmax_jacobian
 from vitclinic.probes.attention.cb_scale import quantile_ratio
-from vitclinic.treatments import uniform_heads, variant_attention
+from vitclinic.treatments import attention_edit, neighbourhood, uniform_heads
 
 
 def attention_entropy(attention: Tensor) -> Tensor:
@@ -123,28 +124,36 @@ def attention_map(attention: Tensor, grid: tuple[int, int], prefix: int = 1) -> 
     return found[:, 0, prefix:].reshape(len(found), *grid)
 
 
-def softmax_jacobian_norm(attention: Tensor, scale: float = 1.0) -> Tensor:
-    """Return the nuclear norm of the Jacobian of softmax(scale * s) at each attention row a: how steep it is there.
+def softmax_jacobian_norm(
+    attention: Tensor, scale: float = 1.0, norm: Literal["nuclear", "frobenius"] = "nuclear"
+) -> Tensor:
+    """Return a norm of the Jacobian J = scale (diag(a) - a a^T) of softmax(scale * s) at each attention row a.
 
-        |scale (diag(a) - a a^T)|_* = scale * sum_j (a_j - a_j^2)
+        |J|_* = scale * sum_j (a_j - a_j^2)
+        |J|_F = scale * sqrt(sum_j a_j^2 - 2 sum_j a_j^3 + (sum_j a_j^2)^2)
 
-    It is largest, scale * (1 - 1/K), where attention is uniform: dense attention is the hardest to learn.
+    The nuclear norm, the paper's, is largest, scale * (1 - 1/K), where attention is uniform: dense attention is the
+    hardest to learn. The Frobenius norm is largest, scale / 2, where two keys share the attention.
 
     Args:
         attention: Rows that sum to 1, [..., K].
         scale: What the logits are multiplied by, 1 / sqrt(d) in a transformer.
+        norm: `nuclear`, the sum of the singular values, or `frobenius`, the root of the sum of their squares.
 
     Returns:
         [...].
 
     References:
-        hyeonwoo2023 Sec. 3.1.
+        hyeonwoo2023 Sec. 3.1, Fig. 5.
 
     Example:
         >>> softmax_jacobian_norm(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
         tensor([0.5000, 0.0000])
     """
-    return scale * (attention - attention.square()).sum(-1)
+    if norm not in ("nuclear", "frobenius"):
+        raise ValueError(f"norm must be 'nuclear' or 'frobenius' (got {norm!r}).")
+    found = softmax_jacobian.nuclear_norm if norm == "nuclear" else softmax_jacobian.frobenius_norm
+    return scale * found(widen(attention))
 
 
 def cb_scale_ratio(scale: Tensor) -> float:
@@ -210,7 +219,7 @@ def softmax_free_attention(query: Tensor, key: Tensor, value: Tensor, scale: flo
     """
     for x in (query, key, value):
         check_shape(x, "B H N D", "queries, keys and values")
-    return variant_attention.attend_without_softmax(query, key, value, _scale(query, scale))
+    return attention_edit.attend_without_softmax(query, key, value, _scale(query, scale))
 
 
 def talking_heads_attention(
@@ -247,7 +256,7 @@ def talking_heads_attention(
     for mix in (logits_mix, weights_mix):
         if mix is not None and mix.shape != (query.shape[1],) * 2:
             raise ValueError(f"a mix of {query.shape[1]} heads must be [H, H] (got {tuple(mix.shape)}).")
-    return variant_attention.attention_weights(query, key, _scale(query, scale), mask, logits_mix, weights_mix)
+    return attention_edit.attention_weights(query, key, _scale(query, scale), mask, logits_mix, weights_mix)
 
 
 def neighborhood_mask(grid: tuple[int, int], kernel: int, prefix: int = 0) -> Tensor:
@@ -274,7 +283,7 @@ def neighborhood_mask(grid: tuple[int, int], kernel: int, prefix: int = 0) -> Te
     """
     if kernel < 1 or kernel % 2 == 0:
         raise ValueError(f"kernel must be odd (got {kernel}).")
-    return variant_attention.neighbours(grid, kernel, prefix)
+    return neighbourhood.neighbours(grid, kernel, prefix)
 
 
 def _scale(query: Tensor, scale: float | None) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitclinic.anatomy import Layout, out_of
 from vitclinic.anatomy.removal import Bypass, Silence
-from vitclinic.functional.shapes import check_labels, check_same, check_shape
+from vitclinic.functional.checks import check_labels, check_same, check_shape
 from vitclinic.probes import estimates
 from vitclinic.probes.behaviour import accuracy as answers
 from vitclinic.probes.behaviour import missing_rate as midpoints

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitclinic.functional.shapes import check_shape, widen
+from vitclinic.functional.checks import check_shape, widen
 from vitclinic.probes import norms
 from vitclinic.probes.features import cka as units
 from vitclinic.probes.features import fourier, token_similarity
 from vitclinic.probes.features import hsic as unbiased
+from vitclinic.probes.features import token_norms as lengths
 from vitclinic.probes.features.sparsity import active_share
 from vitclinic.probes.features.variance import spatial_variance
 
@@ -125,6 +126,45 @@ def patch_similarity(h: Tensor, absolute: bool = False) -> Tensor:
     tokens = token_similarity.directions(h)
     found = token_similarity.absolute_cosine(tokens) if absolute else token_similarity.cosine(tokens)
     return found.to(widen(h).dtype)
+
+
+def token_norms(h: Tensor) -> Tensor:
+    """Return the l2 norm of each token of [B, N, D], as [B, N] in float64 (Darcet et al. 2024, Fig. 3).
+
+    Example:
+        >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 0.0]]])).tolist()
+        [[5.0, 0.0]]
+    """
+    check_shape(h, "B N D", "tokens")
+    return lengths.token_norms(h.transpose(1, 2)[..., None])[..., 0]
+
+
+def outlier_tokens(norms: Tensor, ratio: float = 3.0, score: float = 3.5) -> Tensor:
+    """Return which tokens have a norm far above that of the other tokens of their image.
+
+        log |h_i| - m > max(log ratio, score * 1.4826 MAD),   m = median_j log |h_j|,   MAD = median_j |log |h_j| - m|
+
+    Tokens that are zero count in neither median, and are no outliers. Leave prefix tokens such as CLS out.
+
+    Args:
+        norms: Norms of the tokens of each image, [B, N], as from `token_norms`.
+        ratio: How many times the median norm an outlier has at least.
+        score: How many robust standard deviations of the log norms it lies above the median at least.
+
+    Returns:
+        Booleans [B, N].
+
+    References:
+        Darcet et al. 2024, Sec. 2; Iglewicz and Hoaglin 1993 (3.5 robust standard deviations).
+
+    Example:
+        >>> outlier_tokens(torch.tensor([[1.0, 1.1, 0.9, 1.0, 10.0]])).tolist()
+        [[False, False, False, False, True]]
+    """
+    check_shape(norms, "B N", "norms of tokens")
+    if ratio <= 1 or score < 0:
+        raise ValueError(f"ratio must be above 1 and score not below 0 (got {ratio:g} and {score:g}).")
+    return lengths.find_outliers(norms, ratio, score)
 
 
 def fourier_log_amplitude(maps: Tensor) -> Tensor:

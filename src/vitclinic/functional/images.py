@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitclinic._core.perturbation import Ball, Norm
 from vitclinic.data import corruptions
-from vitclinic.functional.shapes import check_labels, check_same, check_shape, widen
+from vitclinic.functional.checks import check_labels, check_same, check_shape, widen
 from vitclinic.probes.behaviour import attacks, frequency_noise, occlusion
 
 Model = Callable[[Tensor], Any]

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitclinic.functional.checks import check_parts, check_shape
 from vitclinic.functional.curvature import Estimate, Loss, Surface
-from vitclinic.functional.shapes import check_parts, check_shape
 from vitclinic.probes.curvature import directions, landscape, tangent_kernel, trajectory
 from vitclinic.probes.curvature.flatness import sample_losses
 

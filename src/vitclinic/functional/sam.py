@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from vitclinic.functional.shapes import check_parts
+from vitclinic.functional.checks import check_parts
 from vitclinic.treatments.sam_core import Ascent, OrthogonalPart
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitclinic.data import mixing
-from vitclinic.functional.shapes import check_labels, check_same, check_shape
+from vitclinic.data import mixup
+from vitclinic.functional.checks import check_labels, check_same, check_shape
 from vitclinic.tasks import classification
 from vitclinic.treatments import context_broadcasting as broadcasting
 from vitclinic.treatments import patch_losses
+from vitclinic.treatments import registers as register_tokens
 from vitclinic.treatments import spatial_smoothing as smoothing
 from vitclinic.treatments import squeeze_excitation as gating
 
@@ -126,6 +127,58 @@ def squeeze_excitation(x: Tensor, squeeze: Tensor, excite: Tensor) -> Tensor:
     return gating.squeeze_and_excite(x, squeeze, excite)
 
 
+def insert_registers(x: Tensor, registers: Tensor, prefix: int = 1) -> Tensor:
+    """Put register tokens between the prefix tokens and the patches of each image.
+
+    Args:
+        x: All tokens, [B, N, D].
+        registers: [R, D], the same for all images.
+        prefix: How many tokens, such as CLS, stand before the patches.
+
+    Returns:
+        [B, N + R, D]; `remove_registers` undoes it.
+
+    References:
+        Darcet et al. 2024, Sec. 3.
+
+    Example:
+        >>> insert_registers(torch.tensor([[[1.0], [2.0]]]), torch.tensor([[9.0]])).flatten().tolist()
+        [1.0, 9.0, 2.0]
+    """
+    check_shape(x, "B N D", "tokens")
+    check_shape(registers, "R D", "registers")
+    if registers.shape[1] != x.shape[2] or not 0 <= prefix <= x.shape[1]:
+        raise ValueError(
+            f"registers must be [R, {x.shape[2]}] and come after at most {x.shape[1]} tokens"
+            f" (got {tuple(registers.shape)} after {prefix})."
+        )
+    return register_tokens.insert_registers(x, registers, prefix)
+
+
+def remove_registers(x: Tensor, count: int, prefix: int = 1) -> Tensor:
+    """Drop the register tokens between the prefix tokens and the patches of each image.
+
+    Args:
+        x: All tokens, [B, N, D].
+        count: Number of registers, R.
+        prefix: How many tokens, such as CLS, stand before the registers.
+
+    Returns:
+        [B, N - R, D].
+
+    References:
+        Darcet et al. 2024, Sec. 3.
+
+    Example:
+        >>> remove_registers(torch.tensor([[[1.0], [9.0], [2.0]]]), count=1).flatten().tolist()
+        [1.0, 2.0]
+    """
+    check_shape(x, "B N D", "tokens")
+    if count < 0 or prefix < 0 or prefix + count > x.shape[1]:
+        raise ValueError(f"there are {x.shape[1]} tokens, fewer than {prefix} and {count} registers.")
+    return register_tokens.remove_registers(x, count, prefix)
+
+
 def spatial_smoothing(maps: Tensor) -> Tensor:
     """Blur feature maps with a 2 x 2 mean of stride 1; the last row and column are repeated, so the size stays.
 
@@ -236,7 +289,7 @@ def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Te
         tensor([[0.1000, 0.9000]])
     """
     check_labels(labels, len(labels), "labels")
-    return mixing.soft_targets(labels, num_classes, smoothing)
+    return mixup.soft_targets(labels, num_classes, smoothing)
 
 
 def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,4 +323,4 @@ def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) 
         raise ValueError(f"cut must be [B, rows, columns] for {len(images)} images (got {tuple(cut.shape)}).")
     if images.shape[2] % cut.shape[1] or images.shape[3] % cut.shape[2]:
         raise ValueError(f"images of {tuple(images.shape[2:])} do not divide into {tuple(cut.shape[1:])} patches.")
-    return mixing.mix_cells(images, targets, partner, cut.bool())
+    return mixup.mix_cells(images, targets, partner, cut.bool())

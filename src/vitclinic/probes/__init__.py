@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from vitclinic._core.facts import FigureSpec, ProbeFacts
     from vitclinic._core.records import Measurement, Scalar
     from vitclinic._core.statistics import RunningMean
+    from vitclinic.probes.anatomy import AnatomyProbe
     from vitclinic.probes.attention.cb_scale import CBScale
     from vitclinic.probes.attention.distance import AttentionDistance
     from vitclinic.probes.attention.entropy import AttentionEntropy
     from vitclinic.probes.attention.maps import AttentionMaps
+    from vitclinic.probes.attention.softmax_jacobian import SoftmaxJacobian
     from vitclinic.probes.behaviour.accuracy import Accuracy
     from vitclinic.probes.behaviour.attacks import FGSM, PGD
     from vitclinic.probes.behaviour.corruptions import Corruptions
     from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
     from vitclinic.probes.behaviour.missing_rate import MissingRate
     from vitclinic.probes.behaviour.occlusion import Occlusion
+    from vitclinic.probes.behaviour.saliency import Saliency
     from vitclinic.probes.behaviour.shape_bias import ShapeBias
     from vitclinic.probes.behaviour.shift import Shift
     from vitclinic.probes.behaviour.train_nll import TrainNLL
@@ -43,8 +46,10 @@ if TYPE_CHECKING:
     from vitclinic.probes.features.hsic import mini_batch_cka
     from vitclinic.probes.features.lesion import Lesion
     from vitclinic.probes.features.sparsity import Sparsity
+    from vitclinic.probes.features.token_norms import TokenNorms
     from vitclinic.probes.features.token_similarity import TokenSimilarity
     from vitclinic.probes.features.variance import Variance
+    from vitclinic.probes.guards import preserve_state
     from vitclinic.probes.loading import find_normalization, load_subject
     from vitclinic.probes.norms import Norms
     from vitclinic.probes.parameters import parameters_by_unit
@@ -63,7 +68,6 @@ if TYPE_CHECKING:
         register,
         unit_row,
     )
-    from vitclinic.probes.restoring import preserve_state
     from vitclinic.probes.running import describe_conditions, find_obstacle, measure, view_of
     from vitclinic.probes.subject import PastWeights, Subject, Training
 
@@ -73,6 +77,7 @@ __all__ = [
     "NTK",
     "PGD",
     "Accuracy",
+    "AnatomyProbe",
     "AttentionDistance",
     "AttentionEntropy",
     "AttentionMaps",
@@ -99,14 +104,17 @@ __all__ = [
     "ProbeFacts",
     "Result",
     "RunningMean",
+    "Saliency",
     "Scalar",
     "ShapeBias",
     "Sharpness",
     "Shift",
+    "SoftmaxJacobian",
     "Sparsity",
     "StreamingProbe",
     "Subject",
     "Tally",
+    "TokenNorms",
     "TokenSimilarity",
     "TrainNLL",
     "Training",

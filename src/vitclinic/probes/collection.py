@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.records import Measurement
-from vitclinic.anatomy import AttentionMap, Site, eval_mode, record_attention, stream
+from vitclinic.anatomy import AttentionMap, Site, record_attention, stream
 from vitclinic.data import Batch, Dataset, Split
 from vitclinic.data.loader import LoadedImages
+from vitclinic.probes.output import OutputFunction, observe_output, read_output
 from vitclinic.probes.probe import Probe, Result, StreamingProbe, parse_probes
 from vitclinic.probes.running import find_obstacle, record
 from vitclinic.probes.shared_pass import Desk
-from vitclinic.probes.subject import Subject, as_logits
+from vitclinic.probes.subject import Subject
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class ProbeCollection:
         model: The network that the loop calls. Its input, pixels or normalized images, is passed through unchanged.
         probes: Names, `{name: {option: value}}`, or probes.
         seed: Seed of everything random in the measurements.
+        output: Function from what the network returns to its class scores [B, K], if `load_subject` needs one.
 
     Raises:
         RecipeError: If a probe is not known, or makes its own passes.
@@ -57,9 +59,14 @@ class ProbeCollection:
     """
 
     def __init__(
-        self, model: nn.Module, probes: str | Sequence[str | Mapping[str, Any] | Probe], *, seed: int = 0
+        self,
+        model: nn.Module,
+        probes: str | Sequence[str | Mapping[str, Any] | Probe],
+        *,
+        seed: int = 0,
+        output: OutputFunction | None = None,
     ) -> None:
-        self.model, self.seed = model, seed
+        self.model, self.seed, self.output = model, seed, output
         parsed = parse_probes([probes] if isinstance(probes, str) else probes)
         if owning := [probe.name for probe in parsed if not isinstance(probe, StreamingProbe)]:
             raise RecipeError(
@@ -79,6 +86,7 @@ class ProbeCollection:
         self._digest = hashlib.sha256()
         self._started = self._seconds = 0.0
         self._training = self._busy = False
+        self._autocast: str | None = None
 
     def __enter__(self) -> Self:
         self._handle = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -123,7 +131,7 @@ class ProbeCollection:
         vars(self._subject).pop("data_digest", None)
         outcomes = {name: self._obstacles.get(name) or self._desk.outcome(name) for name in self.probes}
         mode: Literal["eval", "train"] = "train" if self._training else "eval"
-        return {
+        found = {
             name: record(
                 self.probes[name],
                 self._subject,
@@ -132,6 +140,10 @@ class ProbeCollection:
             )
             for name, outcome in outcomes.items()
         }
+        if self._autocast is None:
+            return found
+        precision = {"autocast": self._autocast}
+        return {name: one.model_copy(update={"conditions": one.conditions | precision}) for name, one in found.items()}
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Hook the network before a forward pass."""
@@ -143,6 +155,7 @@ class ProbeCollection:
         if images is None or images.ndim != 4:
             raise ModelError("Call the network with a batch of images [B, C, H, W].")
         images = images.detach()
+        self._note_autocast(images.device)
         if self._desk is None:
             self._begin(images)
         assert self._desk is not None
@@ -157,6 +170,17 @@ class ProbeCollection:
         self._watch(self._desk)
         self._seen = batch, torch.empty(0)
         self._started = time.perf_counter()
+
+    def _note_autocast(self, device: torch.device) -> None:
+        """Remember the precision of an autocast around the loop, which must be the same for all batches."""
+        enabled = torch.is_autocast_enabled(device.type)
+        precision = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if enabled else None
+        if self._labels and precision != self._autocast:
+            raise RecipeError(
+                f"Autocast was {self._autocast or 'off'} for earlier batches and is {precision or 'off'} now: use one"
+                " precision for all batches."
+            )
+        self._autocast = precision
 
     def _watch(self, desk: Desk) -> None:
         """Read activations and attention until `_after`."""
@@ -188,14 +212,13 @@ class ProbeCollection:
             watching.__exit__(ModelError, failure, None)
             return
         watching.close()
-        self._seen = self._seen[0], as_logits(output).detach()
+        self._seen = self._seen[0], read_output(output, self.output).detach()
 
     def _begin(self, images: Tensor) -> None:
         """Make a subject from the network and the first batch, and begin every probe."""
         self._busy = True
         try:
-            with torch.no_grad(), eval_mode(self.model):
-                outputs = as_logits(self.model(images[:1])).shape[-1]
+            outputs = observe_output(self.model, images[:1], self.output, name=type(self.model).__name__).count
             self._handle.remove()  # the digest of the network covers its hooks, and ours is no part of it
             self._subject = Subject(
                 self.model,
@@ -203,6 +226,7 @@ class ProbeCollection:
                 name=type(self.model).__name__,
                 batch_size=len(images),
                 seed=self.seed,
+                output=self.output,
             )
             self._subject.digest  # noqa: B018 (computed now)
             self._handle = self.model.register_forward_pre_hook(self._before, with_kwargs=True)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +23,7 @@ from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import median_interval
 from vitclinic.anatomy import double_differentiable
+from vitclinic.probes.parameters import packed_weights
 from vitclinic.probes.probe import Cheaper, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
@@ -145,16 +146,14 @@ class Cost(OwningProbe):
         images = _repeat(next(subject.batches()).images, batch)
         seconds = self._times(subject, images)
         rates = batch / seconds[:, 1]
-        weights = [*subject.network.parameters(), *subject.network.buffers()]
-        held = sum(tensor.nbytes for tensor in weights) + images.nbytes
+        parameters = [*subject.network.parameters(), *packed_weights(subject.network)]
+        held = sum(tensor.nbytes for tensor in (*parameters, *subject.network.buffers(), images))
         scalars = {
-            "parameters": Scalar(value=float(sum(p.numel() for p in subject.network.parameters()))),
+            "parameters": Scalar(value=float(sum(p.numel() for p in parameters))),
             "flops": Scalar(value=float(flops(subject, images[:1]))),
             "images_per_second": _median(rates.tolist()),
             "latency_seconds": _median(seconds[:, 0].tolist()),
-            "peak_memory_bytes": Scalar(
-                value=float(held + peak_bytes(lambda: subject.network(images), subject.device))
-            ),
+            "peak_memory_bytes": Scalar(value=float(held + peak_bytes(lambda: subject.logits(images), subject.device))),
             "batch": Scalar(value=float(batch)),
         }
         return Result(scalars, arrays={"seconds": seconds})
@@ -170,11 +169,41 @@ class Cost(OwningProbe):
 def flops(subject: Subject, images: Tensor) -> int:
     """Return the floating-point operations of a forward pass, by torch's `FlopCounterMode`.
 
-    It counts matrix products and convolutions. Fused attention, which hides them, is switched off.
+    It counts matrix products and convolutions, also those of quantized layers. Fused attention, which hides them, is
+    switched off.
     """
-    with torch.no_grad(), _unfuse_attention(), FlopCounterMode(display=False) as counter:
-        subject.network(images)
+    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(_quantized_operators(), _count_quantized))
+    with torch.no_grad(), _unfuse_attention(), _without_gradients(subject.network), counter:
+        subject.logits(images)
     return int(counter.get_total_flops())
+
+
+def _quantized_operators() -> list[Any]:
+    """Return torch's quantized linear layers and convolutions, of which `FlopCounterMode` knows nothing."""
+    names = [
+        f"{layer}{suffix}" for layer in ("linear", "conv1d", "conv2d", "conv3d") for suffix in ("", "_relu", "_dynamic")
+    ]
+    found = (getattr(torch.ops.quantized, name, None) for name in (*names, "linear_relu_dynamic"))
+    return [operator for operator in found if operator is not None]
+
+
+def _count_quantized(shape: Any, packed: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    """Return the FLOPs of a quantized layer: a product and a sum for each output and each weight of its channel."""
+    weight, _bias = packed.unpack()
+    return 2 * int(np.prod(out_shape)) * int(weight[0].numel())
+
+
+@contextmanager
+def _without_gradients(network: nn.Module) -> Iterator[None]:
+    """Switch `requires_grad` off: an expanded class token that requires a gradient breaks `FlopCounterMode`."""
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 @contextmanager
@@ -191,7 +220,7 @@ def _unfuse_attention() -> Iterator[None]:
 
 def _time(subject: Subject, images: Tensor) -> float:
     start = time.perf_counter()
-    subject.network(images)
+    subject.logits(images)
     if subject.device.type == "cuda":
         torch.cuda.synchronize(subject.device)
     return time.perf_counter() - start

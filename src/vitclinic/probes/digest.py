@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vitclinic.probes.parameters import packed_in
+
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "timm", "torch", "torchvision", "transformers", "vitclinic"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -29,7 +31,6 @@ _INTERNAL = frozenset(vars(nn.Module()))
 RENAMED = {
     "vitclinic.models.factory.Normalised": "vitclinic.models.normalised.Normalised",
     "vitclinic.models.factory.Normalized": "vitclinic.models.normalised.Normalised",
-    "vitclinic.treatments.variant_attention.Neighbourhood": "vitclinic.treatments.neighbourhood.Neighbourhood",
 }
 """Names of classes inside networks, now and in 0.1: digests stay the same, so stored results are found."""
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, torch.Size, type(None))
@@ -115,6 +116,7 @@ class _Identity:
         yield from _hooks(module)
         tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
         yield from (part for item in sorted(tensors.items()) for part in item)
+        yield from (tensor.dequantize() for tensor in packed_in(module))
         yield from (part for item in module.named_children() for part in item)
 
 

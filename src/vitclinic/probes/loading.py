@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitclinic._core.errors import DataError, ModelError, RecipeError
+from vitclinic._core.errors import RecipeError
 from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, open_data
 from vitclinic.data.loader import LOADER
 from vitclinic.models import Normalized
-from vitclinic.probes.restoring import preserve_state
-from vitclinic.probes.subject import Subject, as_logits
+from vitclinic.probes.output import OutputFunction, observe_output
+from vitclinic.probes.subject import Subject
 
 Data = str | Path | DataConfig | Dataset | Iterable[Any] | Mapping[str, Iterable[Any]]
 """Data as probes and `examine` take it."""
@@ -36,6 +36,7 @@ def load_subject(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     normalized: bool | None = None,
+    output: OutputFunction | None = None,
     **options: Any,
 ) -> Subject:
     """Return a subject for measuring `model` on `data`.
@@ -51,6 +52,9 @@ def load_subject(
         std: Per-channel standard deviation that the network's input is normalized with.
         normalized: Set to True if the loader's images are already normalized: with `mean` and `std` or, for a timm
             model without these, with the model's own preprocessing. Images outside of [0, 1] are an error otherwise.
+        output: Function from what the network returns to its class scores [B, K]. Without it, they are the tensor that
+            the network returns, `logits` of a dict, dataclass or Hugging Face output, or the first tensor of a tuple or
+            list; an encoder without a head has features instead, and probes that need no labels.
         options: Other arguments of `Subject`.
 
     Example:
@@ -70,8 +74,9 @@ def load_subject(
     else:
         dataset = open_data(data if isinstance(data, DataConfig) else str(data))
     network = model if normalization is None else Normalized(model, *normalization)
-    dataset = name_classes(dataset, network, options.get("seed", 0))
-    return Subject(network, dataset, name=name or type(model).__name__, split=split, limit=limit, **options)
+    dataset = name_classes(dataset, network, output)
+    name = name or type(model).__name__
+    return Subject(network, dataset, name=name, split=split, limit=limit, output=output, **options)
 
 
 def find_normalization(
@@ -110,7 +115,7 @@ def find_normalization(
     return Normalization(list(own["mean"]), list(own["std"]))
 
 
-def name_classes(dataset: Dataset, network: nn.Module, seed: int) -> Dataset:
+def name_classes(dataset: Dataset, network: nn.Module, output: OutputFunction | None = None) -> Dataset:
     """Return the data with as many classes as the network has outputs, if it comes from a loader without class names.
 
     A loader may not have an image of every class.
@@ -119,18 +124,9 @@ def name_classes(dataset: Dataset, network: nn.Module, seed: int) -> Dataset:
         return dataset
     if dataset.classes != tuple(map(str, range(len(dataset.classes)))) or not len(dataset.classes):
         return dataset
-    count = _count_outputs(network, dataset, seed)
-    return replace(dataset, classes=tuple(map(str, range(count)))) if count > len(dataset.classes) else dataset
-
-
-def _count_outputs(network: nn.Module, dataset: Dataset, seed: int) -> int:
     example = torch.from_numpy(next(part for part in dataset.splits.values() if len(part)).read([0]))  # type: ignore[arg-type]
     like = next(network.parameters(), torch.empty(0))
-    try:
-        with preserve_state(network, seed), torch.no_grad():
-            logits = as_logits(network(example.permute(0, 3, 1, 2).to(like.device, like.dtype)))
-    except ModelError:
-        raise
-    except Exception as error:
-        raise DataError(f"The network cannot take the loader's images: {error}") from error
-    return logits.shape[1] if logits.ndim == 2 else 0
+    found = observe_output(network, example.permute(0, 3, 1, 2).to(like.device, like.dtype), output)
+    if found.features is not None or found.count <= len(dataset.classes):
+        return dataset
+    return replace(dataset, classes=tuple(map(str, range(found.count))))

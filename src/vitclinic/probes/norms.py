@@ -9,12 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vitclinic._core.errors import ModelError, UnknownStructureError
 from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import RunningMean
-from vitclinic.anatomy import Site
-from vitclinic.probes.parameters import parameters_by_unit
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, check_finite, mean_scalar, register, unit_row
+from vitclinic.anatomy import Anatomy, Site
+from vitclinic.probes.parameters import packed_weights, parameters_by_unit
+from vitclinic.probes.probe import Result, StreamingProbe, Tally, check_finite, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject
 
 
@@ -23,7 +24,8 @@ class Norms(StreamingProbe):
     """L2 norms of the weights, in total and per unit, and of the state after each unit [chen2022 Table 4].
 
     |w|_2 is over all parameters. |a_k|_2 is the norm of the state after unit k (after its residual addition) over all
-    tokens (or positions) and channels of one image, averaged over images.
+    tokens (or positions) and channels of one image, averaged over images. A network of unknown structure has only the
+    norm of all its weights.
 
     Example:
         >>> import timm
@@ -40,7 +42,6 @@ class Norms(StreamingProbe):
     question = "How large are its weights and activations?"
     paper = "Chen et al. 2022, Table 4 (C5)"
     key_scalars: ClassVar[KeyScalars] = {"weight_norm": None, "activation_norm_last": None}
-    needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
 
     def begin(self, subject: Subject) -> Tally:
         return _Tally(subject)
@@ -49,7 +50,8 @@ class Norms(StreamingProbe):
 class _Tally(Tally):
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.units = subject.anatomy.units
+        self.anatomy = _find_anatomy(subject)
+        self.units = () if self.anatomy is None else self.anatomy.units
         self.by_name = {unit.name: unit for unit in self.units}
         self.norms = {unit.name: RunningMean() for unit in self.units}
 
@@ -65,8 +67,10 @@ class _Tally(Tally):
         return self.norms
 
     def finish(self) -> Result:
-        owned = parameters_by_unit(self.subject.anatomy)
-        everything = list(self.subject.network.parameters())
+        everything = [*self.subject.network.parameters(), *packed_weights(self.subject.network)]
+        if self.anatomy is None:
+            return Result({"weight_norm": _exact(everything)})
+        owned = parameters_by_unit(self.anatomy)
         inside = {id(parameter) for parameters in owned.values() for parameter in parameters}
         outside = [parameter for parameter in everything if id(parameter) not in inside]
         rows = [
@@ -74,15 +78,22 @@ class _Tally(Tally):
             for unit in self.units
         ]
         scalars = {"weight_norm": _exact(everything), "weight_norm_outside_units": _exact(outside)}
-        return Result(scalars | self._blocks(), rows)
+        return Result(scalars | self._blocks(self.anatomy), rows)
 
-    def _blocks(self) -> dict[str, Scalar]:
+    def _blocks(self, anatomy: Anatomy) -> dict[str, Scalar]:
         """Return the norms after the first, middle and last block: blocks 1, 6 and 12 of twelve, as in Table 4."""
-        last_units = [block.units[-1].name for block in self.subject.anatomy.blocks]
+        last_units = [block.units[-1].name for block in anatomy.blocks]
         if not last_units:
             return {}
         picked = {"first": 0, "middle": (len(last_units) - 1) // 2, "last": -1}
         return {f"activation_norm_{place}": mean_scalar(self.norms[last_units[at]]) for place, at in picked.items()}
+
+
+def _find_anatomy(subject: Subject) -> Anatomy | None:
+    try:
+        return subject.anatomy
+    except UnknownStructureError:
+        return None
 
 
 def activation_norm(activation: Tensor) -> Tensor:
@@ -94,8 +105,12 @@ def activation_norm(activation: Tensor) -> Tensor:
 @torch.no_grad()
 def weight_norm(parameters: Iterable[Tensor]) -> float:
     """Return the l2 norm of all parameters together, summed in float64."""
-    return math.sqrt(math.fsum(float(parameter.double().square().sum()) for parameter in parameters))
+    values = (parameter.dequantize() if parameter.is_quantized else parameter for parameter in parameters)
+    return math.sqrt(math.fsum(float(value.double().square().sum()) for value in values))
 
 
 def _exact(parameters: Iterable[Tensor]) -> Scalar:
-    return Scalar(value=weight_norm(parameters))
+    norm = weight_norm(parameters)
+    if not math.isfinite(norm):
+        raise ModelError("the weights are not finite (NaN or infinity).")
+    return Scalar(value=norm)

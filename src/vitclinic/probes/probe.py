@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Cheaper = tuple[Mapping[str, Any], ...]
 """Options with which a probe costs less, the cheapest first."""
-Need = Literal["labels", "anatomy", "attention", "gradients"]
+Need = Literal["scores", "labels", "logits", "anatomy", "attention", "gradients"]
 """A requirement of a probe."""
 
 
@@ -80,7 +80,7 @@ class Probe(Config):
     group: ClassVar[str] = OTHER
     """Part of a report: Behaviour, Representation, Attention, Curvature, Network, or any other."""
     rank: ClassVar[int] = LAST
-    """Position in plans and summaries, smallest first; the built-in ranks are ten apart."""
+    """Position in plans and summaries, smallest first; the built-in ranks are five or ten apart."""
     title: ClassVar[str] = ""
     """Heading of its section; the name by default."""
     question: ClassVar[str] = ""
@@ -94,7 +94,7 @@ class Probe(Config):
     asked_for: ClassVar[bool] = False
     """True if it only runs when it is named."""
     needs: ClassVar[frozenset[Need]] = frozenset()
-    """Requirements: labels that match the outputs, a known anatomy, attention maps, or gradients."""
+    """Requirements: class scores, labels that match them, logits (no probabilities), anatomy, attention, gradients."""
     by_default: ClassVar[bool] = True
     """True for quick probes; False for those that take minutes."""
     cheaper: ClassVar[Cheaper] = ()
@@ -146,7 +146,7 @@ class Probe(Config):
         Args:
             model: Any network that takes pixels in [0, 1]; pass `mean` and `std` if it takes normalized images.
             data: A torch DataLoader or any other iterable of `(images, labels)`, a `Dataset`, a folder or a name.
-            options: `split`, `limit`, `batch_size`, `seed`, `mean`, `std`, `normalized`: see `load_subject`.
+            options: `split`, `limit`, `batch_size`, `seed`, `mean`, `std`, `normalized`, `output`: see `load_subject`.
 
         Returns:
             The measurement, with `scalars`, `units` (one row per unit) and `arrays`.
@@ -344,8 +344,7 @@ def parse_probes(entries: Sequence[Any] | None) -> list[Probe]:
         >>> [probe.name for probe in parse_probes(["norms", {"cost": {"repeats": 20}}])]
         ['norms', 'cost']
     """
-    if entries is None:
-        entries = default_probes()
+    entries = default_probes() if entries is None else entries
     if not entries:
         raise RecipeError("'probes' is empty. Name some probes (see `vitclinic list probes`), or leave it out.")
     return PROBES.parse(entries)

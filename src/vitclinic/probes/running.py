@@ -10,15 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from vitclinic._core.config import validate
 from vitclinic._core.errors import EmptySplitError, NoAttentionMapError, UnknownStructureError, VitclinicError
 from vitclinic._core.records import Measurement, Status, plain_data
+from vitclinic.probes.guards import halving, preserve_state
 from vitclinic.probes.loading import Data, load_subject
-from vitclinic.probes.memory import halving
+from vitclinic.probes.parameters import packed_weights
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Probe, Result, StreamingProbe
-from vitclinic.probes.restoring import preserve_state
 from vitclinic.probes.shared_pass import Outcome, run_shared_pass
 from vitclinic.probes.subject import Subject
 
@@ -123,14 +124,36 @@ def find_obstacle(probe: Probe, subject: Subject) -> Exception | None:
 
 
 def _check_applies(probe: Probe, subject: Subject) -> None:
+    if probe.needs & {"scores", "labels", "logits"} and subject.features is not None:
+        raise DoesNotApply(f"the network has no class scores: it returns {subject.features}.")
+    if probe.needs & {"scores", "labels"} and subject.drawn:
+        raise DoesNotApply(
+            f"the classifier was drawn at random, because the weights have none of this size"
+            f" ({', '.join(subject.drawn)})."
+        )
     if "labels" in probe.needs:
         _check_classes(subject)
-    if "gradients" in probe.needs and not any(p.is_floating_point() for p in subject.network.parameters()):
-        raise DoesNotApply("the network has no trainable parameters.")
+    if "logits" in probe.needs and subject.returns_probabilities:
+        raise DoesNotApply(
+            "the network returns probabilities, and the loss is computed from logits. Leave out its softmax, or pass"
+            " output=torch.log."
+        )
+    if "gradients" in probe.needs:
+        _check_gradients(subject)
     if probe.needs & {"anatomy", "attention"}:
         units = subject.anatomy.units
         if "attention" in probe.needs and not any(unit.attention for unit in units):
             raise DoesNotApply(f"a {subject.anatomy.family} has no attention maps.")
+
+
+def _check_gradients(subject: Subject) -> None:
+    parameters = list(subject.network.parameters())
+    quantized = [*packed_weights(subject.network), *(p for p in parameters if p.dtype in (torch.int8, torch.uint8))]
+    if quantized:
+        count = sum(weight.numel() for weight in quantized)
+        raise DoesNotApply(f"{count:,} of the network's weights are quantized and have no gradient.")
+    if not any(p.is_floating_point() for p in parameters):
+        raise DoesNotApply("the network has no trainable parameters.")
 
 
 def _check_classes(subject: Subject) -> None:

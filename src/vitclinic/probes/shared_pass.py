@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from vitclinic._core.distributed import Distributed, portable
+from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import AttentionMap, Site, Unit, record_attention, stream
 from vitclinic.data import Batch
-from vitclinic.probes.memory import is_out_of_memory
+from vitclinic.probes.guards import is_out_of_memory
 from vitclinic.probes.probe import Result, StreamingProbe, Sum, Tally
 from vitclinic.probes.subject import Subject
 
@@ -69,6 +70,9 @@ class Desk:
         self.failures: dict[str, Exception] = {}
         self.readers: dict[Site, list[tuple[str, Any]]] = defaultdict(list)
         self.viewers: dict[Unit, list[str]] = defaultdict(list)
+        self._images = 0
+        self._read: set[Site | Unit] = set()
+        """What has been read of the current batch."""
 
     def admit(self, name: str, probe: StreamingProbe, subject: Subject) -> None:
         tally = probe.begin(subject)
@@ -84,11 +88,26 @@ class Desk:
 
     def read(self, site: Site, activation: Tensor) -> None:
         for name, key in self.readers[site]:
+            self.attempt(name, self._check_once, site, len(activation))
             self.attempt(name, self.tallies[name].update, key, activation)
+        self._read.add(site)
 
     def view(self, seen: AttentionMap) -> None:
         for name in self.viewers[seen.unit]:
+            self.attempt(name, self._check_once, seen.unit, len(seen.by_image()))
             self.attempt(name, self.tallies[name].update_attention, seen)
+        self._read.add(seen.unit)
+
+    def _check_once(self, place: Site | Unit, images: int) -> None:
+        """Raise a ModelError if a place is passed twice, or not by one activation per image: each would count."""
+        where = place.name if isinstance(place, Unit) else f"its {type(place.module).__name__}"
+        advice = "Measure the network inside this one, which sees each image once."
+        if place in self._read:
+            raise ModelError(f"the network runs {where} several times for the same images. {advice}")
+        if images != self._images:
+            raise ModelError(
+                f"the network passes {images} images through {where} for a batch of {self._images}. {advice}"
+            )
 
     @property
     def divisible(self) -> bool:
@@ -109,6 +128,8 @@ class Desk:
                     ours[part].merge(value)
 
     def begin_batch(self, batch: Batch) -> None:
+        self._images = len(batch)
+        self._read.clear()
         for name, tally in self.tallies.items():
             self.attempt(name, tally.begin_batch, batch)
 

@@ -8,25 +8,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.distributed import ALONE, Distributed
-from vitclinic._core.errors import AnatomyError, EmptySplitError, ModelError
-from vitclinic._core.hashing import fingerprint
+from vitclinic._core.errors import AnatomyError, EmptySplitError
+from vitclinic._core.serialization import fingerprint
 from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.splits import subset
+from vitclinic.models.calling import check_ready
 from vitclinic.probes.digest import network_digest
-from vitclinic.probes.restoring import preserve_state
+from vitclinic.probes.guards import preserve_state
+from vitclinic.probes.output import Adapted, Output, OutputFunction, are_probabilities, observe_output
 
 Progress = Callable[[str, int, int], None]
 """Called with (task, images done, images in total)."""
+_JUDGED = 16
+"""Images by which probabilities are told from logits."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Subject:
         progress: Called with (task, images done, images in total).
         distributed: Processes that measure this subject together and divide the work among them.
         run: The training run that the network comes from, if any.
+        output: Function from what the network returns to its class scores [B, K]; see `load_subject`.
+        drawn: Names of the classifier's parameters if these are not trained but freshly drawn.
 
     Example:
         >>> from vitclinic.data import load_batches
@@ -103,9 +109,16 @@ class Subject:
         progress: Progress = lambda what, done, total: None,
         distributed: Distributed = ALONE,
         run: Any = None,
+        output: OutputFunction | None = None,
+        drawn: tuple[str, ...] = (),
     ) -> None:
         check_ready(network, name)
-        self.network = network
+        # On several devices these would call copies of the network, in threads or together with other processes.
+        if isinstance(network, nn.DataParallel | DistributedDataParallel):
+            network = cast(nn.Module, network.module)
+        self._given = network
+        self._function = output
+        self.drawn = drawn
         self.name = name
         self.split = split
         self.dataset = _limit(dataset, split, limit)
@@ -164,7 +177,7 @@ class Subject:
 
     def _with(self, dataset: Dataset, split: str, limit: int | None, output_names: tuple[str, ...] | None) -> Subject:
         view = Subject(
-            self.network,
+            self._given,
             dataset,
             name=self.name,
             split=split,
@@ -177,6 +190,8 @@ class Subject:
             progress=self.progress,
             distributed=self.distributed,
             run=self.run,
+            output=self._function,
+            drawn=self.drawn,
         )
         view._origin = self._origin  # facts about the network are computed once and shared
         return view
@@ -205,7 +220,7 @@ class Subject:
 
     @property
     def _like(self) -> Tensor:
-        tensors = (*self.network.parameters(), *self.network.buffers())
+        tensors = (*self._given.parameters(), *self._given.buffers())
         return next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
 
     def batches(self) -> Iterator[Batch]:
@@ -236,29 +251,46 @@ class Subject:
         for batch in stream.batches(places, workers=0):
             yield batch.to(self.device, self.dtype)
 
+    @property
+    def network(self) -> nn.Module:
+        """The network as one that returns a tensor [B, K]; when first used, one image is passed to see what that is."""
+        return self._origin._output.network
+
     def logits(self, images: Tensor) -> Tensor:
-        """Return the network's logits [B, K] for pixels in [0, 1]."""
-        return as_logits(self.network(images))
+        """Return the class scores [B, K] for pixels in [0, 1], or the features of an encoder without a head."""
+        return cast(Tensor, self.network(images))
 
     @cached_property
     def example(self) -> Tensor:
         """First image, [1, C, H, W]."""
         return next(evaluation_batches(self.dataset, self.split, 1)).to(self.device, self.dtype).images
 
-    @cached_property
+    @property
     def outputs(self) -> int:
         """Number of outputs K. Raises a ModelError if the network cannot take the images."""
-        try:
-            with preserve_state(self.network, self.seed), torch.no_grad():
-                logits = self.logits(self.example)
-        except ModelError:  # says what is wrong already
-            raise
-        except Exception as error:  # the user's own code may raise anything
-            shape = " x ".join(str(side) for side in self.example.shape[1:])
-            raise ModelError(f"{self.name} cannot take the {shape} images of the data: {_reason(error)}.") from error
-        if logits.ndim != 2:
-            raise ModelError(f"{self.name} returns shape {tuple(logits.shape)} for one image; expected (1, classes).")
-        return logits.shape[1]
+        return self._origin._output.count
+
+    @property
+    def features(self) -> str | None:
+        """The name of what an encoder without a head returns; None if the network returns class scores."""
+        return self._origin._output.features
+
+    @cached_property
+    def _output(self) -> Output:
+        return observe_output(self._given, self.example, self._function, name=self.name)
+
+    @property
+    def returns_probabilities(self) -> bool:
+        """True if the network returns probabilities, the softmax of its logits, judged by several images."""
+        return self._origin._returns_probabilities
+
+    @cached_property
+    def _returns_probabilities(self) -> bool:
+        if not self._output.sums_to_one:
+            return False
+        images = next(evaluation_batches(self.dataset, self.split, _JUDGED)).to(self.device, self.dtype).images
+        with preserve_state(self.network, self.seed), torch.no_grad():
+            return are_probabilities(self.logits(images))
 
     @property
     def anatomy(self) -> Anatomy:
@@ -283,7 +315,7 @@ class Subject:
 
     @cached_property
     def _digest(self) -> str:
-        return network_digest(self.network)
+        return network_digest(self._given if self._function is None else Adapted(self._given, self._function))
 
     @cached_property
     def data_digest(self) -> str:
@@ -295,49 +327,19 @@ class Subject:
         """Return the time of a forward pass per image, measured on one batch after a warm-up."""
         images = next(self.batches()).images
         with preserve_state(self.network, self.seed), torch.no_grad():
-            self.network(images)
+            self.logits(images)
             start = time.perf_counter()
-            self.network(images)
+            self.logits(images)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             return (time.perf_counter() - start) / len(images)
-
-
-def as_logits(output: Any) -> Tensor:
-    """Return a network's output as a tensor; dicts and the outputs of Hugging Face models have it as `logits`."""
-    logits = output.get("logits", output) if isinstance(output, dict) else getattr(output, "logits", output)
-    if not isinstance(logits, Tensor):
-        raise ModelError(
-            f"The network returns a {type(output).__name__}; expected a tensor of logits, or `logits` in it. Wrap the"
-            " network in a module that returns them."
-        )
-    return logits
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error, with its type if the line alone says little."""
-    line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    if isinstance(error, RuntimeError | AssertionError | ValueError) and line:
-        return line
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
-def check_ready(network: nn.Module, name: str) -> None:
-    """Raise a ModelError if the network cannot be measured: TorchScript, or weights that are not there yet."""
-    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise ModelError(f"{name} is a TorchScript module, whose layers cannot be read. Pass the original nn.Module.")
-    tensors = (*network.parameters(), *network.buffers())
-    if any(is_lazy(tensor) for tensor in tensors):
-        raise ModelError(f"{name} has lazy modules without weights. Call it once on a batch of images first.")
-    if any(tensor.is_meta for tensor in tensors):
-        raise ModelError(f"{name} is on the meta device and has no weights. Load them first.")
 
 
 def _limit(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     images = dataset.splits.get(split)
     if images is None or not len(images):
         filled = ", ".join(f"{name} ({len(part)})" for name, part in dataset.splits.items() if len(part))
-        hint = next((f". Use one of these (--split {name})" for name, part in dataset.splits.items() if len(part)), "")
+        hint = next((f"; choose the split {name}" for name, part in dataset.splits.items() if len(part)), "")
         raise EmptySplitError(f"'{dataset.name}' has no images in its {split} split; it has {filled}{hint}.", split)
     if limit is None or limit >= len(images):
         return dataset

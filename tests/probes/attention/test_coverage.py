@@ -13,7 +13,7 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import recognise
 from vitclinic.probes import Subject, measure, parse_probes
 
-PROBES = ["attention_entropy", "attention_distance", "attention_maps", "cb_scale"]
+PROBES = ["attention_entropy", "softmax_jacobian", "attention_distance", "attention_maps", "cb_scale"]
 WITH_ATTENTION = [
     name
     for name in NETWORKS

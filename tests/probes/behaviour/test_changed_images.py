@@ -15,7 +15,7 @@ from tests.probes.behaviour.trained import cnn, digits, subject, trained
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.statistics import paired_share_interval, share_interval
 from vitclinic.data import Dataset, Split
-from vitclinic.data.corruptions.sampling import Draws
+from vitclinic.data.corruptions.noise import Draws
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.frequency_noise import mean_drop, rings, unit_noise
 from vitclinic.probes.behaviour.missing_rate import draw_pairs

@@ -10,7 +10,7 @@ from vitclinic._core.statistics import share_interval
 from vitclinic.data import Dataset, Split
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, corrupt
 from vitclinic.probes import Corruptions, Subject, measure
-from vitclinic.probes.partial import Partial
+from vitclinic.probes.guards import Partial
 
 
 def pictures(count=12, side=32, channels=3, classes=3, names=None):

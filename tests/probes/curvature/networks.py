@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.anatomy.networks import shaken
 from vitclinic.data import Batch
-from vitclinic.probes.curvature import curvature
+from vitclinic.probes import curvature
 
 CLASSES, SIZE = 3, 4
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.probes.subjects import subject
-from vitclinic.exam.pace import estimate_seconds
+from vitclinic.exam.timing import estimate_seconds
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.cost import flops
 

@@ -26,7 +26,7 @@ from vitclinic.probes import Subject, Training, measure, parse_probes
 from vitclinic.probes.curvature.directions import normalize_direction, random_direction, top_eigenvectors
 from vitclinic.probes.curvature.landscape import Grid
 from vitclinic.probes.curvature.surface import LossSurface
-from vitclinic.probes.partial import Partial
+from vitclinic.probes.guards import Partial
 
 
 def landscape(patient: Subject, **options: object) -> Measurement:

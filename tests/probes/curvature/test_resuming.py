@@ -13,7 +13,7 @@ import torch
 from tests.probes.curvature.networks import network
 from tests.probes.curvature.test_sharpness import data
 from vitclinic._core.records import Measurement
-from vitclinic.probes import Subject, measure, parse_probes, partial
+from vitclinic.probes import Subject, guards, measure, parse_probes
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "flatness": {"draws": 30, "precision": 0.02, "sigma": 0.05},
@@ -97,8 +97,8 @@ def test_interrupted_twice(tmp_path: Path) -> None:
 def test_files_are_written_once_in_a_while(name: str, tmp_path: Path) -> None:
     """While no time passes, at the end only."""
     with (
-        mock.patch.object(partial, "write_bytes") as written,
-        mock.patch.object(partial, "time", mock.Mock(monotonic=lambda: 7.0)),
+        mock.patch.object(guards, "write_bytes") as written,
+        mock.patch.object(guards, "time", mock.Mock(monotonic=lambda: 7.0)),
     ):
         measured(name, tmp_path / "work.partial")
     assert written.call_count == 1
@@ -106,6 +106,6 @@ def test_files_are_written_once_in_a_while(name: str, tmp_path: Path) -> None:
 
 def test_draws_of_another_kind_of_device_are_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "work.partial"
-    partial.Partial(path, "cuda").write({"losses": np.array([5.0, 6.0])})
+    guards.Partial(path, "cuda").write({"losses": np.array([5.0, 6.0])})
     found, _, _ = measured("flatness", path)
     assert torch.from_numpy(found.arrays["losses"]).max() < 5

@@ -16,7 +16,7 @@ from tests.probes.curvature.networks import CLASSES, SIZE, dense_hessian, hurrie
 from vitclinic._core.records import Measurement
 from vitclinic.data import Augment, Dataset
 from vitclinic.probes import Subject, Training, measure, parse_probes
-from vitclinic.probes.curvature import curvature, sharpness
+from vitclinic.probes.curvature import Clock, sharpness
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.hessian_spectrum import jackknife, negative_proportion, negative_share, positive_mean
 from vitclinic.probes.curvature.lanczos import Eigenpairs
@@ -222,7 +222,7 @@ def test_the_clock_of_sharpness_starts_before_images_are_read() -> None:
         Subject, "own_batches", lambda self: pytest.fail("read") if not made else Subject.batches(self)
     ):
         made: list[object] = []
-        with mock.patch.object(sharpness, "Clock", lambda *a, **k: made.append(a) or curvature.Clock(*a, **k)):
+        with mock.patch.object(sharpness, "Clock", lambda *a, **k: made.append(a) or Clock(*a, **k)):
             assert measured(subject, sharpness={"components": False}).status == "ok"
 
 

@@ -11,7 +11,7 @@ from tests.probes.subjects import noise
 from vitclinic.anatomy.families import recognise
 from vitclinic.probes import Subject, measure, parse_probes
 
-PROBES = ["cka", "token_similarity", "sparsity", {"lesion": {"images": 4}}]
+PROBES = ["cka", "token_similarity", "token_norms", "sparsity", {"lesion": {"images": 4}}]
 IMAGES = 4
 
 

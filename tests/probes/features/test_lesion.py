@@ -19,7 +19,7 @@ from vitclinic.anatomy.families import recognise
 from vitclinic.probes import Lesion, measure, parse_probes
 from vitclinic.probes.features import lesion
 from vitclinic.probes.features.replay import Replay, stretches
-from vitclinic.probes.subject import as_logits
+from vitclinic.probes.output import read_output
 
 
 def measured(patient, **options):
@@ -135,14 +135,14 @@ def test_the_replay_computes_what_the_whole_network_computes(network):
     assert {stretch.last for stretch in skippable} >= {block.units[-1].depth for block in anatomy.blocks}
     with Replay(anatomy) as replay:
         with replay.record():
-            as_logits(network(images))
+            read_output(network(images))
         for unit in anatomy.units:
             if unit.removal is None:
                 continue
             with anatomy.remove(unit):
-                plain = as_logits(network(images))
+                plain = read_output(network(images))
                 with replay.skip_before(unit.depth), running(skippable) as ran:
-                    assert torch.equal(as_logits(network(images)), plain), unit
+                    assert torch.equal(read_output(network(images)), plain), unit
             assert ran == {s.last for s in skippable if s.last >= unit.depth and list(s.module.children())}
     assert [vars(module).get("forward") for module in network.modules()] == forwards
 

@@ -92,7 +92,8 @@ class CBScale(OwningProbe):
 def _scales(units: tuple[Unit, ...]) -> Iterator[tuple[Unit, NDArray[np.float64]]]:
     """Yield each unit that has scales with its scales, those of several modules concatenated."""
     for unit in units:
-        scales = (getattr(module, "context_scale", None) for module in unit.module.modules())
+        inside = () if unit.module is None else unit.module.modules()
+        scales = (getattr(module, "context_scale", None) for module in inside)
         parts = [scale.detach().double().flatten() for scale in scales if isinstance(scale, Tensor)]
         if parts:
             yield unit, torch.cat(parts).cpu().numpy()

@@ -17,7 +17,7 @@ from vitclinic._core.records import UnitRow
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
 from vitclinic.data import Batch
-from vitclinic.probes.attention.layers import (
+from vitclinic.probes.attention import (
     MeanOverLayers,
     attention_units,
     by_layer,
@@ -39,18 +39,27 @@ from vitclinic.probes.probe import (
 from vitclinic.probes.subject import Subject
 
 
-def grid_distances(positions_wn2: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return |p_i - p_j|_1 between the tokens of each window, [W, N, N], positions being in [0, 1]; 0 for padding.
+def grid_distances(
+    positions_wq2: Tensor,
+    grid: tuple[int, int],
+    keys_wk2: Tensor | None = None,
+    key_grid: tuple[int, int] | None = None,
+) -> Tensor:
+    """Return |p_i - p_j|_1 between the tokens of each window, [W, Q, K], positions being in [0, 1]; 0 for padding.
+
+    The keys are the queries themselves, unless they are given, on a grid of their own.
 
     Example:
         >>> grid_distances(torch.tensor([[[0, 0], [0, 1], [0, 2]]]), (1, 3))[0, 0]
         tensor([0.0000, 0.5000, 1.0000], dtype=torch.float64)
     """
-    sides = positions_wn2.new_tensor([max(1, length - 1) for length in grid])
-    places_wn2 = positions_wn2.double() / sides
-    real = positions_wn2[..., 0] >= 0
-    apart = (places_wn2[:, :, None] - places_wn2[:, None]).abs().sum(-1)
-    return apart * (real[:, :, None] & real[:, None])
+    keys_wk2 = positions_wq2 if keys_wk2 is None else keys_wk2
+    queries, keys = (
+        positions.double() / positions.new_tensor([max(1, length - 1) for length in size])
+        for positions, size in ((positions_wq2, grid), (keys_wk2, key_grid or grid))
+    )
+    apart = (queries[:, :, None] - keys[:, None]).abs().sum(-1)
+    return apart * ((positions_wq2[..., 0] >= 0)[:, :, None] & (keys_wk2[..., 0] >= 0)[:, None])
 
 
 def total_distance(weights_bwhqk: Tensor, distances_wqk: Tensor) -> Tensor:
@@ -97,10 +106,10 @@ class _Layer:
     """Running means of one layer."""
 
     def __init__(self, seen: AttentionMap) -> None:
-        self.tokens = seen.grid[0] * seen.grid[1]
+        self.tokens = seen.query_grid[0] * seen.query_grid[1]
         wide = torch.promote_types(seen.weights.dtype, torch.float32)
-        apart = grid_distances(seen.positions(), seen.grid).to(seen.weights.device, wide)
-        self.apart = F.pad(apart, (seen.prefix, 0, seen.prefix, 0))
+        apart = grid_distances(seen.query_positions(), seen.query_grid, seen.positions(), seen.grid)
+        self.apart = F.pad(apart.to(seen.weights.device, wide), (seen.prefix, 0, seen.prefix_queries, 0))
         self.distance, self.heads = RunningMean(), RunningMean()
 
     def sums(self) -> dict[str, RunningMean]:

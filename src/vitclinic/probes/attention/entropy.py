@@ -18,7 +18,7 @@ from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
 from vitclinic.data import Batch
-from vitclinic.probes.attention.layers import (
+from vitclinic.probes.attention import (
     MeanOverLayers,
     attention_units,
     by_layer,

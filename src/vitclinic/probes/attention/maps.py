@@ -15,12 +15,12 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.facts import KeyScalars
 from vitclinic._core.images import Picture, beside
 from vitclinic._core.records import Measurement, Scalar
 from vitclinic.anatomy import AttentionMap, Unit, record_attention
-from vitclinic.probes.attention.layers import attention_units
+from vitclinic.probes.attention import attention_units
 from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, register, unit_row
 from vitclinic.probes.subject import Subject
 
@@ -125,6 +125,11 @@ class AttentionMaps(OwningProbe):
                 subject.logits(batch.images)
                 pixels.append(batch.images.cpu())
         grids_nhw, images_nchw = torch.cat(maps), torch.cat(pixels)
+        if len(grids_nhw) != len(images_nchw):
+            raise ModelError(
+                f"{unit.name} has {len(grids_nhw)} attention maps for {len(images_nchw)} images. Measure the network"
+                " inside this one, which sees each image once."
+            )
         check_finite(grids_nhw, unit)
         size = images_nchw.shape[-2:]
         resized = F.interpolate(grids_nhw[:, None], size=size, mode="bilinear", align_corners=False)[:, 0]
@@ -134,7 +139,7 @@ class AttentionMaps(OwningProbe):
         arrays: dict[str, NDArray[Any]] = {
             "maps": resized.float().numpy(),
             "grid_maps": grids_nhw.float().numpy(),
-            "images": _as_bytes(images_nchw),
+            "images": as_bytes(images_nchw),
             "numbers": self._numbers(subject),
         }
         return Result({**scalars, "images": Scalar(value=len(grids_nhw))}, [unit_row(unit, **scalars)], arrays)
@@ -161,7 +166,7 @@ class AttentionMaps(OwningProbe):
         return np.flatnonzero(np.isin(everything, subject.images.rows))
 
 
-def _as_bytes(images_nchw: Tensor) -> Picture:
+def as_bytes(images_nchw: Tensor) -> Picture:
     """Convert pixels in [0, 1] to bytes, [n, H, W, C], or [n, H, W] for one channel."""
     images = images_nchw.float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
     return images[..., 0] if images.shape[-1] == 1 else images

@@ -22,7 +22,7 @@ from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
 from vitclinic._core.statistics import RunningMean, share_interval
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour.behaviour import check_logits
+from vitclinic.probes.behaviour import check_logits
 from vitclinic.probes.estimates import mean, share
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally, register
 from vitclinic.probes.subject import Subject
@@ -59,7 +59,7 @@ class Accuracy(StreamingProbe):
         "ece": "lower",
     }
     revision: ClassVar[int] = 3  # the interval of the ECE
-    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "logits"})
     on_all_images: ClassVar[bool] = True
 
     bins: Annotated[int, Field(ge=1)] = Field(15, description="number of bins of the confidence")

@@ -26,11 +26,13 @@ from vitclinic._core.facts import KeyScalars
 from vitclinic._core.perturbation import Ball, Norm, lengths
 from vitclinic._core.records import Scalar
 from vitclinic.data import Batch
-from vitclinic.data.corruptions.sampling import Draws
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, check_logits, divide_images, is_correct
+from vitclinic.data.corruptions.noise import Draws
+from vitclinic.probes.behaviour import BehaviourProbe, check_logits, divide_images, is_correct
 from vitclinic.probes.estimates import Correct, accuracy, drop, share
-from vitclinic.probes.probe import Cheaper, Result, register
-from vitclinic.probes.subject import Subject, as_logits
+from vitclinic.probes.output import read_output
+from vitclinic.probes.parameters import packed_weights
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, register
+from vitclinic.probes.subject import Subject
 
 Network = Callable[[Tensor], Any]
 
@@ -71,7 +73,7 @@ def image_gradient(network: Network, images: Tensor, targets: Tensor) -> Tensor:
     """Return the gradient of each image's cross-entropy up to a positive factor; zero if there is no gradient."""
     with torch.enable_grad():
         x_bchw = images.detach().requires_grad_()
-        logits = as_logits(network(x_bchw))
+        logits = read_output(network(x_bchw))
         if not logits.requires_grad:
             return torch.zeros_like(images)
         (gradient,) = torch.autograd.grad(logits, x_bchw, loss_slope(logits.detach(), targets), allow_unused=True)
@@ -133,6 +135,7 @@ class _Outcomes:
 class AttackProbe(BehaviourProbe):
     """Base class of FGSM and PGD. Images that are misclassified already are not attacked."""
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "logits"})
     revision: ClassVar[int] = 3  # also compared with noise by the lead of the right class
 
     epsilon: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=_FARTHEST)] | None = Field(
@@ -145,6 +148,10 @@ class AttackProbe(BehaviourProbe):
     @property
     def ball(self) -> Ball:
         return Ball(self.norm, _EPSILON[self.norm] if self.epsilon is None else self.epsilon)
+
+    def check(self, subject: Subject) -> None:
+        if packed_weights(subject.network):
+            raise DoesNotApply("the network has quantized layers, which let no gradient through to the image.")
 
     @property
     def attack(self) -> Attack:

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, is_correct
+from vitclinic.probes.behaviour import BehaviourProbe, is_correct
 from vitclinic.probes.estimates import accuracy, mean_over
-from vitclinic.probes.partial import Partial
+from vitclinic.probes.guards import Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -22,8 +22,8 @@ from vitclinic._core.facts import KeyScalars
 from vitclinic._core.perturbation import lengths
 from vitclinic._core.records import Scalar
 from vitclinic.data import Batch
-from vitclinic.data.corruptions.sampling import Draws
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, divide_images, is_correct
+from vitclinic.data.corruptions.noise import Draws
+from vitclinic.probes.behaviour import BehaviourProbe, divide_images, is_correct
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.probe import Result, register
 from vitclinic.probes.subject import Subject

@@ -14,7 +14,7 @@ from torch import Tensor
 from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.probes.behaviour.behaviour import divide_images, predict
+from vitclinic.probes.behaviour import divide_images, predict
 from vitclinic.probes.estimates import share
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic.data import Batch
 from vitclinic.models import Normalized
-from vitclinic.probes.behaviour.behaviour import BehaviourProbe, divide_images, is_correct
+from vitclinic.probes.behaviour import BehaviourProbe, divide_images, is_correct
 from vitclinic.probes.estimates import accuracy, drop
 from vitclinic.probes.probe import DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from vitclinic._core.errors import DataError, did_you_mean
 from vitclinic._core.facts import FigureSpec, KeyScalars
-from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import Scalar
-from vitclinic._core.serialization import read_json, read_yaml
+from vitclinic._core.serialization import fingerprint, read_json, read_yaml
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour.behaviour import check_logits, divide_images
+from vitclinic.probes.behaviour import check_logits, divide_images
 from vitclinic.probes.estimates import share
-from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
+from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
 Valid = NDArray[np.bool_]
@@ -215,8 +214,9 @@ class Shift(OwningProbe):
     )
     asked_for = True  # without another data set, it repeats the accuracy
     by_default: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Need]] = frozenset({"scores"})
 
-    data: str | None = Field(None, description="the other data set, as in --data; by default the exam's own")
+    data: str | None = Field(None, description="the other data set, a folder or a name; by default the exam's own")
     classes: dict[str | int, Entry] | list[Entry] | str | None = Field(
         None, description="{class: output or outputs}, a list of these, or a JSON or YAML file; by default, by name"
     )

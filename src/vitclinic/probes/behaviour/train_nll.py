@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitclinic._core.facts import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour.behaviour import check_logits, divide_images
+from vitclinic.probes.behaviour import check_logits, divide_images
 from vitclinic.probes.estimates import mean_over
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
@@ -39,7 +39,7 @@ class TrainNLL(OwningProbe):
     question = "How well does it fit what it was trained on?"
     paper = "Park and Kim 2022, Fig. 5, 7a (P5)"
     key_scalars: ClassVar[KeyScalars] = {"nll": None}
-    needs: ClassVar[frozenset[Need]] = frozenset({"labels"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "logits"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 512},)
 

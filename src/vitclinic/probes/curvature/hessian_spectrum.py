@@ -26,16 +26,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from vitclinic._core.facts import KeyScalars
-from vitclinic._core.hashing import fingerprint
 from vitclinic._core.records import Scalar
+from vitclinic._core.serialization import fingerprint
 from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature.curvature import Clock, build_surface
+from vitclinic.probes.curvature import Clock, build_surface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
 from vitclinic.probes.curvature.surface import LossSurface, Mode
-from vitclinic.probes.partial import SAVED_EVERY, Partial
+from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
@@ -69,7 +69,7 @@ class HessianSpectrum(OwningProbe):
     paper = "Park and Kim 2022, Fig. 1c, 4 (P1)"
     key_scalars: ClassVar[KeyScalars] = {"nep": "lower", "ape": "lower"}
     revision: ClassVar[int] = 2  # finds eigenvalues that were missed before
-    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "gradients"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "logits", "gradients"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"batches": 4}, {"batches": 8})
 

@@ -20,7 +20,7 @@ from vitclinic._core.statistics import RunningMean
 from vitclinic._core.time import Time
 from vitclinic.data import Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.probes.curvature.curvature import Clock
+from vitclinic.probes.curvature import Clock
 from vitclinic.probes.curvature.tangent_kernel import (
     GIBIBYTE,
     Conditioning,
@@ -31,7 +31,7 @@ from vitclinic.probes.curvature.tangent_kernel import (
     recompute_batch_norm,
     replace_gelu,
 )
-from vitclinic.probes.partial import SAVED_EVERY, Partial
+from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
@@ -60,7 +60,7 @@ class NTK(OwningProbe):
     question = "How well conditioned, and so how trainable, is the network?"
     paper = "Chen et al. 2022, Table 1, App. G (C3)"
     key_scalars: ClassVar[KeyScalars] = {"condition_number": "lower"}
-    needs: ClassVar[frozenset[Need]] = frozenset({"gradients"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"logits", "gradients"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 96}, {"images": 240})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data import Batch
-from vitclinic.probes.subject import as_logits
+from vitclinic.probes.output import read_output
+from vitclinic.probes.probe import DoesNotApply
 
 
 class Displacement:
@@ -148,13 +150,19 @@ class LossSurface:
                 p.requires_grad_(p.is_floating_point() and id(p) in chosen)
             with self.evaluation_mode(), double_differentiable(), torch.enable_grad():
                 yield
+        except RuntimeError as error:
+            if operator := re.search(r"derivative for '?(?:aten::)?(\w+?)_backward'? is not implemented", str(error)):
+                raise DoesNotApply(
+                    f"torch has no second derivative of {operator[1]}, which the network uses, and so no curvature."
+                ) from error
+            raise
         finally:
             for p, flag in flags:
                 p.requires_grad_(flag)
 
     def total_loss(self, batch: Batch) -> Tensor:
         """Return the sum of the cross-entropies of a batch's images, without weight decay."""
-        logits = as_logits(self.network(batch.images))
+        logits = read_output(self.network(batch.images))
         if logits.dtype.itemsize < 4:
             logits = logits.float()
         return F.cross_entropy(logits, batch.targets, reduction="sum")

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import double_differentiable
-from vitclinic.probes.memory import is_out_of_memory
-from vitclinic.probes.subject import as_logits
+from vitclinic.probes.guards import is_out_of_memory
+from vitclinic.probes.output import read_output
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -216,7 +216,7 @@ class TangentKernel:
         rest = {name: p for name, p in self.parameters.items() if name not in wanted}
 
         def sum_logits(parameters: dict[str, Tensor], image: Tensor) -> Tensor:
-            return as_logits(functional_call(self.network, {**rest, **parameters}, (image[None],))).sum()
+            return read_output(functional_call(self.network, {**rest, **parameters}, (image[None],))).sum()
 
         if not self.one_by_one:
             try:

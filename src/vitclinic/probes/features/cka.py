@@ -19,8 +19,8 @@ from vitclinic._core.statistics import jackknife_half_width
 from vitclinic.anatomy import Anatomy, Site, Unit, stream
 from vitclinic.data import Batch
 from vitclinic.probes.features.hsic import LEAST, HSICSums, Matrix, gram
+from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, register, unit_row
-from vitclinic.probes.restoring import preserve_state
 from vitclinic.probes.subject import Subject
 
 

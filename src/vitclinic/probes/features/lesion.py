@@ -19,7 +19,7 @@ from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import Batch
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
 from vitclinic.probes.features.replay import Replay, stretches
-from vitclinic.probes.partial import Partial
+from vitclinic.probes.guards import Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject
 
@@ -69,7 +69,7 @@ class Lesion(OwningProbe):
             " repeat with the stages, which dotted lines part.",
         ),
     )
-    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "anatomy"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"labels", "logits", "anatomy"})
     by_default: ClassVar[bool] = False
     cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})
 

@@ -110,8 +110,13 @@ class Replay:
 
 
 def stretches(anatomy: Anatomy) -> list[Stretch]:
-    """Return the blocks, stems and pools of the network that contain no part of a later unit."""
-    found = [Stretch(unit.module, unit.depth) for unit in anatomy.of_kind("stem", "pool")]
+    """Return the blocks, stems and pools of the network that contain no part of a later unit.
+
+    There are none of an observed network: its blocks may hand on more than their outputs, such as features kept aside.
+    """
+    if anatomy.observed:
+        return []
+    found = [Stretch(unit.module, unit.depth) for unit in anatomy.of_kind("stem", "pool") if unit.module is not None]
     paths = dict(anatomy.network.named_modules())
     found += [Stretch(paths[block.name], block.units[-1].depth) for block in anatomy.blocks if block.name in paths]
     return [stretch for stretch in found if not _reaches_beyond(stretch, anatomy)]

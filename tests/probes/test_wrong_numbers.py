@@ -1,0 +1,235 @@
+"""Networks of which a number would be wrong: each is told, and no probe gives it with the status ok."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tests.probes.subjects import CLASSES, SIZE, Unknown, vit
+from vitclinic._core.errors import ModelError
+from vitclinic.probes import (
+    Accuracy,
+    AttentionMaps,
+    Cost,
+    DoesNotApply,
+    Norms,
+    ProbeCollection,
+    load_subject,
+    measure,
+    parse_probes,
+)
+
+QUICK = {
+    "sharpness": {"images": 8, "tolerance": 0.3, "trace_draws": 1, "density_draws": 0},
+    "hessian_spectrum": {"batches": 1, "batch": 4, "top": 1, "tolerance": 0.3},
+    "flatness": {"draws": 2, "images": 8},
+    "landscape": {"points": 3, "images": 8},
+    "cost": {"repeats": 1, "batch": 2},
+    "corruptions": {"images": 4, "names": ["fog"], "severities": [1]},
+    "ntk": {"images": 8, "block": 4},
+}
+
+
+@pytest.fixture
+def loader() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(3)
+    return [(torch.rand(8, 3, SIZE, SIZE), torch.arange(8) % CLASSES) for _ in range(2)]
+
+
+def statuses(network, loader, *names, **options):
+    probes = parse_probes([{name: QUICK.get(name, {})} for name in names])
+    return {
+        each.probe: (each.status, each.reason) for each in measure(load_subject(network, loader, **options), probes)
+    }
+
+
+LOSS = (
+    "accuracy",
+    "train_nll",
+    "lesion",
+    "fgsm",
+    "pgd",
+    "sharpness",
+    "hessian_spectrum",
+    "flatness",
+    "landscape",
+    "ntk",
+)
+
+
+def test_probabilities_have_no_loss_and_no_curvature(loader):
+    torch.manual_seed(0)
+    network = vit()
+    softmax = nn.Sequential(network, nn.Softmax(1))
+    found = statuses(softmax, {"train": loader, "test": loader}, *LOSS, "occlusion", "missing_rate")
+    for name in LOSS:
+        assert found[name][0] == "does_not_apply", name
+        assert found[name][1] == (
+            "the network returns probabilities, and the loss is computed from logits. Leave out its softmax, or pass"
+            " output=torch.log."
+        )
+    assert found["occlusion"][0] == found["missing_rate"][0] == "ok"  # who is largest is the same
+    expected, logged = Accuracy()(network, loader), Accuracy()(softmax, loader, output=torch.log)
+    for name, scalar in expected.scalars.items():
+        assert logged.scalars[name].value == pytest.approx(scalar.value, rel=1e-5), name
+
+
+def test_logits_that_sum_to_one_by_accident_in_one_image_are_logits(loader):
+    class Accident(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = vit()
+
+        def forward(self, x):
+            logits = self.inner(x)
+            first = logits.softmax(1)
+            return torch.where(torch.arange(len(x))[:, None] == 0, first, logits)
+
+    assert Accuracy()(Accident(), loader).status == "ok"
+
+
+def test_the_loop_of_a_user_is_told_of_probabilities(loader):
+    network = nn.Sequential(vit(), nn.Softmax(1)).eval()
+    with torch.no_grad(), ProbeCollection(network, ["accuracy"]) as collection:
+        network(loader[0][0])
+        collection.update(loader[0][1])
+    assert collection.compute()["accuracy"].status == "does_not_apply"
+
+
+class Flipped(nn.Module):
+    """Averages its network over an image and its mirror image, in two calls or in one."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.module, self.twice = vit(), twice
+
+    def forward(self, x):
+        if self.twice:
+            return (self.module(x) + self.module(x.flip(3))) / 2
+        return self.module(torch.cat([x, x.flip(3)])).unflatten(0, (2, -1)).mean(0)
+
+
+READING = (
+    "norms",
+    "fourier",
+    "variance",
+    "cka",
+    "token_similarity",
+    "sparsity",
+    "attention_entropy",
+    "attention_distance",
+)
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_network_that_runs_itself_twice_is_told_and_its_accuracy_is_right(twice, loader):
+    found = statuses(Flipped(twice=twice), loader, *READING, "attention_maps", "accuracy")
+    for name in (*READING, "attention_maps"):
+        status, reason = found[name]
+        assert status == "failed", name
+        assert "which sees each image once" in reason
+    told = "several times for the same images" if twice else "32 images through its PatchEmbed for a batch of 16"
+    assert told in found["norms"][1]
+    assert Accuracy()(Flipped(twice=twice), loader).scalars["accuracy"].n == 16
+
+
+def test_maps_of_a_network_that_sees_images_twice(loader):
+    with pytest.raises(ModelError, match="has 16 attention maps for 8 images"):
+        AttentionMaps(images=8)(Flipped(twice=True), loader)
+
+
+def quantize(network: nn.Module) -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # torch retires this, and people have such networks
+        return torch.ao.quantization.quantize_dynamic(network, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.fixture
+def quantized() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    network = vit().eval()
+    return network, quantize(network)
+
+
+def test_a_quantized_network_has_no_gradients_and_all_its_parameters(quantized, loader):
+    network, int8 = quantized
+    gradients = ("sharpness", "hessian_spectrum", "flatness", "landscape", "ntk")
+    found = statuses(int8, loader, *gradients, "fgsm", "accuracy", "cka")
+    packed = sum(p.numel() for m in network.modules() if isinstance(m, nn.Linear) for p in m.parameters())
+    for name in gradients:
+        assert found[name] == (
+            "does_not_apply",
+            f"{packed:,} of the network's weights are quantized and have no gradient.",
+        )
+    assert found["fgsm"][0] == "does_not_apply"
+    assert found["accuracy"][0] == found["cka"][0] == "ok"
+    cost = Cost(repeats=1, batch=2)
+    expected, counted = cost(network, loader).scalars, cost(int8, loader).scalars
+    assert counted["parameters"] == expected["parameters"]
+    assert counted["flops"] == expected["flops"]
+    assert counted["peak_memory_bytes"].value < expected["peak_memory_bytes"].value
+    norms = [Norms()(each, loader).scalars["weight_norm"].value for each in (network, int8)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.01)
+    assert norms[1] != norms[0]
+
+
+def test_the_digest_of_a_quantized_network_covers_its_packed_weights(quantized, loader):
+    network, int8 = quantized
+    with torch.no_grad():
+        network.blocks[0].mlp.fc1.weight[0, 0] += 1
+    assert load_subject(int8, loader).digest != load_subject(quantize(network), loader).digest
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [
+        ("cait_xxs24_224", {"img_size": 32, "depth": 2, "embed_dim": 48}),
+        ("pit_ti_224", {"img_size": 64}),
+        ("vit_base_patch16_siglip_224", {"img_size": 32, "depth": 1, "embed_dim": 48, "num_heads": 3}),
+    ],
+)
+def test_flops_where_a_token_is_an_expanded_parameter(name, keywords):
+    network = timm.create_model(name, num_classes=CLASSES, **keywords)
+    side = keywords["img_size"]
+    cost = Cost(repeats=1, batch=2)(network, [(torch.rand(2, 3, side, side), torch.arange(2))])
+    weights = sum(m.weight.numel() for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+    assert cost.scalars["flops"].value > weights  # each weight is used at least once, in a product and a sum
+    assert all(p.requires_grad for p in network.parameters())
+
+
+def test_a_network_without_a_second_derivative_says_which(loader):
+    network = timm.create_model("mobilenetv3_small_050", num_classes=CLASSES)
+    found = statuses(network, loader, "sharpness", "hessian_spectrum", "flatness")
+    for name in ("sharpness", "hessian_spectrum"):
+        assert found[name] == (
+            "does_not_apply",
+            "torch has no second derivative of hardsigmoid, which the network uses, and so no curvature.",
+        )
+    assert found["flatness"][0] in ("ok", "not_converged")  # values of the loss are enough
+
+
+def test_weight_norms_need_no_anatomy(loader):
+    network = Unknown()
+    found = Norms()(network, loader)
+    squares = sum(float(p.detach().double().square().sum()) for p in network.parameters())
+    assert found.scalars["weight_norm"].value == pytest.approx(math.sqrt(squares), rel=1e-12)
+    with torch.no_grad():
+        network.head.weight[0, 0] = math.nan
+    with pytest.raises(ModelError, match="not finite"):
+        Norms()(network, loader)
+
+
+def test_a_freshly_drawn_classifier_has_no_accuracy(loader):
+    found = statuses(vit(), loader, "accuracy", "sharpness", "norms", "shift", drawn=("head.weight", "head.bias"))
+    for name in ("accuracy", "sharpness", "shift"):
+        assert found[name][0] == "does_not_apply"
+        assert "drawn at random" in found[name][1]
+        assert "(head.weight, head.bias)" in found[name][1]
+    assert found["norms"][0] == "ok"
+    with pytest.raises(DoesNotApply):
+        Accuracy()(vit(), loader, drawn=("head.weight",))
