@@ -17,7 +17,7 @@ def test_probes_that_do_not_apply_for_one_reason_share_a_sentence(tmp_path):
     text = io.StringIO()
     show_exams(exams, Console(file=text, width=300))
     (line,) = [line for line in text.getvalue().splitlines() if " apply (" in line]
-    assert line.startswith("norms, cka, variance do not apply (Unknown): no family is known")
+    assert line.startswith("cka, variance do not apply (Unknown): one forward pass of Unknown shows no units")
 
 
 def test_one_probe_is_singular(tmp_path):

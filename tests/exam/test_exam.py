@@ -13,7 +13,6 @@ from tests.exam.test_planning import network
 from tests.probes.subjects import noise
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Measurement
-from vitclinic.exam.exam import Measured
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +85,10 @@ def test_a_notebook_shows_findings_and_numbers_and_escapes_names(exams: vitclini
     assert "&lt;script&gt;" in odd._repr_html_()
 
 
-def test_a_measurement_that_is_wrapped_keeps_its_arrays(exams: vitclinic.Exams) -> None:
+def test_any_measurement_can_be_drawn(exams: vitclinic.Exams) -> None:
     stored = Measurement.read(exams[0].files["fourier"])
-    wrapped = Measured.of(stored, "net")
-    assert wrapped.arrays.keys() == stored.arrays.keys() != set()
-    assert wrapped.figure().data
+    assert stored.figure() == exams[0]["fourier"].with_name("network").figure()
+    assert stored.figure() != exams[0]["fourier"].figure()  # which has the network's name
+    assert exams[0]["fourier"] == stored
+    with pytest.raises(RecipeError, match="has no figure 'pie'"):
+        stored.figure("pie")

@@ -1,6 +1,7 @@
 """Examining: stored results are found again, mistakes are sentences, and a network of one's own takes three lines."""
 
 import dataclasses
+import inspect
 import json
 import logging
 import sys
@@ -16,6 +17,7 @@ from tests.probes.subjects import CLASSES, Unknown, noise, vit
 from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic._core.records import Measurement, Scalar
 from vitclinic.cli import main
+from vitclinic.exam.examine import Options
 from vitclinic.probes import OwningProbe, Result
 
 
@@ -38,11 +40,18 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def test_the_options_are_in_the_signature_and_in_the_docstring():
+    options = list(inspect.signature(vitclinic.examine).parameters)
+    assert options[:2] == ["targets", "data"]
+    assert options[2:] == list(Options.__annotations__)
+    assert all(f"    {option}: " in vitclinic.examine.__doc__ for option in options)
+
+
 def test_a_network_of_ones_own_in_three_lines(tmp_path):
-    exam = vitclinic.examine(Unknown(), data="shapes:60", probes=["cost", "norms"], limit=6)
+    exam = vitclinic.examine(Unknown(), data="shapes:60", probes=["cost", "norms", "cka"], limit=6)
     assert exam["cost"].scalars["parameters"].value == sum(p.numel() for p in Unknown().parameters())
-    assert exam["norms"].status == "does_not_apply"
-    assert repr(exam) == "Exam(Unknown; cost: ok, norms: does_not_apply)"
+    assert exam["cka"].status == "does_not_apply"
+    assert repr(exam) == "Exam(Unknown; cost: ok, norms: ok, cka: does_not_apply)"
     assert exam.folder.parent.resolve() == tmp_path / "exams"
     with pytest.raises(KeyError, match="Did you mean 'norms'"):
         exam["norm"]
@@ -166,10 +175,10 @@ def test_a_class_count_that_differs_is_a_reason():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"data": None}, RecipeError, "Say on which data to examine 'Counting'"),
+        ({"data": None}, RecipeError, "Say on which images to examine 'Counting'"),
         ({"data": "/no/such"}, DataError, "There is no data at '/no/such'"),
         ({"split": "tset"}, DataError, "no images in its tset split; it has train (22)"),
-        ({"split": "tset"}, DataError, "Use one of these (--split train)."),
+        ({"split": "tset"}, DataError, "choose the split train."),
         ({"limit": 1.5}, RecipeError, "'limit' must be a whole number (got 1.5)."),
         ({"size": "32"}, RecipeError, "'size' must be a whole number (got '32')."),
         ({"limit": 0}, RecipeError, "'limit' must be at least 1"),
@@ -203,11 +212,12 @@ def test_want_of_memory_does_not_stop_an_exam():
 
 
 def test_a_network_that_returns_no_logits_is_a_sentence():
-    class Tokens(nn.Conv2d):
-        pass
+    class OneScore(nn.Flatten):
+        def forward(self, x):
+            return super().forward(x).mean(1)
 
-    with pytest.raises(ModelError, match=r"Tokens returns shape \(1, 4, 14, 14\) for one image"):
-        vitclinic.examine(Tokens(3, 4, 3), noise())
+    with pytest.raises(ModelError, match=r"OneScore returns shape \(1,\) for one image; expected \(1, classes\)"):
+        vitclinic.examine(OneScore(), noise())
 
 
 class Mistaken(nn.Module):
@@ -339,7 +349,7 @@ def test_ctrl_c_is_not_a_traceback(moment, command, monkeypatch):
             2,
             "'cost' is not among the probes, so its options cannot be set. The probes are norms.",
         ),
-        (["timm:resnet18", "--random-weights"], 2, "Say on which data"),
+        (["timm:resnet18", "--random-weights"], 2, "Say on which images"),
         ([], 2, "Missing argument"),
     ],
 )

@@ -11,7 +11,7 @@ import vitclinic
 from tests.probes.subjects import noise, vit
 from vitclinic._core.records import Scalar
 from vitclinic.cli import main
-from vitclinic.exam.pictures import write_pictures
+from vitclinic.exam.store import write_pictures
 from vitclinic.probes import OwningProbe, Result
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from tests.probes.subjects import subject
 from vitclinic._core.errors import RecipeError
-from vitclinic.exam.planner import FIRST, Offer, choose, forms, limits, parse_request
-from vitclinic.exam.schedule import Step, TimeBudget
+from vitclinic.exam.planner import FIRST, Offer, choose, forms, limits
+from vitclinic.exam.request import parse_request
+from vitclinic.exam.timing import Step, TimeBudget
 from vitclinic.probes import find_obstacle, known_probes, parse_probes
 
 

@@ -17,10 +17,10 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.records import Scalar
 from vitclinic._core.time import Time
-from vitclinic.exam.pace import Pace
+from vitclinic.exam.timing import Pace
 from vitclinic.probes import OwningProbe, Result
-from vitclinic.probes.curvature.curvature import Clock
-from vitclinic.probes.partial import Partial
+from vitclinic.probes.curvature import Clock
+from vitclinic.probes.guards import Partial
 
 SOME = ["accuracy", "norms", "fgsm", "flatness", "train_nll"]
 

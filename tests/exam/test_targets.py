@@ -87,7 +87,7 @@ def test_nothing_but_tensors_is_unpickled(tmp_path, capsys):
     torch.save({"x": Bomb()}, tmp_path / "evil.pth")
     with pytest.raises(ModelError, match="tensors only"):
         resolve(f"timm:resnet18@{tmp_path}/evil.pth", CPU)
-    (tmp_path / "junk.safetensors").write_bytes(b"junk")
+    (tmp_path / "junk.safetensors").write_bytes(b"\0junk")
     with pytest.raises(ModelError, match="cannot be read"):
         resolve(f"timm:resnet18@{tmp_path}/junk.safetensors", CPU)
     assert "unpickled!" not in capsys.readouterr().out
@@ -166,7 +166,7 @@ def test_without_weights_the_sentence_says_what_to_do(monkeypatch):
         resolve("timm:resnet18", CPU)
     assert str(caught.value) == (
         "There are no pretrained weights for timm:resnet18 here (Max retries exceeded). Give a file"
-        " (timm:resnet18@FILE), or examine it at random weights (--random-weights)."
+        " (timm:resnet18@FILE), or examine it at random weights (`random_weights`)."
     )
 
 
@@ -202,7 +202,8 @@ def test_a_function_of_a_module():
         ("nothing", "write a run directory, timm:NAME[@FILE]"),
         (".", "it has no recipe.yaml"),
         ("my_nets.py", "write my_nets:FUNCTION, a function in it that returns a network."),
-        ("timm:resnet81@x.pth", "There is no model 'resnet81'. Did you mean"),
+        ("timm:resnet81", "There is no model 'resnet81'. Did you mean"),
+        ("timm:resnet81@x.pth", "There is no file 'x.pth'."),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'. Did you mean 'resnet18'?"),
         ("timm:resnet18@nothing.pth", "There is no file 'nothing.pth'"),
         ("timm:resnet18?depth@x", "'depth' in 'timm:resnet18?depth@x' is not key=value"),
@@ -217,7 +218,7 @@ def test_a_function_of_a_module():
         ("timm:resnet18@", "'timm:resnet18@' names no file of weights after its '@'."),
         ("timm:resnet18?pretrained=true", "'pretrained' in 'timm:resnet18?pretrained=true' is not the network's own"),
         ("torchvision:resnet18?weights=DEFAULT", "'weights' in 'torchvision:resnet18?weights=DEFAULT' is not the"),
-        ("timm:resnet18?checkpoint_path=x", "a file's are @FILE, random ones --random-weights."),
+        ("timm:resnet18?checkpoint_path=x", "a file's are @FILE, random ones `random_weights`."),
         ("torchvision:resnet18?name=vgg11", "'name' in 'torchvision:resnet18?name=vgg11' is not the network's own"),
     ],
 )
@@ -271,5 +272,5 @@ def test_a_run_is_examined_on_its_own_data_and_keeps_its_exams(tmp_path):
     assert vitclinic.examine(run, probes=["norms"], limit=9).reused == {"norms"}
     with pytest.raises(RunError, match="has no checkpoint 'epoch-7'"):
         vitclinic.examine(f"{run.path}@epoch-7", probes=["norms"])
-    with pytest.raises(RecipeError, match="leave out --random-weights"):
+    with pytest.raises(RecipeError, match="leave out `random_weights`"):
         resolve("timm:resnet18@x.pth", CPU, random_weights=True)

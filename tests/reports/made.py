@@ -198,12 +198,32 @@ def _behaviour(rng):
             "scalars": {**shares(rng, "accuracy", "accuracy_among_mapped"), "images_left_out": exact(0)},
             "arrays": {"correct": right, "among_mapped": right, "counted": np.ones(100, dtype=bool)},
         },
+        "saliency": {
+            "scalars": shares(rng, "gain", "insertion", "deletion", "shuffled_insertion", "shuffled_deletion"),
+            "arrays": _saliency(rng),
+        },
         "shape_bias": {
             "scalars": shares(
                 rng, "shape_bias", "shape_decisions", "texture_decisions", *(f"shape_bias_{one}" for one in classes)
             ),
             "arrays": decided,
         },
+    }
+
+
+def _saliency(rng):
+    falling = np.linspace(0.8, 0.1, 9)
+    maps = rng.random((2, GRID, GRID))
+    return {
+        "method": np.array(["gradient_attention"]),
+        "maps": np.kron(maps, np.ones((1, 4, 4))),
+        "grid_maps": maps,
+        "images": np.random.default_rng(7).integers(0, 256, (2, SIDE, SIDE, 3), dtype=np.uint8),
+        "numbers": np.array([3, 17]),
+        "insertion": falling[::-1],
+        "deletion": falling,
+        "shuffled_insertion": 0.9 * falling[::-1],
+        "shuffled_deletion": 1.1 * falling,
     }
 
 
@@ -242,6 +262,17 @@ def _features(rng):
             "units": units({"absolute_cosine": 0.1, "cosine": 0.05 * rng.random()}, on_grid, 0.05),
             "config": {"tokens": 256},
         },
+        "token_norms": {
+            "scalars": shares(rng, "outliers_last", "images_with_outliers_last", "outliers_most")
+            | {"peak_last": estimate(1.5)},
+            "units": units({"norm": 20.0, "peak": 1.2, "outliers": 0.01, "prefix_norm": 15.0}, on_grid, 0.01),
+            "arrays": {
+                "mean_norm": 20 + rng.random((len(rows), GRID, GRID)),
+                "distribution": np.tile([0.1, 0.7, 0.2], (len(rows), 1)),
+                "edges": np.array([1.0, 10.0, 100.0, 1000.0]),
+                "prefix_norm": np.full((len(rows), 1), 15.0),
+            },
+        },
         "sparsity": {
             "scalars": shares(rng, "active", "active_first", "active_last"),
             "units": units({"active": 0.1 + 0.2 * rng.random()}, ("mlp",), 0.03),
@@ -270,6 +301,11 @@ def _attention(rng):
             "scalars": shares(rng, "ratio", "upper_ratio", "class_ratio"),
             "units": entropies,
             "arrays": {"head_entropy": most * rng.random((BLOCKS, 3))},
+        },
+        "softmax_jacobian": {
+            "scalars": shares(rng, "ratio", "nuclear", "frobenius"),
+            "units": units({"nuclear": 0.8, "frobenius": 0.3, "maximum": 0.98, "ratio": 0.82}, ("msa",), 0.01),
+            "arrays": {"head_nuclear": rng.random((BLOCKS, 3))},
         },
         "attention_distance": {
             "scalars": shares(rng, "distance", "relative_distance"),
@@ -344,9 +380,23 @@ def _network(rng):
     speed = {"images_per_second": estimate(200 + 50 * rng.random(), 5), "latency_seconds": estimate(0.01, 0.001)}
     norms = ("weight_norm", "weight_norm_outside_units", "activation_norm_first", "activation_norm_middle")
     return {
+        "anatomy": _anatomy(),
         "cost": {"scalars": {**cost, **speed}, "arrays": {"seconds": 0.01 + 0.001 * rng.random((10, 2))}},
         "norms": {
             "scalars": {**shares(rng, *norms), "activation_norm_last": estimate(50)},
             "units": units({"weight_norm": 5 * rng.random(), "activation_norm": 10.0}, grown=1.0),
         },
     }
+
+
+def _anatomy():
+    """A row for each unit, as on a grid of patches with a class token."""
+    rows = []
+    for row in units({}):
+        values = {"parameters": 10_000, "residual": row.kind in ("msa", "mlp"), "attention_map": row.kind == "msa"}
+        values |= {"channels": 10} if row.kind == "head" else {"channels": 192, "grid_height": GRID, "grid_width": GRID}
+        values |= {"prefix_tokens": 1} if row.kind in ("position", "msa", "mlp") else {}
+        rows.append(row.model_copy(update={"values": {key: exact(value) for key, value in values.items()}}))
+    texts = {"network": HOSTILE, "family": "timm ViT", "notes": [f"{HOSTILE} could not be settled."]}
+    scalars = {"units": exact(len(rows)), "stages": exact(1), "observed": exact(0)}
+    return {"scalars": scalars, "units": rows, "arrays": {key: np.array(text) for key, text in texts.items()}}

@@ -16,10 +16,10 @@ import pytest
 
 from tests.reports.made import HOSTILE, exact, measurement, plugin, several, vit
 from vitclinic._core.errors import RecipeError
-from vitclinic.reports.embedding import format_csv
 from vitclinic.reports.figure import DRAWERS, ExamView, Figure, Picture, Table
+from vitclinic.reports.frame import format_csv
 from vitclinic.reports.page import LIMIT, render, write_report
-from vitclinic.reports.sections import USABLE, order_probes
+from vitclinic.reports.summary import USABLE, order_probes
 
 PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + struct.pack(">II", 30, 20) + b" made up"
 

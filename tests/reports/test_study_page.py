@@ -10,9 +10,8 @@ from tests.reports.test_page import Tags, carried
 from vitclinic._core.errors import RunError
 from vitclinic.experiments.study.catalogue import open_study
 from vitclinic.experiments.study.store import describe_changes, tally
-from vitclinic.reports.study.page import render_study
-from vitclinic.reports.study.result import parse_result, read_result
-from vitclinic.reports.study.tally import Claim, count_outcomes, list_entries, render_index
+from vitclinic.reports.study_page import Claim, count_outcomes, list_entries, render_index, render_study
+from vitclinic.reports.study_result import parse_result, read_result
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ import pytest
 from tests.reports.made import HOSTILE, estimate, exact, measurement, several
 from vitclinic._core.records import Scalar
 from vitclinic.reports.figure import ExamView
-from vitclinic.reports.sections import group_probes
-from vitclinic.reports.summary import find_best, summarize
+from vitclinic.reports.summary import find_best, group_probes, summarize
 
 
 def compared(*values, probe="accuracy", scalar="accuracy", **differences):

@@ -52,7 +52,7 @@ class ExamData:
         """
         data = self.data if self.data is not None else network.data
         if data is None:
-            raise RecipeError(f"Say on which data to examine '{network.name}' (--data; a run has its own).")
+            raise RecipeError(f"Say on which images to examine '{network.name}': give `data` (only a run has its own).")
         if is_loader(data):
             return self._read_loader(data, normalization)
         if isinstance(data, Dataset):

@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.progress import Progress, TimeRemainingColumn
 from rich.table import Table
 
-from vitclinic._core import display
-from vitclinic._core.callback import Callback
+from vitclinic._core import callback
+from vitclinic._core.callback import Callback, say
 from vitclinic._core.records import Finding, Measurement, Status
 from vitclinic._core.time import format_duration
 from vitclinic.exam.exam import MARK, Exam, all_rows, column_names, key_rows
-from vitclinic.exam.schedule import Schedule, Step
+from vitclinic.exam.timing import Schedule, Step
 from vitclinic.probes import Subject, view_of
 
 _STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "failed": "red"}
@@ -26,7 +26,7 @@ _STATUS = {"does_not_apply": "dim", "ok": "green", "not_converged": "yellow", "f
 _RUNNING = "[bold]running[/]"
 
 
-class Display(display.Display, Callback):
+class Display(callback.Display, Callback):
     """Shows reading and measuring on `console`. Use as a context manager around an examination."""
 
     def __init__(self, console: Console) -> None:
@@ -164,18 +164,18 @@ def show_exams(exams: Sequence[Exam], console: Console, *, whole: bool = True) -
             print("\t".join(row), file=console.file)  # not by rich, which makes spaces of tabs
     for name, exam in zip(column_names(exams), exams, strict=True):
         for finding in exam.findings:
-            _say(console, _in_words(finding, name))
+            say(console, _in_words(finding, name))
         for probes, status, reason in _shortcomings(exam, whole):
             words = _WORDS[status][len(probes) > 1]
-            _say(console, f"[yellow]{', '.join(probes)} {words}[/] ({escape(name)}): {escape(reason)}")
+            say(console, f"[yellow]{', '.join(probes)} {words}[/] ({escape(name)}): {escape(reason)}")
     if missing := list(dict.fromkeys(probe for exam in exams for probe in exam.left_out)):
         names = ", ".join(missing)
-        _say(console, f"[yellow]not measured, out of time[/]: {names} (give a longer --budget, or name them: --probes)")
+        say(console, f"[yellow]not measured, out of time[/]: {names} (give a longer --budget, or name them: --probes)")
     for exam in exams:
         stored = f" ({', '.join(sorted(exam.reused))} from before)" if exam.reused else ""
-        _say(console, f"all numbers: [bold]{escape(str(exam.folder))}[/]{stored}")
+        say(console, f"all numbers: [bold]{escape(str(exam.folder))}[/]{stored}")
         for probe, folder in exam.pictures.items():
-            _say(console, f"pictures of {probe}: [bold]{escape(str(folder))}[/]")
+            say(console, f"pictures of {probe}: [bold]{escape(str(folder))}[/]")
 
 
 def _show_table(rows: Sequence[Sequence[str]], console: Console) -> None:
@@ -186,7 +186,7 @@ def _show_table(rows: Sequence[Sequence[str]], console: Console) -> None:
         table.add_row(*(f"[bold green]{escape(cell)}[/]" if cell.endswith(MARK) else escape(cell) for cell in row))
     console.print(table)
     if any(cell.endswith(MARK) for row in rows for cell in row):
-        _say(console, f"[dim]{MARK.strip()} better than the others, intervals included[/]")
+        say(console, f"[dim]{MARK.strip()} better than the others, intervals included[/]")
 
 
 def _in_words(finding: Finding, name: str) -> str:
@@ -195,10 +195,6 @@ def _in_words(finding: Finding, name: str) -> str:
         f"[{_STYLES[finding.severity]}]{finding.severity}: {escape(finding.title)}[/] ({escape(name)}):"
         f" {escape(finding.statement)}" + (f" Try {tried}." if tried else "")
     )
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False)
 
 
 def _shortcomings(exam: Exam, whole: bool) -> Iterator[tuple[list[str], str, str]]:

@@ -9,9 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import PrivateAttr
-
-from vitclinic._core.errors import RecipeError, VitclinicError, did_you_mean
+from vitclinic._core.errors import VitclinicError, did_you_mean
 from vitclinic._core.records import Finding, Measurement, Scalar
 from vitclinic.exam.reporting import view_exam
 from vitclinic.reports.figure import ExamView
@@ -101,25 +99,8 @@ def render_html(exams: Sequence[Exam]) -> str:
     return f'<div class="vitclinic">{found}<table>{table}</table></div>'
 
 
-class Measured(Measurement):
-    """A measurement that can be drawn."""
-
-    _network: str = PrivateAttr("network")
-
-    @classmethod
-    def of(cls, measurement: Measurement, network: str) -> Measured:
-        """Wrap a measurement of the network of that name."""
-        found = cls.model_construct(**{name: getattr(measurement, name) for name in Measurement.model_fields})
-        found._network = network
-        return found
-
-    def figure(self, name: str | None = None) -> go.Figure:
-        """Return the figure that the report shows; if there are several, the first or the one of that name."""
-        return draw_figure([ExamView(self._network, {self.probe: self})], self.probe, name)
-
-
 @dataclass(frozen=True)
-class Exam(Mapping[str, Measured]):
+class Exam(Mapping[str, Measurement]):
     """The measurements of one subject, by probe: `exam["norms"].scalars["weight_norm"].value`."""
 
     name: str
@@ -127,7 +108,7 @@ class Exam(Mapping[str, Measured]):
     """Digest of the network."""
     folder: Path
     """Where the measurements are stored."""
-    measurements: dict[str, Measured]
+    measurements: dict[str, Measurement]
     files: dict[str, Path] = field(default_factory=dict)
     reused: frozenset[str] = frozenset()
     """The probes whose measurements had been made before."""
@@ -140,7 +121,7 @@ class Exam(Mapping[str, Measured]):
     reference: Exam | None = None
     """The exam that findings compare this one with."""
 
-    def __getitem__(self, probe: str) -> Measured:
+    def __getitem__(self, probe: str) -> Measurement:
         if probe in self.measurements:
             return self.measurements[probe]
         if probe in self.left_out:
@@ -168,7 +149,7 @@ class Exam(Mapping[str, Measured]):
 
     @property
     def findings(self) -> Sequence[Finding]:
-        """What is wrong with the network, problems first; compared with the first of several that were examined."""
+        """The findings about the network, problems first, compared with the first of several that were examined."""
         return self.view.findings
 
     def figure(self, probe: str, name: str | None = None) -> go.Figure:
@@ -204,24 +185,9 @@ class Exams(list[Exam]):
 
     def figure(self, probe: str, name: str | None = None) -> go.Figure:
         """Return the figure of one probe for all networks; if there are several, the first or the one of that name."""
+        from vitclinic.reports.figures import draw_figure  # with plotly, which takes a while
+
         return draw_figure([ExamView(exam.name, exam.measurements) for exam in self], probe, name)
 
     def _repr_html_(self) -> str:
         return render_html(self)
-
-
-def draw_figure(networks: Sequence[ExamView], probe: str, name: str | None) -> go.Figure:
-    """Return a figure of a probe.
-
-    Raises:
-        RecipeError: If there is nothing to draw, or no figure of that name.
-    """
-    from vitclinic.reports.figures import draw
-
-    plots = {figure.name: figure.plot for figure in draw(probe, networks) if figure.plot is not None}
-    if not plots:
-        reasons = [str(found.reason) for network in networks if (found := network.measurements.get(probe))]
-        raise RecipeError(f"There is nothing to draw of '{probe}': {' '.join(reasons) or 'it was not measured.'}")
-    if name is not None and name not in plots:
-        raise RecipeError(f"'{probe}' has no figure '{name}'; it has {', '.join(plots)}.")
-    return plots[name] if name is not None else next(iter(plots.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -19,14 +20,15 @@ from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic._core.records import Measurement
 from vitclinic._core.time import format_duration
 from vitclinic.exam.data import ExamData
-from vitclinic.exam.exam import Exam, Exams, Measured
-from vitclinic.exam.pictures import draw
-from vitclinic.exam.planner import Entry, Plan, Planner, parse_request
-from vitclinic.exam.schedule import Schedule, Step, TimeBudget
-from vitclinic.exam.store import ExamRecord, Store
+from vitclinic.exam.exam import Exam, Exams
+from vitclinic.exam.planner import Entry, Plan, Planner
+from vitclinic.exam.request import parse_request
+from vitclinic.exam.store import ExamRecord, Store, draw
 from vitclinic.exam.targets import Target, open_subject
+from vitclinic.exam.timing import Schedule, Step, TimeBudget
 from vitclinic.probes import Probe, StreamingProbe, Subject, find_normalization, measure
 from vitclinic.probes.loading import Data
+from vitclinic.probes.output import OutputFunction
 from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Options(TypedDict, total=False):
     mean: Sequence[float] | None
     std: Sequence[float] | None
     normalized: bool | None
+    output: OutputFunction | None
     out: str | Path | None
     fresh: bool
     together: bool
@@ -89,6 +92,8 @@ def examine(targets: Target | Sequence[Target], data: Data | None = None, **opti
         std: The standard deviation that goes with `mean`.
         normalized: The loader's images are normalized: by `mean` and `std`, or by the network's own preprocessing if
             these are not given. Images outside of [0, 1] of which nothing is said are an error.
+        output: A function from what the networks return to their class scores [B, K]. Unless given, these are the
+            tensor that a network returns, `logits` of a dict or Hugging Face output, or the first tensor of a tuple.
         out: Where results go, instead of a run's `exams/` or `./exams`.
         fresh: Measure again what is stored.
         together: All processes of torch.distributed's group, each of which calls this, measure together.
@@ -138,6 +143,7 @@ class Examination:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         normalized: bool | None = None,
+        output: OutputFunction | None = None,
         out: str | Path | None = None,
         fresh: bool = False,
         together: bool = False,
@@ -153,7 +159,7 @@ class Examination:
         self.batch_size, self.seed, self.fresh = batch_size, seed, fresh
         self.device = pick_device(device)
         self.random_weights = random_weights
-        self.mean, self.std, self.normalized = mean, std, normalized
+        self.mean, self.std, self.normalized, self.output = mean, std, normalized, output
         self.out = None if out is None else Path(out)
         self.callback = CallbackList(callbacks)
         self.distributed = Distributed.current() if together else ALONE
@@ -178,6 +184,7 @@ class Examination:
             seed=self.seed,
             progress=self.callback.on_progress,
             distributed=self.distributed,
+            output=self.output,
         )
         store = Store(subject, self.out)
         if self.is_timed or self.fresh or not all(store.has(probe) for probe in self.probes):
@@ -301,13 +308,23 @@ class Examination:
             name=subject.name,
             subject=subject.digest,
             folder=record.store.folder,
-            measurements={probe.name: Measured.of(measurements[probe.name], subject.name) for probe in probes},
+            measurements={probe.name: measurements[probe.name].with_name(subject.name) for probe in probes},
             files={probe.name: files[probe.name] for probe in probes},
             reused=frozenset(record.found),
             pictures=pictures,
             run=subject.run,
             left_out=record.skipped | {name: _explain_no_time(seconds) for name, seconds in schedule.left_out.items()},
         )
+
+
+def _show_options() -> None:
+    """Make `help(examine)`, and editors that ask at run time, show each option instead of `**options`."""
+    fixed = [one for one in inspect.signature(examine).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    options = [one for one in inspect.signature(Examination).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    examine.__signature__ = inspect.Signature([*fixed, *options])  # type: ignore[attr-defined]
+
+
+_show_options()
 
 
 def _total(seconds: Sequence[float]) -> float:

@@ -1,129 +1,46 @@
-"""Files of weights: safetensors with their metadata, and torch checkpoints. Only tensors are unpickled."""
+"""Networks of timm, torchvision and Hugging Face, with their published weights or those of a file."""
 
 from __future__ import annotations
 
-import json
 import logging
-import pickle
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from timm.models import get_pretrained_cfg
-from torch import Tensor, nn
+from timm.models import get_pretrained_cfg, is_model
+from torch import nn
 
 from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, did_you_mean
 from vitclinic.data.decoding import Size
+from vitclinic.exam.checkpoints import Weights, fill, find_classifier, json_object, metadata, number_list
 from vitclinic.models import Normalized, create_model
 from vitclinic.models.factory import IMAGENET_MEAN, IMAGENET_STD
-
-_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
-_WRAPPED = ("_orig_mod.", "module.")
-
-
-def metadata(file: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file; empty for any other file."""
-    if file.suffix != ".safetensors" or not file.is_file():
-        return {}
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return dict(stored.metadata() or {})
-    except SafetensorError as error:
-        raise ModelError(f"'{file}' cannot be read: {error}.") from error
-
-
-def json_object(text: str, file: Path | None) -> dict[str, Any]:
-    """Keywords from the metadata of `file`."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ModelError(f"The metadata of '{file}' has keywords that are not JSON: {error}.") from error
-    return value if isinstance(value, dict) else {}
-
-
-def number_list(text: str, file: Path | None) -> list[float]:
-    """Numbers with commas between them, from the metadata of `file`."""
-    try:
-        return [float(value) for value in text.split(",")]
-    except ValueError as error:
-        raise ModelError(f"The metadata of '{file}' has a mean or std that is not numbers: {error}.") from error
-
-
-def fill(network: nn.Module, file: Path, note: str = "") -> None:
-    """Put a file's weights into the network; what does not fit is a sentence that names the first tensor."""
-    state, wanted = _read_state(file), network.state_dict()
-    problems = [f"it lacks {key}" for key in wanted if key not in state]
-    problems += [f"it has {key}, which the network does not" for key in state if key not in wanted]
-    problems += [
-        f"{key} is {list(state[key].shape)} in the file and {list(wanted[key].shape)} in the network"
-        for key in wanted
-        if key in state and state[key].shape != wanted[key].shape
-    ]
-    if problems:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        hint = f" The file's note: '{note}'." if note else ""
-        raise ModelError(
-            f"The weights in '{file}' do not fit: {problems[0]}{more}.{hint} Keywords go before the file, as in"
-            " timm:NAME?num_classes=10@FILE; for a network that was changed by hand, write module:function."
-        )
-    network.load_state_dict(state)
-
-
-def _read_state(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file or of a torch checkpoint (tensors only: nothing else is unpickled)."""
-    if not file.is_file():
-        raise missing(file)
-    try:
-        content = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ModelError(f"'{file}' cannot be read as a file of tensors only: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, Mapping):
-        raise ModelError(f"'{file}' holds {type(content).__name__}, not named tensors.")
-    state = next((content[key] for key in _NESTED if isinstance(content.get(key), Mapping)), content)
-    return {_strip_wrappers(key): value for key, value in state.items() if isinstance(value, Tensor)}
-
-
-def missing(file: Path) -> ModelError:
-    """Return the error for a file that does not exist."""
-    return ModelError(f"There is no file '{file}'.")
-
-
-def _strip_wrappers(key: str) -> str:
-    for prefix in _WRAPPED:
-        key = key.removeprefix(prefix)
-    return key
-
 
 log = logging.getLogger(__name__)
 
 N = TypeVar("N", bound=nn.Module)
 
-Loaded = tuple[Normalized, Size | None]
-"""A network, and the size of its images where only one will do."""
+
+class Loaded(NamedTuple):
+    """A network of a library."""
+
+    network: Normalized
+    size: Size | None
+    """The size of its images, where only one will do."""
+    drawn: tuple[str, ...] = ()
+    """The classifier's parameters, if the weights have no classifier of this size and it was drawn at random."""
 
 
-def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained: bool) -> Loaded:
-    """timm's network `name`; a file's metadata may name the network, its keywords, mean and std."""
-    facts = {} if file is None else metadata(file)
-    if "timm" in facts:
-        name = name or facts["timm"]
-        if name != facts["timm"]:
-            raise RecipeError(f"'{file}' holds the weights of timm:{facts['timm']}, not of timm:{name}.")
-        keywords = {**json_object(facts.get("kwargs", "{}"), file), **keywords}
-        for key in {"mean", "std"} & set(facts):
-            keywords[key] = number_list(facts[key], file)
-    if not name:
-        if file is not None and not file.is_file():
-            raise missing(file)
-        raise RecipeError(f"'{file}' does not say which network it is of; write timm:NAME@{file}.")
+def from_timm(name: str, keywords: dict[str, Any], weights: Weights | None, pretrained: bool) -> Loaded:
+    """Build timm's network `name`; a file of weights may name the network, its keywords, mean and std."""
+    facts = {} if weights is None else metadata(weights.file)
+    if weights is not None:
+        name, keywords = _read_facts(name, keywords, weights, facts)
 
     def build(pretrained: bool) -> Normalized:
         cached: dict[str, Any] = {}
@@ -132,14 +49,51 @@ def from_timm(name: str, keywords: dict[str, Any], file: Path | None, pretrained
         return create_model(name, pretrained=pretrained, normalize=True, **{**cached, **keywords})
 
     network = _build(f"timm:{name}", build, pretrained, keywords)
-    if file is not None:
-        fill(network.backbone, file, note=facts.get("note", ""))
-    published = getattr(network.backbone, "pretrained_cfg", None) or {}
+    backbone: Any = network.backbone
+    published = getattr(backbone, "pretrained_cfg", None) or {}
+    drawn: tuple[str, ...] = ()
+    if weights is not None:
+        drawn = fill(backbone, weights, note=facts.get("note", ""))
+    elif pretrained and published.get("num_classes") != backbone.num_classes:
+        classifier = find_classifier(backbone)
+        drawn = tuple(key for key in backbone.state_dict() if key.startswith(classifier))
     size = keywords.get("img_size") or (published.get("fixed_input_size") and published["input_size"][1:])
-    return network, _size(size)
+    return Loaded(network, _size(size), _warn(f"timm:{name}", drawn))
 
 
-def from_torchvision(name: str, keywords: dict[str, Any], file: Path | None, pretrained: bool) -> Loaded:
+def _read_facts(
+    name: str, keywords: dict[str, Any], weights: Weights, facts: Mapping[str, str]
+) -> tuple[str, dict[str, Any]]:
+    """Return the name and the keywords of the network that a file is of; what the user wrote comes first."""
+    file, noted = weights.file, facts.get("timm")
+    if noted is not None:
+        if name and name != noted:
+            raise RecipeError(f"'{file}' holds the weights of timm:{noted}, not of timm:{name}.")
+        numbers = {key: number_list(facts[key], file) for key in ("mean", "std") if key in facts}
+        return noted, {**json_object(facts.get("kwargs", "{}"), file), **keywords, **numbers}
+    arch = weights.arch if weights.arch and is_model(weights.arch) else None
+    if not name and arch is None:
+        raise RecipeError(f"'{file}' does not say which network it is of; write timm:NAME@{file}.")
+    if arch is None or name.partition(".")[0] not in ("", arch.partition(".")[0]):
+        if arch is not None:
+            log.warning("'%s' says that its weights are of timm:%s, not of timm:%s.", file, arch, name)
+        return name, keywords
+    return name or arch, {**weights.settings, **keywords}
+
+
+def _warn(target: str, drawn: tuple[str, ...]) -> tuple[str, ...]:
+    """Say that a classifier was drawn at random."""
+    if drawn:
+        log.warning(
+            "The weights of %s have no classifier of this size. It is drawn at random (%s), and what needs labels is"
+            " not measured.",
+            target,
+            ", ".join(drawn),
+        )
+    return drawn
+
+
+def from_torchvision(name: str, keywords: dict[str, Any], weights: Weights | None, pretrained: bool) -> Loaded:
     """Build torchvision's classifier `name`."""
     from torchvision import models
 
@@ -152,28 +106,37 @@ def from_torchvision(name: str, keywords: dict[str, Any], file: Path | None, pre
         return network
 
     backbone = _build(f"torchvision:{name}", build, pretrained, keywords)
-    if file is not None:
-        fill(backbone, file)
+    drawn = () if weights is None else fill(backbone, weights)
     transforms = published.transforms() if pretrained else None
     mean, std = getattr(transforms, "mean", IMAGENET_MEAN), getattr(transforms, "std", IMAGENET_STD)
-    return Normalized(backbone, mean, std), _size(getattr(backbone, "image_size", None))
+    size = _size(getattr(backbone, "image_size", None))
+    return Loaded(Normalized(backbone, mean, std), size, _warn(f"torchvision:{name}", drawn))
 
 
 def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> Loaded:
-    """Load an image classifier from the hub or a local folder."""
+    """Load an image classifier, or an encoder of which there is none, from the hub or a local folder."""
     try:
         import transformers
     except ImportError:
         raise MissingExtraError(f"hf:{name}", "hf") from None
-    auto: Any = transformers.AutoModelForImageClassification
     only = {"local_files_only": _is_offline()}
+    lacking: Sequence[str] = ()
     with _published(f"hf:{name}", keywords), fixed_seed():
+        config: Any = transformers.AutoConfig.from_pretrained(name, **only, **keywords)
+        has_head = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+        auto: Any = transformers.AutoModelForImageClassification if has_head else transformers.AutoModel
         if pretrained:
-            backbone = auto.from_pretrained(name, **only, **keywords)
+            backbone, report = auto.from_pretrained(name, output_loading_info=True, **only, **keywords)
+            lacking = sorted(report["missing_keys"])
         else:
-            backbone = auto.from_config(transformers.AutoConfig.from_pretrained(name, **only, **keywords))
+            backbone = auto.from_config(config)
+    if inside := [key for key in lacking if not re.match(r"(\w*classifier|head|fc)\.", key)]:
+        raise ModelError(
+            f"The weights of hf:{name} lack {inside[0]} ({len(inside)} in all); they are of another network."
+        )
     mean, std = _processing(transformers, name, only)
-    return Normalized(backbone, mean, std), _size(getattr(backbone.config, "image_size", None))
+    size = _size(getattr(backbone.config, "image_size", None))
+    return Loaded(Normalized(backbone, mean, std), size, _warn(f"hf:{name}", tuple(lacking)))
 
 
 def _processing(transformers: Any, name: str, only: Mapping[str, bool]) -> tuple[Sequence[float], Sequence[float]]:
@@ -227,7 +190,7 @@ def _published(
         instead = "a local folder (hf:FOLDER)" if target.startswith("hf:") else f"a file ({target}@FILE)"
         raise ModelError(
             f"There are no pretrained weights for {asked} here ({_first_line(error)}). Give {instead}, or examine it at"
-            " random weights (--random-weights)."
+            " random weights (`random_weights`)."
         ) from error
 
 

@@ -3,7 +3,7 @@
 What a reader looks for first, the accuracy, is planned on all images if that is affordable. Then every probe is planned
 in its cheapest form, in the order of what it tells, cheap ones before dear ones; then, round by round and in the same
 order, what is left of the budget makes them more thorough. What does not fit is left out by name. A part of the budget
-is kept back, because estimates are only estimates (see `schedule.TimeBudget` for what happens when they prove wrong).
+is kept back, because estimates are only estimates (see `timing.TimeBudget` for what happens when they prove wrong).
 
 A plan that was made once is remembered, so that the same command does the same again however the timings fall out; and
 a form in which a probe is stored already is kept, for it costs nothing.
@@ -22,19 +22,16 @@ from typing import Any
 from pydantic import Field
 
 from vitclinic._core.config import Config, validate
-from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic._core.hashing import fingerprint
+from vitclinic._core.errors import RecipeError
 from vitclinic._core.io import write_errors, write_text
 from vitclinic._core.records import Number, plain_data
-from vitclinic._core.time import seconds
-from vitclinic.exam.pace import Pace
+from vitclinic._core.serialization import fingerprint
+from vitclinic.exam.request import given_options
 from vitclinic.exam.store import Store
-from vitclinic.probes import Probe, StreamingProbe, default_probes, known_probes, parse_probes
+from vitclinic.exam.timing import Pace
+from vitclinic.probes import Probe, StreamingProbe
 
 log = logging.getLogger(__name__)
-
-BUDGET = "5m"
-"""Unless the user gives one: what an exam of all targets together may take."""
 
 LIMITS = (64, 256, 1024, 4096)
 """Images of a pass in its cheaper forms, unless the user has said how many."""
@@ -77,60 +74,6 @@ class Plan(Config):
         """Return what the pass of so many images takes for a subject; NaN where that is not known."""
         found = self.passes.get(str(limit))
         return math.nan if found is None else found[place]
-
-
-def parse_request(
-    probes: Sequence[Any] | None,
-    budget: str | float | None,
-    quick: bool,
-    full: bool,
-    settings: Mapping[str, Mapping[str, Any]],
-) -> tuple[list[Probe], float | None]:
-    """Return the probes that may be measured, and within how many seconds (None: however long it takes).
-
-    `settings` are options of some of these probes; a probe whose options the user sets comes first.
-    """
-    if sum((probes is not None, quick, full)) > 1:
-        raise RecipeError("Give only one of probes, quick and full.")
-    if budget is not None and (quick or full):
-        raise RecipeError(f"A budget cannot be combined with {'quick' if quick else 'full'}.")
-    if probes is not None:
-        chosen = _with_settings(parse_probes(probes), settings)
-    else:
-        names = default_probes() if quick else [name for name, probe in known_probes().items() if not probe.asked_for]
-        names.sort(key=lambda name: (name not in settings, known_probes()[name].rank))
-        chosen = _with_settings(parse_probes(names), settings)
-        budget = budget if budget is not None or quick or full else BUDGET
-    return chosen, None if budget is None else _parse_budget(budget)
-
-
-def _with_settings(probes: list[Probe], settings: Mapping[str, Mapping[str, Any]]) -> list[Probe]:
-    names = [probe.name for probe in probes]
-    for name in settings:
-        if name not in names:
-            hint = did_you_mean(name, names) or f" The probes are {', '.join(names)}."
-            raise RecipeError(f"'{name}' is not among the probes, so its options cannot be set.{hint}")
-    return [
-        parse_probes([{probe.name: {**given_options(probe), **settings[probe.name]}}])[0]
-        if probe.name in settings
-        else probe
-        for probe in probes
-    ]
-
-
-def _parse_budget(budget: str | float) -> float:
-    try:
-        found = seconds(budget)
-    except ValueError as error:
-        raise RecipeError(f"'budget': {error} (got {budget!r}).") from None
-    if not found:
-        raise RecipeError("'budget' must be more than 0 seconds; for the fastest exam use --quick.")
-    return found
-
-
-def given_options(probe: Probe) -> dict[str, Any]:
-    """Return the options that were given explicitly; none of them is changed to save time."""
-    return {name: getattr(probe, name) for name in sorted(probe.model_fields_set)}
 
 
 def forms(probe: Probe) -> list[Probe]:
@@ -239,7 +182,7 @@ class Planner:
         for form in forms(next(probe for probe in self.probes if probe.name == entry.probe)):
             if _options(form) == entry.options:
                 return form
-        raise RecipeError(f"A stored plan has {entry.probe} with options that it does not have; say --fresh.")
+        raise RecipeError(f"The stored plan has options that {entry.probe} no longer has: examine `fresh`.")
 
     def _plan(self, budget: float) -> Plan:
         variants = {probe.name: forms(probe) for probe in self.probes if not isinstance(probe, StreamingProbe)}
@@ -248,8 +191,8 @@ class Planner:
         if not taken:
             least = min(offers, key=lambda offer: offer.cost(0))
             raise RecipeError(
-                f"Nothing fits into {budget:g} seconds: the {least.name} alone takes about"
-                f" {math.ceil(least.cost(0))} (--budget {max(1, math.ceil(least.cost(0) * 2))}s)."
+                f"Nothing fits into {budget:g} seconds: the {least.name} alone takes about {math.ceil(least.cost(0))};"
+                f" give a `budget` of {max(1, math.ceil(least.cost(0) * 2))}s."
             )
         chosen: list[tuple[Probe, int | None]] = []
         left_out: dict[str, float] = {}

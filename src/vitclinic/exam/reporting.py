@@ -18,7 +18,7 @@ import torch
 
 from vitclinic._core.errors import RunError, VitclinicError
 from vitclinic._core.records import Measurement
-from vitclinic.exam.addresses import find_run, nothing_stored
+from vitclinic.exam.request import find_run, nothing_stored
 from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
 from vitclinic.probes.digest import network_digest
@@ -70,7 +70,7 @@ def view_exam(
     run: Run | None = None,
     reference: Mapping[str, Measurement] | None = None,
 ) -> ExamView:
-    """A network as a report shows it: its measurements, what they mean, how it was trained and what it is."""
+    """Return a network as a report shows it: its measurements, what they mean, how it was trained and what it is."""
     from vitclinic.exam.findings import find
 
     training = [] if run is None else run.metrics

@@ -1,7 +1,8 @@
 """TARGETs: what can be examined, from what a user wrote.
 
     runs/photos            a run directory (its best checkpoint); runs/photos@epoch-3 for another
-    timm:NAME              with the published weights; timm:NAME@FILE with a checkpoint's
+    timm:NAME              with the published weights; timm:NAME@FILE with a checkpoint's, or timm:NAME@FILE#KEY with
+                           those that a checkpoint has under KEY, such as state_dict_ema
     torchvision:NAME[@FILE], hf:NAME
     module:function        a function that returns a network taking pixels in [0, 1]
 
@@ -26,15 +27,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic._core.hashing import fingerprint
+from vitclinic._core.serialization import fingerprint
 from vitclinic.data import DataConfig, Dataset, Normalization
 from vitclinic.data.decoding import Size
-from vitclinic.exam.addresses import LIBRARIES, advise, check_target, find_run
+from vitclinic.exam.checkpoints import read_weights
 from vitclinic.exam.libraries import fixed_seed, from_hugging_face, from_timm, from_torchvision
+from vitclinic.exam.request import LIBRARIES, advise, check_target, find_run, split_key
 from vitclinic.models import Normalized
+from vitclinic.models.calling import check_ready
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import name_classes
-from vitclinic.probes.subject import check_ready
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import adapt_augmentation
@@ -58,6 +60,8 @@ class Network:
     size: Size | None = None
     channels: int | None = None
     run: Run | None = None
+    drawn: tuple[str, ...] = ()
+    """The classifier's parameters, if they were drawn at random."""
 
     @property
     def data(self) -> DataConfig | None:
@@ -105,11 +109,12 @@ def open_subject(
     network = found.network if normalization is None else Normalized(found.network, *normalization)
     return Subject(
         network,
-        name_classes(dataset, network, options.get("seed", 0)),
+        name_classes(dataset, network, options.get("output")),
         name=found.name,
         output_names=found.output_names,
         training=found.training,
         run=found.run,
+        drawn=found.drawn,
         **options,
     )
 
@@ -148,23 +153,23 @@ def _run(text: str, folder: Path, checkpoint: str) -> Network:
 def _from_library(text: str, library: str, rest: str, random_weights: bool) -> Network:
     described, at, file = rest.partition("@")
     if at and random_weights:
-        raise RecipeError(f"'{text}' names a file of weights; leave out --random-weights.")
+        raise RecipeError(f"'{text}' names a file of weights; leave out `random_weights`.")
     name, _, query = described.partition("?")
     if at and not file:
         raise RecipeError(f"'{text}' names no file of weights after its '@'.")
     if not name and not (library == "timm" and at):  # a file of timm's may say what it is
         raise RecipeError(f"'{text}' names no network; write {library}:NAME{at}{file}.")
     keywords = _keywords(query, text)
-    path = Path(file).expanduser() if at else None
     pretrained = not at and not random_weights
     if library == "hf":
         if at:
             raise RecipeError(f"hf: takes a name or a folder without '@' (got '{text}').")
-        network, size = from_hugging_face(name, keywords, pretrained)
+        found = from_hugging_face(name, keywords, pretrained)
     else:
+        weights = read_weights(*split_key(file)) if at else None
         build = from_timm if library == "timm" else from_torchvision
-        network, size = build(name, keywords, path, pretrained)
-    return Network(text, network, size, len(network.mean))
+        found = build(name, keywords, weights, pretrained)
+    return Network(text, found.network, found.size, len(found.network.mean), drawn=found.drawn)
 
 
 def _keywords(query: str, text: str) -> dict[str, Any]:
@@ -177,7 +182,7 @@ def _keywords(query: str, text: str) -> dict[str, Any]:
         if key in RESERVED:
             raise RecipeError(
                 f"'{key}' in '{text}' is not the network's own; its weights are the published ones, a file's are @FILE,"
-                " random ones --random-weights."
+                " random ones `random_weights`."
             )
         keywords[key] = parse_yaml(value, f"'{part}' in '{text}'")
     return keywords

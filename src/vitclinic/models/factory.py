@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import eval_mode
+from vitclinic.models.calling import image_keyword
 
 
 class Normalized(nn.Module):
@@ -32,16 +33,21 @@ class Normalized(nn.Module):
 
     mean: Tensor
     std: Tensor
+    keyword: str | None = None
+    """Keyword that the backbone takes images by, if they are not its first argument."""
 
     def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.backbone = backbone
+        if (keyword := image_keyword(backbone)) is not None:
+            self.keyword = keyword
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
 
-    def forward(self, x_bchw: Tensor) -> Tensor:
-        logits: Tensor = self.backbone((x_bchw - self.mean) / self.std)
-        return logits
+    def forward(self, x_bchw: Tensor) -> Any:
+        # Cast back: a network in half precision does not take the float32 that the mean makes of its images.
+        x_bchw = ((x_bchw - self.mean) / self.std).to(x_bchw.dtype)
+        return self.backbone(x_bchw) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
 
 
 _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
@@ -60,6 +66,8 @@ def fit_patch_size(side: int) -> int:
 @register_model  # type: ignore[untyped-decorator]
 def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
     """Build ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
+    if keywords.get("pretrained"):
+        raise ModelError("'vit_tiny_fitted' has no published weights.")
     for name in _TIMM_ONLY:
         keywords.pop(name, None)
     size = keywords.setdefault("img_size", 224)

@@ -31,7 +31,7 @@ class ExamView:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of the user's, or a drawing over one; `--no-images` leaves it out."""
+    """An image of the user's, or a drawing over one; a page without images leaves it out."""
 
     caption: str
     png: bytes
@@ -59,6 +59,8 @@ class Figure:
     table: Table
     plot: go.Figure | None = None
     pictures: Sequence[Picture] = ()
+    notes: Sequence[str] = ()
+    """What a reader should know beside it, a sentence each."""
     heavy: bool = False
     """Drawn only when its section is opened, as are surfaces in three dimensions."""
 

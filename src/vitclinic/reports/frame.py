@@ -1,21 +1,169 @@
-"""Templates, style, script and content security policy that all pages share."""
+"""The frame that all pages share: templates, style, script, policy; and the figures that a page carries.
+
+A plot is compressed JSON, its numbers are CSV, pictures are PNG.
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
+import gzip
+import hashlib
+import io
 import json
+import logging
 import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vitclinic._core.io import write_bytes, write_errors
-from vitclinic.reports.embedding import Drawings, checksum, compress_plotly, plotly_checksum
+from vitclinic.reports.figure import ExamView, Figure, Picture, Table
 from vitclinic.reports.theme import template
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+log = logging.getLogger(__name__)
+
+DEFAULT_HEIGHT = 420
+
+
+def compress(text: str) -> str:
+    """Return a text as base64 of gzip, the same whenever it is made."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 9, mtime=0)).decode("ascii")
+
+
+@cache
+def compress_plotly() -> str:
+    """Return the script of the installed plotly package, compressed."""
+    return compress(_plotly())
+
+
+def checksum(script: str) -> str:
+    """Return the checksum by which a content security policy recognizes a script."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode('utf-8')).digest()).decode('ascii')}"
+
+
+@cache
+def plotly_checksum() -> str:
+    """Return the checksum of plotly's script."""
+    return checksum(_plotly())
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs  # it takes a while, and only a page needs it
+
+    script: str = get_plotlyjs()
+    return script
+
+
+def serialize_plot(plot: go.Figure, images: bool = True) -> str:
+    """Return a plot as JSON without its template, since the page has themes of its own; perhaps without images."""
+    figure: dict[str, Any] = json.loads(plot.to_json(validate=False))
+    layout = figure.get("layout", {})
+    layout.pop("template", None)
+    if not images:
+        layout.pop("images", None)
+        figure["data"] = [trace for trace in figure.get("data", []) if trace.get("type") != "image"]
+    return json.dumps({"data": figure.get("data", []), "layout": layout}, separators=(",", ":"))
+
+
+def format_csv(table: Table) -> str:
+    """Return a figure's numbers as CSV (RFC 4180), with empty cells where there is none.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe in front, which such programs hide.
+
+    Example:
+        >>> format_csv(Table(("class", "accuracy"), [("=1+1", 0.5), ("cat", None)])).split("\\r\\n")
+        ['class,accuracy', "'=1+1,0.5", 'cat,', '']
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    for row in (table.columns, *table.rows):
+        writer.writerow([_cell(value) for value in row])
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+
+
+@dataclass
+class Drawings:
+    """The figures of one page, with what the page carries of them by name."""
+
+    images: bool
+    packed: dict[str, str] = field(default_factory=dict)
+    left_out: int = 0
+    """How many pictures are not in the page, because nobody wants them there."""
+    _names: set[str] = field(default_factory=set)
+
+    def of(self, probe: str, exams: Sequence[ExamView]) -> list[dict[str, Any]]:
+        """Return the views of a probe's figures; where one cannot be drawn, of every value by depth, with a message."""
+        from vitclinic.reports.figures import draw  # which makes all figures known, with plotly
+        from vitclinic.reports.figures.declared import draw_by_depth
+
+        for attempt in (draw, draw_by_depth):
+            try:
+                return [self.view(figure) for figure in attempt(probe, exams)]
+            except Exception as error:  # a measurement of another version may lack what its figure shows
+                log.info("%s cannot be drawn", probe, exc_info=error)
+                log.warning("The figures of %s cannot be drawn: %s: %s", probe, type(error).__name__, error)
+        return []
+
+    def view(self, figure: Figure) -> dict[str, Any]:
+        """Return what the templates show of a figure, and carry it in the page."""
+        name = self._own(figure.name)
+        if figure.plot is not None:
+            self.packed[f"plot-{name}"] = compress(serialize_plot(figure.plot, self.images))
+        self.packed[f"csv-{name}"] = compress(format_csv(figure.table))
+        pictures = figure.pictures if self.images else ()
+        self.left_out += len(figure.pictures) - len(pictures)
+        return {
+            "name": name,
+            "title": figure.title,
+            "reading": figure.reading,
+            "paper": figure.paper,
+            "heavy": figure.heavy,
+            "plotted": figure.plot is not None,
+            "height": DEFAULT_HEIGHT if figure.plot is None else int(figure.plot.layout.height or DEFAULT_HEIGHT),
+            "rows": len(figure.table.rows),
+            "pictures": [_picture(picture) for picture in pictures],
+            "notes": list(figure.notes),
+            "left_out": _left_out(len(figure.pictures) - len(pictures)),
+        }
+
+    def _own(self, wanted: str) -> str:
+        """Return a name of letters, digits and hyphens that no other figure of the page has."""
+        base = re.sub(r"[^A-Za-z0-9]+", "-", wanted).strip("-") or "figure"
+        candidates = (base if number == 1 else f"{base}-{number}" for number in range(1, len(self._names) + 2))
+        name = next(candidate for candidate in candidates if candidate not in self._names)
+        self._names.add(name)
+        return name
+
+
+def _picture(picture: Picture) -> dict[str, Any]:
+    width, height = struct.unpack(">II", picture.png[16:24])  # where a PNG file says it
+    return {
+        "caption": picture.caption,
+        "data": base64.b64encode(picture.png).decode("ascii"),
+        "width": width,
+        "height": height,
+        "shape": round(width / height, 3),
+    }
+
+
+def _left_out(count: int) -> str:
+    return f"{count} picture{'s' * (count != 1)} left out, as asked for." if count else ""
 
 
 def fill_template(name: str, drawings: Drawings, **contents: Any) -> str:

@@ -12,10 +12,9 @@ from typing import Any
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Finding, Measurement
 from vitclinic.reports import views
-from vitclinic.reports.embedding import Drawings
 from vitclinic.reports.figure import ExamView
-from vitclinic.reports.frame import fill_template, write_page
-from vitclinic.reports.sections import find_facts, group_probes, order_probes, select_applicable
+from vitclinic.reports.frame import Drawings, fill_template, write_page
+from vitclinic.reports.summary import find_facts, group_probes, order_probes, select_applicable
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ def write_report(path: str | Path, exams: Sequence[ExamView], *, title: str | No
     written = write_page(path, render(exams, title=title, images=images))
     size = written.stat().st_size
     if size > LIMIT:
-        log.warning("The report has %.1f MB; without pictures (--no-images) it is smaller.", size / 1e6)
+        log.warning("The report has %.1f MB; without pictures of the data it would be smaller.", size / 1e6)
     return written
 
 

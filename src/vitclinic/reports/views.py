@@ -12,8 +12,7 @@ from vitclinic._core.records import Finding, Scalar
 from vitclinic._core.time import format_duration
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.formatting import format_interval, format_number, format_setting
-from vitclinic.reports.sections import gather_missing, select_applicable
-from vitclinic.reports.summary import Cell, Row, summarize
+from vitclinic.reports.summary import Cell, Row, gather_missing, select_applicable, summarize
 from vitclinic.reports.theme import network_colour
 
 SEVERITIES = ("problem", "notice", "healthy")

@@ -19,6 +19,11 @@ def likelihood(train, test, entropy=0.0):
     return exam(train_nll={"nll": train, "target_entropy": entropy}, accuracy={"nll": test})
 
 
+def outlying(share, kind="msa"):
+    found = layers(kind, "outliers", (0.0, 0.0), share)
+    return {"outliers_most": share, "units": found["units"]}
+
+
 CASES = {  # rule: (sick, well, the interval reaches the line)
     "guessing": (
         exam(accuracy={"accuracy": (0.08, 0.12), "commonest": 0.1}),
@@ -60,6 +65,11 @@ CASES = {  # rule: (sick, well, the interval reaches the line)
         exam(token_similarity=transformer((0.57, 0.59), (0.1, 0.2))),
         exam(token_similarity=transformer((0.68, 0.78), (0.3, 0.32))),
     ),
+    "outlier_tokens": (
+        exam(token_norms=outlying((0.022, 0.026))),
+        exam(token_norms=outlying((0.0, 0.001))),
+        exam(token_norms=outlying((0.004, 0.01))),
+    ),
     "over_dense_attention": (
         exam(attention_entropy=layers("msa", "ratio", (0.995, 0.999))),
         exam(attention_entropy=layers("msa", "ratio", (0.82, 0.84))),
@@ -84,6 +94,11 @@ CASES = {  # rule: (sick, well, the interval reaches the line)
         noise((0.5, 0.52), (0.2, 0.22)),
         noise((0.1, 0.12), (0.3, 0.32)),
         noise((0.35, 0.55), (0.2, 0.22)),
+    ),
+    "meaningless_saliency": (
+        exam(saliency={"gain": (-0.02, 0.03)}),
+        exam(saliency={"gain": (0.1, 0.2)}),
+        exam(saliency={"gain": (0.0, 0.1)}),
     ),
     "texture_bias": (
         exam(shape_bias={"shape_bias": (0.2, 0.3)}),
@@ -156,6 +171,16 @@ def test_positions_of_a_cnn_or_a_mixer_are_not_called_over_smoothed():
         assert find(exam(token_similarity=transformer((0.88, 0.89), (0.4, 0.41), kind))) == []
 
 
+def test_outlier_tokens_are_told_with_their_layer_and_their_remedy_in_transformers_only():
+    (finding,) = find(exam(token_norms=outlying((0.022, 0.026))))
+    assert finding.severity == "problem"
+    assert "after blocks.1.msa" in finding.statement
+    assert [suggestion.treatment for suggestion in finding.suggestions] == ["registers"]
+    (finding,) = find(exam(token_norms=outlying((0.006, 0.01))))
+    assert finding.severity == "notice"
+    assert find(exam(token_norms=outlying((0.022, 0.026), kind="conv"))) == []
+
+
 def test_patches_that_were_alike_from_the_start_are_not_over_smoothed():
     assert find(exam(token_similarity=transformer((0.88, 0.89), (-0.1, 0.1)))) == []
 
@@ -168,6 +193,14 @@ def test_soft_targets_are_not_taken_for_a_bad_fit():
     """A training NLL near the entropy of its mixed labels is a perfect fit."""
     assert rules_of(likelihood((1.40, 1.42), (2.5, 2.6), entropy=1.4)) == ["data_starved"]
     assert rules_of(likelihood((1.40, 1.42), (1.5, 1.6), entropy=0.0)) == []
+
+
+def test_saturated_attention_is_told_with_its_gradient_where_that_was_measured():
+    sick = CASES["saturated_attention"][0]
+    steepness = layers("msa", "ratio", (0.7, 0.8), (0.02, 0.03))
+    (finding,) = find({**sick, **exam(softmax_jacobian=steepness)})
+    assert finding.numbers["softmax_jacobian.ratio of blocks.1.msa"].value == pytest.approx(0.025)
+    assert "softmax_jacobian.ratio of blocks.0.msa" not in finding.numbers
 
 
 def test_few_heads_are_told_where_attention_was_measured():

@@ -19,6 +19,7 @@ from vitclinic.probes import PastWeights, Subject, Training, measure, parse_prob
 from vitclinic.reports.figure import ExamView
 
 PROBES: list[Any] = [
+    "anatomy",
     {"hessian_spectrum": {"batches": 2, "batch": 4, "top": 3}},
     {"sharpness": {"images": 6, "trace_draws": 3, "density_steps": 4}},
     {"flatness": {"draws": 6, "images": 6}},
@@ -35,6 +36,7 @@ PROBES: list[Any] = [
     "missing_rate",
     "shift",
     {"shape_bias": {"images": 90}},
+    {"saliency": {"images": 6, "steps": 4}},
     {"cost": {"repeats": 6, "batch": 2}},
     "norms",
 ]

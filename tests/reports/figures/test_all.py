@@ -15,10 +15,15 @@ from tests.reports.figures.probed import NAMES, changed, course, pair, renamed
 from vitclinic._core.records import Scalar
 from vitclinic.probes import known_probes
 from vitclinic.reports.figure import DRAWERS, ExamView, Figure
-from vitclinic.reports.figures import draw
+from vitclinic.reports.figures import draw as draw_all
 
 DRAWN = [*NAMES, "training"]
 NASTY = "<script>alert(1)</script> & <b>%{x}</b>"
+
+
+def draw(probe: str, exams: list[ExamView]) -> list[Figure]:
+    """The plots; pictures are tested with the probes that have some."""
+    return [figure for figure in draw_all(probe, exams) if figure.plot is not None]
 
 
 def several(count: int) -> list[ExamView]:
@@ -73,7 +78,7 @@ def test_a_figure_is_explained_in_two_sentences(probe: str) -> None:
     for figure in draw(probe, pair()):
         assert len(re.findall(r"\.(?= [A-Z]|$)", figure.reading)) == 2, figure.reading
         assert figure.title
-        assert figure.paper
+        assert figure.paper or probe == "anatomy"  # which is in no paper
 
 
 @pytest.mark.parametrize("probe", DRAWN)

@@ -22,10 +22,13 @@ VALUES = [
     ("lesion", "lesion-drop", "accuracy_drop"),
     ("token_similarity", "token-similarity-depth", "absolute_cosine"),
     ("token_similarity", "token-similarity-depth", "cosine"),
+    ("token_norms", "token-norms-outliers", "peak"),
     ("sparsity", "sparsity-depth", "active"),
     ("attention_entropy", "attention-entropy-layers", "ratio"),
     ("attention_entropy", "attention-entropy-class", "class_entropy"),
     ("attention_distance", "attention-distance-layers", "distance"),
+    ("softmax_jacobian", "softmax-jacobian-layers", "ratio"),
+    ("softmax_jacobian", "softmax-jacobian-layers", "frobenius"),
     ("cb_scale", "cb-scale-layers", "ratio"),
     ("cb_scale", "cb-scale-layers", "mean"),
 ]

@@ -8,8 +8,7 @@ from vitclinic._core.facts import FigureSpec, ProbeFacts
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.figures import draw
 from vitclinic.reports.page import render
-from vitclinic.reports.sections import group_probes
-from vitclinic.reports.summary import summarize
+from vitclinic.reports.summary import group_probes, summarize
 
 
 def spec(kind, values, **parts):

@@ -34,7 +34,7 @@ NON_CONVEX = 0.1
     ),
 )
 def sharp_minimum(evidence: Evidence) -> Verdict | None:
-    """The largest eigenvalue of the Hessian, where it is positive."""
+    """Find a minimum whose Hessian has a large largest eigenvalue."""
     name = "sharpness.lambda_max"
     ours, theirs = evidence.number(name), evidence.theirs(name) if _losses_alike(evidence) else None
     if ours is None:
@@ -47,7 +47,7 @@ def sharp_minimum(evidence: Evidence) -> Verdict | None:
 
 
 def _losses_alike(evidence: Evidence) -> bool:
-    """Whether the reference network is at a loss where its curvature is a measure for this one's."""
+    """Return True if the reference network is at a loss where its curvature can be compared with this one's."""
     ours, theirs = evidence.number("sharpness.loss"), evidence.theirs("sharpness.loss")
     eigenvalue = evidence.theirs("sharpness.lambda_max")
     if ours is None or theirs is None or eigenvalue is None or min(ours.value, theirs.value, eigenvalue.value) <= 0:
@@ -70,7 +70,7 @@ def _losses_alike(evidence: Evidence) -> bool:
     ),
 )
 def no_minimum(evidence: Evidence) -> Verdict | None:
-    """The steepest curvature bends down."""
+    """Find weights at which even the largest eigenvalue of the Hessian is negative."""
     ours = evidence.number("sharpness.lambda_max")
     if ours is None or high(ours) >= 0:
         return None
@@ -102,7 +102,7 @@ def no_minimum(evidence: Evidence) -> Verdict | None:
     ),
 )
 def non_convex_loss(evidence: Evidence) -> Verdict | None:
-    """The share of negative ones among the largest eigenvalues of mini-batches."""
+    """Find a loss with many negative ones among the largest eigenvalues of mini-batches."""
     name = "hessian_spectrum.nep"
     ours = evidence.number(name)
     found = ours and compare(ours, evidence.theirs(name), problem=NON_CONVEX, margin=0.0)

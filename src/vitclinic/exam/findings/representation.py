@@ -22,7 +22,7 @@ LOWER_RATE = Suggestion(
     suggestions=(LOWER_RATE,),
 )
 def dead_units(evidence: Evidence) -> Verdict | None:
-    """Layers that give nothing."""
+    """Find layers whose neurons are almost never active."""
     layers = {name: share for name, share in evidence.units("sparsity", "active").items() if high(share) < DEAD}
     return _verdict(layers, "Hardly any neuron is ever active in") if layers else None
 
@@ -36,7 +36,7 @@ def dead_units(evidence: Evidence) -> Verdict | None:
     suggestions=(LOWER_RATE,),
 )
 def saturated_units(evidence: Evidence) -> Verdict | None:
-    """Layers whose activation function does nothing."""
+    """Find layers whose neurons are almost always active, so that the activation function does nothing."""
     layers = {name: share for name, share in evidence.units("sparsity", "active").items() if low(share) > SATURATED}
     return _verdict(layers, "All neurons are active, and the activation function is linear, in") if layers else None
 
@@ -52,9 +52,9 @@ MORE_ALIKE = 0.1
 """More than twice as far as seeds of one recipe lay apart: docs/results/layers.md, G1."""
 
 
-def _is_transformer(evidence: Evidence) -> bool:
-    """Positions behind a ReLU are alike by nature, in CNNs: the paper's number is one of transformers."""
-    kinds = evidence.kinds("token_similarity")
+def _is_transformer(evidence: Evidence, probe: str = "token_similarity") -> bool:
+    """Return True for a transformer; positions behind the ReLU of a CNN are alike by nature."""
+    kinds = evidence.kinds(probe)
     return kinds.count("msa") > kinds.count("conv") + kinds.count("token_mlp")
 
 
@@ -82,7 +82,7 @@ def _is_transformer(evidence: Evidence) -> bool:
     applies=_is_transformer,
 )
 def over_smoothing(evidence: Evidence) -> Verdict | None:
-    """Patches that have become alike with depth."""
+    """Find patches that become alike with depth."""
     name, growth = "token_similarity.absolute_cosine_last", "token_similarity.absolute_cosine_rise"
     ours, rise = evidence.number(name), evidence.number(growth)
     found = ours and compare(ours, evidence.theirs(name), problem=OVER_SMOOTHED, margin=MORE_ALIKE)
@@ -93,6 +93,40 @@ def over_smoothing(evidence: Evidence) -> Verdict | None:
         f"{format_number(rise)} more than after the first{found.tail}."
     )
     return Verdict(found.severity, statement, {name: ours, growth: rise}, found.worse)
+
+
+OUTLYING, SOME_OUTLYING = 0.02, 0.005
+
+
+@rule(
+    "Outlier tokens",
+    ("token_norms.outliers_most",),
+    threshold=f"more than {OUTLYING:g} of the patches stand out by their norm after some block is a problem, more than "
+    f"{SOME_OUTLYING:g} a notice (transformers only)",
+    source="about 2% of the tokens of a large DINOv2 have some ten times the norm of the others, and none do after "
+    "training with registers [darcet2024 Sec. 2, Fig. 7]; two small ViTs on CIFAR-10 have none",
+    basis="published range",
+    suggestions=(
+        Suggestion(
+            treatment="registers",
+            paper="Darcet et al. 2024, Table 2, Fig. 7",
+            why="Tokens of its own take what the network stores in patches that it does not need; maps become smooth.",
+        ),
+    ),
+    applies=lambda evidence: _is_transformer(evidence, "token_norms"),
+)
+def outlier_tokens(evidence: Evidence) -> Verdict | None:
+    """Patches that the network has made use of for something else."""
+    name = "token_norms.outliers_most"
+    ours = evidence.number(name)
+    found = ours and compare(ours, None, problem=OUTLYING, notice=SOME_OUTLYING, margin=0)
+    if ours is None or not found:
+        return None
+    shares = evidence.units("token_norms", "outliers")
+    unit = next((each for each, share in shares.items() if share.value == ours.value), None)
+    where = "" if unit is None else f" after {unit}"
+    statement = f"A share of {format_number(ours)} of the patches has a norm far above that of the others{where}."
+    return Verdict(found.severity, statement, {name: ours})
 
 
 UNIFORM, DENSE = 0.99, 0.95
@@ -123,7 +157,7 @@ ONE_KEY = 0.05
     ),
 )
 def over_dense_attention(evidence: Evidence) -> Verdict | None:
-    """Attention close to the mean of all tokens."""
+    """Find attention close to the mean of all tokens."""
     name = "attention_entropy.ratio"
     ours = evidence.number(name)
     found = ours and compare(ours, evidence.theirs(name), problem=UNIFORM, notice=DENSE, margin=DENSER)
@@ -151,11 +185,14 @@ def over_dense_attention(evidence: Evidence) -> Verdict | None:
     ),
 )
 def saturated_attention(evidence: Evidence) -> Verdict | None:
-    """A softmax that picks one key."""
+    """Find attention whose softmax picks a single key."""
     ratios = evidence.units("attention_entropy", "ratio")
     layers = {name: ratio for name, ratio in ratios.items() if high(ratio) < ONE_KEY}
     if not layers:
         return None
     shares = ", ".join(f"{name}: {format_number(ratio)}" for name, ratio in layers.items())
     statement = f"Attention has collapsed onto single keys in {len(layers)} of the layers ({shares} of the entropy)."
-    return Verdict("problem", statement, {f"attention_entropy.ratio of {name}": layers[name] for name in layers})
+    numbers = {f"attention_entropy.ratio of {name}": ratio for name, ratio in layers.items()}
+    steepness = evidence.units("softmax_jacobian", "ratio")
+    numbers |= {f"softmax_jacobian.ratio of {name}": steepness[name] for name in layers if name in steepness}
+    return Verdict("problem", statement, numbers)

@@ -50,7 +50,7 @@ WARMUP = Suggestion(
     suggestions=(WARMUP, CONV_STEM),
 )
 def unstable_training(evidence: Evidence) -> Verdict | None:
-    """A training that diverged, or whose loss jumped."""
+    """Find a training that diverged, or whose loss jumped."""
     losses = evidence.curve("train", "loss")
     first = max(abs(losses[0]), 1.0)
     broken = [loss for loss in (*losses, *evidence.curve("val", "nll")) if not math.isfinite(loss)]
@@ -76,7 +76,7 @@ def unstable_training(evidence: Evidence) -> Verdict | None:
     suggestions=(WARMUP, CONV_STEM),
 )
 def stalled_training(evidence: Evidence) -> Verdict | None:
-    """A loss that ends where it began."""
+    """Find a training loss that ends where it began."""
     losses = evidence.curve("train", "loss")
     if len(losses) < ENOUGH_STEPS or not all(map(math.isfinite, losses)):
         return None
@@ -89,7 +89,7 @@ def stalled_training(evidence: Evidence) -> Verdict | None:
 
 
 def _largest_rise(losses: list[float]) -> float:
-    """How far a loss lay above the median of the steps before it, a twentieth of the run."""
+    """Return how far a loss lay above the median of the steps before it, a twentieth of the run."""
     window = max(5, len(losses) // 20)
     return max((losses[i] - median(losses[max(0, i - window) : i]) for i in range(1, len(losses))), default=0.0)
 
@@ -143,7 +143,7 @@ TURNED = 0.5
     ),
 )
 def data_starved(evidence: Evidence) -> Verdict | None:
-    """Images of training fitted and others not; or neither, where a reference network does both."""
+    """Find a network that fits its training images and no others; or neither, where a reference network does both."""
     return _gap(evidence) or _turned(evidence) or _weak_bias(evidence)
 
 
@@ -167,7 +167,7 @@ def _count(evidence: Evidence) -> str:
 
 
 def _turned(evidence: Evidence) -> Verdict | None:
-    """The loss on val fell and rose again."""
+    """Find a loss on val that fell and rose again."""
     curve = [nll for nll in evidence.curve("val", "nll") if math.isfinite(nll)]
     if not curve or curve[-1] - min(curve) <= TURNED:
         return None
@@ -177,7 +177,7 @@ def _turned(evidence: Evidence) -> Verdict | None:
 
 
 def _weak_bias(evidence: Evidence) -> Verdict | None:
-    """Worse on both sides than the reference network."""
+    """Find a network that is worse on training and on test images than the reference network."""
     names = "train_nll.nll", "accuracy.accuracy"
     nll, accuracy = map(evidence.number, names)
     their_nll, their_accuracy = map(evidence.theirs, names)
@@ -203,7 +203,7 @@ THRESHOLD = (
 
 
 def healthy(evidence: Evidence, found: Sequence[Finding], rules: Sequence[Rule]) -> Finding | None:
-    """That no rule found a problem, with what was looked at; None where too little was."""
+    """Return the finding that no rule found a problem, with what was looked at; None where too little was."""
     accuracy, guess = evidence.number("accuracy.accuracy"), evidence.number("accuracy.commonest")
     if accuracy is None or guess is None or low(accuracy) <= guess.value:
         return None

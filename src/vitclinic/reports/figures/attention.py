@@ -138,12 +138,9 @@ Looks = list[tuple[str, Measurement]]
 @draws("attention_maps")
 def attention_maps(exams: Sequence[ExamView]) -> list[Figure]:
     """Show each image beside the attention maps of all networks that looked at it."""
-    found = [(name, one) for _, name, one in select_usable(exams, "attention_maps") if _is_whole(one)]
+    found = [(name, one) for _, name, one in select_usable(exams, "attention_maps") if has_maps(one)]
     if not found:
         return []
-    groups = _group_by_images(found)
-    panels = sum(len(looks[0][1].arrays["numbers"]) * (1 + len(looks)) for looks in groups)
-    side = min(_LARGEST, int(math.sqrt(_PIXELS / max(1, panels))))
     return [
         Figure(
             name="attention-maps-images",
@@ -153,15 +150,24 @@ def attention_maps(exams: Sequence[ExamView]) -> list[Figure]:
             " lowest value, to light yellow, its highest. Each map has its own scale, so look up the values in the"
             " table before calling one sharper than another.",
             paper="Chen et al. 2022, Fig. 3 (App. E.2)",
-            table=_table(found),
-            pictures=[picture for looks in groups for picture in _pictures(looks, side)],
+            table=map_table(found, "attention"),
+            pictures=draw_maps(found),
         )
     ]
 
 
-def _is_whole(one: Measurement) -> bool:
-    arrays = [one.arrays.get(name) for name in _NEEDED]
-    return all(array is not None and len(array) == len(one.arrays["numbers"]) for array in arrays)
+def has_maps(one: Measurement) -> bool:
+    """Tell whether images and maps are there, one for each number."""
+    lengths = {len(one.arrays[name]) if name in one.arrays else None for name in _NEEDED}
+    return len(lengths) == 1 and None not in lengths
+
+
+def draw_maps(found: Looks) -> list[Picture]:
+    """Return each image beside the maps of all networks that looked at it, small enough for a page."""
+    groups = _group_by_images(found)
+    panels = sum(len(looks[0][1].arrays["numbers"]) * (1 + len(looks)) for looks in groups)
+    side = min(_LARGEST, int(math.sqrt(_PIXELS / max(1, panels))))
+    return [picture for looks in groups for picture in _pictures(looks, side)]
 
 
 def _group_by_images(found: Looks) -> list[Looks]:
@@ -193,7 +199,7 @@ def _lay_out(image: NDArray[np.uint8], maps: Sequence[NDArray[np.float64]], side
     return np.asarray(Image.fromarray(row).resize(size, Image.Resampling.LANCZOS))
 
 
-def _table(found: Looks) -> Table:
+def map_table(found: Looks, value: str) -> Table:
     """Return the maps on their grids."""
     rows = [
         (name, int(number), row, column, float(value))
@@ -201,4 +207,4 @@ def _table(found: Looks) -> Table:
         for number, grid in zip(one.arrays["numbers"], one.arrays["grid_maps"], strict=True)
         for (row, column), value in np.ndenumerate(grid)
     ]
-    return Table(("network", "image", "row", "column", "attention"), rows)
+    return Table(("network", "image", "row", "column", value), rows)

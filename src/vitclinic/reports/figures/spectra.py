@@ -32,12 +32,6 @@ def hessian_spectrum(exams: Sequence[ExamView]) -> list[Figure]:
     found = [each for each in select_usable(exams, "hessian_spectrum") if "eigenvalues" in each[2].arrays]
     if not found:
         return []
-    rows = [
-        (name, batch, rank, value)
-        for _, name, one in found
-        for batch, values in enumerate(one.arrays["eigenvalues"].tolist())
-        for rank, value in enumerate(values, start=1)
-    ]
     return [
         Figure(
             name="hessian-spectrum",
@@ -47,7 +41,7 @@ def hessian_spectrum(exams: Sequence[ExamView]) -> list[Figure]:
             " zero and APE the mean of those right of it; a lower NEP and a lower APE are better, and both compare only"
             " at one batch size, augmentation and weight decay.",
             paper="Park and Kim 2022, Fig. 1c, 4 (P1)",
-            table=Table(("network", "batch", "rank", "eigenvalue"), rows),
+            table=_eigenvalue_table(found, "batch"),
             plot=_plot(found),
         )
     ]
@@ -128,7 +122,6 @@ def _condition(found: Measurements) -> list[Figure]:
 
 def _spectrum(found: Measurements) -> list[Figure]:
     figure = make_canvas(340, legend=2 * len(found))
-    rows = []
     for place, name, one in found:
         ratios = _relative(one.arrays["eigenvalues"])
         rank = np.arange(1, ratios.shape[1] + 1)
@@ -136,11 +129,6 @@ def _spectrum(found: Measurements) -> list[Figure]:
         text = label(name, one, f"κ {format_scalar(one.scalars.get('condition_number'))}")
         figure.add_trace(band(place, rank, low, high))
         figure.add_trace(line(place, text, rank, middle, mode="lines", hovertemplate="eigenvalue %{x}: %{y:.2g}"))
-        rows += [
-            (name, block, k, value)
-            for block, values in enumerate(one.arrays["eigenvalues"].tolist())
-            for k, value in enumerate(values, start=1)
-        ]
     figure.update_xaxes(title_text="number of the eigenvalue, from the largest")
     figure.update_yaxes(title_text="λ<sub>k</sub> / λ<sub>1</sub> (log)", type="log", exponentformat="power", dtick=1)
     return [
@@ -151,7 +139,7 @@ def _spectrum(found: Measurements) -> list[Figure]:
             " images, the band from the lowest to the highest block. The curve ends at one over the condition number:"
             " the farther it falls, the later the last directions are learnt.",
             paper="Chen et al. 2022, App. G (C3)",
-            table=Table(("network", "block", "rank", "eigenvalue"), rows),
+            table=_eigenvalue_table(found, "block"),
             plot=figure,
         )
     ]
@@ -162,3 +150,14 @@ def _relative(eigenvalues: Floats) -> Floats:
     values = finite(eigenvalues)
     positive: Floats = np.where(values > 0, values, np.nan)
     return positive / positive[:, :1]
+
+
+def _eigenvalue_table(found: Measurements, part: str) -> Table:
+    """Return all eigenvalues of each `part`, a batch or block of images, from the largest on."""
+    rows = [
+        (name, number, rank, value)
+        for _, name, one in found
+        for number, values in enumerate(one.arrays["eigenvalues"].tolist())
+        for rank, value in enumerate(values, start=1)
+    ]
+    return Table(("network", part, "rank", "eigenvalue"), rows)

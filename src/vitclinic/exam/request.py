@@ -1,0 +1,153 @@
+"""What a user asks of an exam, checked without torch: targets, probes, time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.sources import check_model_name, read_model_names
+from vitclinic._core.time import parse_budget
+from vitclinic.probes.probe import PROBES, default_probes, known_probes, parse_probes
+
+if TYPE_CHECKING:
+    from vitclinic.probes import Probe
+
+BUDGET = "5m"
+"""Unless the user gives one: what an exam of all targets together may take."""
+
+SPLITS = ("train", "val", "test")
+
+LIBRARIES = ("timm", "torchvision", "hf")
+
+
+def find_run(text: str) -> tuple[Path, str] | None:
+    """Return the run directory and the checkpoint that `DIRECTORY[@CHECKPOINT]` names, if there is such a run."""
+    before, _, after = text.rpartition("@")
+    for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
+        path = Path(folder).expanduser()
+        if folder and (path / "recipe.yaml").is_file():
+            return path, checkpoint
+    return None
+
+
+def split_key(text: str) -> tuple[Path, str | None]:
+    """Return the file and the key of the weights in it that `FILE[#KEY]` names.
+
+    Example:
+        >>> split_key("last.pth.tar#state_dict")[1]
+        'state_dict'
+    """
+    whole = Path(text).expanduser()
+    file, sharp, key = text.rpartition("#")
+    if not sharp or whole.is_file():  # a file's own name may hold a #
+        return whole, None
+    return Path(file).expanduser(), key
+
+
+def check_target(text: str) -> None:
+    """Raise a RecipeError, with advice, where a text cannot be a target."""
+    library, colon, rest = text.partition(":")
+    if find_run(text) is None and library not in LIBRARIES and not (colon and library and rest):
+        raise RecipeError(f"'{text}' is not a target: {advise(text)}")
+    name = rest.partition("@")[0].partition("?")[0]
+    if library == "timm" and name:
+        check_model_name(name)
+
+
+def check_stored(text: str) -> None:
+    """Raise a RecipeError where a text names neither a run nor a folder with measurements."""
+    if find_run(text) is None and not any(Path(text).expanduser().glob("*.json")):
+        raise nothing_stored(text)
+
+
+def nothing_stored(text: str) -> RecipeError:
+    """Return the error for a text that names neither a run nor a folder with measurements."""
+    return RecipeError(
+        f"'{text}' is neither a run directory nor a folder with measurements; write RUN, RUN@CHECKPOINT or, of"
+        " another network that was examined, exams/NAME-DIGEST."
+    )
+
+
+def advise(text: str) -> str:
+    """Return what to write instead of a text that is no target."""
+    if text.partition(".")[0] in read_model_names():
+        return f"write timm:{text}."
+    if Path(text).suffix == ".py":
+        return f"write {Path(text).stem}:FUNCTION, a function in it that returns a network."
+    if Path(text).exists():
+        return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
+    prefix, colon, rest = text.partition(":")
+    close = did_you_mean(prefix, LIBRARIES).replace("'?", f":{rest}'?") if colon else ""
+    return f"write a run directory, timm:NAME[@FILE], torchvision:NAME[@FILE], hf:NAME or module:function.{close}"
+
+
+def check_request(
+    probes: Sequence[Any] | None,
+    budget: str | float | None,
+    quick: bool,
+    full: bool,
+    settings: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Raise a RecipeError for names, options or a budget that are wrong or contradict each other.
+
+    No probe is imported; `parse_request` has the same arguments.
+    """
+    if sum((probes is not None, quick, full)) > 1:
+        raise RecipeError("Give only one of probes, quick and full.")
+    if budget is not None and (quick or full):
+        raise RecipeError(f"A budget cannot be combined with {'quick' if quick else 'full'}.")
+    if budget is not None:
+        parse_budget(budget)
+    for name in probes or ():
+        if isinstance(name, str):
+            PROBES.check(name)
+    for name, options in settings.items():
+        PROBES.check(name, options)
+    if probes is not None and all(isinstance(name, str) for name in probes):
+        _check_settings(settings, probes)
+
+
+def _check_settings(settings: Iterable[str], probes: Sequence[str]) -> None:
+    """Raise a RecipeError if options are set of a probe that is not among `probes`."""
+    for name in settings:
+        if name not in probes:
+            hint = did_you_mean(name, probes) or f" The probes are {', '.join(probes)}."
+            raise RecipeError(f"'{name}' is not among the probes, so its options cannot be set.{hint}")
+
+
+def check_split(split: str) -> None:
+    """Raise a RecipeError for a split that no data has."""
+    if split not in SPLITS:
+        raise RecipeError(f"There is no split '{split}': choose {', '.join(SPLITS[:-1])} or {SPLITS[-1]}.")
+
+
+def parse_request(
+    probes: Sequence[Any] | None,
+    budget: str | float | None,
+    quick: bool,
+    full: bool,
+    settings: Mapping[str, Mapping[str, Any]],
+) -> tuple[list[Probe], float | None]:
+    """Return the probes that may be measured, and within how many seconds (None: however long it takes).
+
+    `settings` are options of some of these probes; a probe whose options the user sets comes first.
+    """
+    check_request(probes, budget, quick, full, settings)
+    if probes is None:
+        names = default_probes() if quick else [name for name, probe in known_probes().items() if not probe.asked_for]
+        probes = sorted(names, key=lambda name: (name not in settings, known_probes()[name].rank))
+        budget = budget if budget is not None or quick or full else BUDGET
+    chosen = parse_probes(probes)
+    _check_settings(settings, [probe.name for probe in chosen])
+    entries = [
+        {probe.name: {**given_options(probe), **settings[probe.name]}} if probe.name in settings else probe
+        for probe in chosen
+    ]
+    return parse_probes(entries), None if budget is None else parse_budget(budget)
+
+
+def given_options(probe: Probe) -> dict[str, Any]:
+    """Return the options that were given explicitly; none of them is changed to save time."""
+    return {name: getattr(probe, name) for name in sorted(probe.model_fields_set)}
