@@ -13,9 +13,8 @@ from pathlib import Path
 
 from vitclinic._core.time import format_duration
 from vitclinic.experiments.study.store import describe_changes, not_blind, tally
-from vitclinic.reports.study.page import view_comparison
-from vitclinic.reports.study.result import StoredResult, read_result
-from vitclinic.reports.study.tally import NOT_RUN, Entry, count_outcomes, group_by_paper
+from vitclinic.reports.study_page import NOT_RUN, Entry, count_outcomes, group_by_paper, view_comparison
+from vitclinic.reports.study_result import StoredResult, read_result
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results" / "studies"

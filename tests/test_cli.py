@@ -1,12 +1,17 @@
 """The command line as a user meets it: its surface, its words, its exit codes."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
+
+import vitclinic as vitclinic_package
 
 
 def vitclinic(*arguments, **environment):
@@ -29,6 +34,7 @@ def test_the_surface_grows_on_purpose():
     assert surface == {
         "train": ["--quiet", "--resume", "--verbose", "-q", "-v", "words"],
         "demo": ["--out", "--quiet", "-q"],
+        "anatomy": ["--data", "--json", "target"],
         "examine": sorted(
             [
                 *("targets", "--data", "--probes", "--set", "--split", "--limit", "--size", "--batch-size", "--seed"),
@@ -69,25 +75,45 @@ def test_help_names_every_key_of_a_recipe():
 WITHOUT_TORCH = [
     *(["list", what] for what in ("probes", "treatments", "studies", "datasets", "recipes", "tasks", "models")),
     ["--help"],
-    *([verb, "--help"] for verb in ("demo", "train", "examine", "prescribe", "study", "report", "corrupt", "list")),
+    *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report")),
+    *([verb, "--help"] for verb in ("corrupt", "list")),
     ["trian"],
+    ["train"],
     ["train", "epoch=3"],
     ["train", "optimizer.momentums=1"],
     ["train", "treatments=[samm]"],
+    ["train", "treatments=[{sam: {roh: 0.1}}]"],
+    ["train", "treatments=[{sam: {rho: wide}}]"],
+    ["train", "model=vit_tny"],
     ["train", "task=clasification"],
     ["train", "data=/no/such/place"],
     ["train", "nothing"],
     ["train", "--resume", "/no/run"],
+    ["anatomy", "/no/run"],
+    ["anatomy", "resnet18"],
+    ["anatomy", "timm:resnet18", "--data", "/no/such/place"],
     ["examine", "/no/run"],
     ["examine", "resnet18", "--data", "digits"],
     ["examine", "timm:resnet18", "--probes", "fouriers"],
     ["examine", "timm:resnet18", "--set", "fouriers.x=1"],
     ["examine", "timm:resnet18", "--data", "/no/such/place"],
+    ["examine", "timm:resnet1", "--data", "digits"],
+    ["examine", "timm:resnet18", "--data", "digits", "--set", "accuracy.bims=3"],
+    ["examine", "timm:resnet18", "--data", "digits", "--set", "accuracy.bins=0"],
+    ["examine", "timm:resnet18", "--data", "digits", "--set", "sharpness.budget=5x"],
+    ["examine", "timm:resnet18", "--data", "digits", "--probes", "norms", "--set", "accuracy.bins=3"],
+    ["examine", "timm:resnet18", "--data", "digits", "--budget", "5x"],
+    ["examine", "timm:resnet18", "--data", "digits", "--quick", "--full"],
+    ["examine", "timm:resnet18", "--data", "digits", "--split", "tset"],
     ["study", "C66"],
+    ["prescribe", "--data", "shapes", "--budget", "5x"],
+    ["prescribe", "--data", "shapes", "model=vit_tny"],
     ["prescribe", "--data", "shapes", "--treatments", "samm"],
     ["prescribe", "--data", "/no/such/place"],
     ["report", "/no/run"],
     ["corrupt", "/no/such/place", "--out", "copies"],
+    ["corrupt", "digits", "--out", "copies", "--corruption", "fgo"],
+    ["corrupt", "digits", "--out", "copies", "--severity", "6"],
 ]
 
 
@@ -113,6 +139,18 @@ for words in json.loads(sys.argv[1]):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_messages_of_the_library_name_no_flags_of_the_command_line():
+    """What Python raises names an option as both ways in have it: `budget`. A whole command may stand in a message."""
+    root = Path(vitclinic_package.__file__).parent
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and "cli" not in file.relative_to(root).parts:
+                texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+                found += [(file.name, t) for t in texts if re.search(r"(?<!train )--[a-z]", str(t))]
+    assert not found
+
+
 def test_the_version_is_printed():
     import vitclinic
 
@@ -131,10 +169,10 @@ def test_lists_are_plain_when_piped_and_json_when_asked():
     assert {"name", "about", "command", "time", "expect"} == set(rows[0])
     assert "digits" in vitclinic_output("list", "datasets")
     (row,) = json.loads(vitclinic_output("list", "treatments", "spatial_smoothing", "--json"))
-    assert "timm ResNet" in row["fits"]
+    assert row["fits"] == "networks with stages of convolutional blocks, each in an nn.Sequential"
     assert row["options"] == {}
     (row,) = json.loads(vitclinic_output("list", "treatments", "sam", "--json"))
-    assert row["fits"] == ["any network"]
+    assert row["fits"] == "any network"
     assert row["options"]["rho"] == {"default": 0.1, "description": "length of the ascent; 0 is the plain step"}
     assert "\trho=0.1, adaptive=False" in vitclinic_output("list", "treatments", "sam")
     rows = json.loads(vitclinic_output("list", "probes", "--json"))
@@ -167,6 +205,7 @@ def test_quiet_is_quiet(recipe):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["train"], 2, "error: Say what to train on: a recipe, such as shapes"),
         (["train", "nothing"], 2, "error: There is no recipe 'nothing'"),
         (["train", "/tmp"], 2, "write data=/tmp"),
         (["train", "digits", "device=abacus"], 2, "there is no device 'abacus'"),
@@ -178,6 +217,9 @@ def test_quiet_is_quiet(recipe):
         (["train", "digits", "out=/proc/x", "steps=1"], 4, "error: Cannot write '/proc/x"),
         (["train", "digits", "--resume", "x"], 2, "remove 'digits'"),
         (["examine", "resnet18", "--data", "digits"], 2, "error: 'resnet18' is not a target: write timm:resnet18."),
+        (["anatomy", "resnet18"], 2, "error: 'resnet18' is not a target: write timm:resnet18."),
+        (["anatomy", "timm:resnet188"], 2, "error: There is no model 'resnet188'. Did you mean 'resnet18'?"),
+        (["anatomy", "nets:build"], 2, "error: 'nets:build' is not a target: No module named 'nets'"),
         (["list", "nonsense"], 2, "recipes"),
     ],
 )

@@ -60,7 +60,7 @@ def test_the_public_surface_grows_on_purpose():
     assert set(vitclinic.__all__) == set(dir(vitclinic)) == PUBLIC
 
 
-LAZY = ["", *("anatomy", "data", "exam", "probes", "tasks", "training", "treatments")]
+LAZY = ["", *("anatomy", "data", "data.corruptions", "exam", "probes", "tasks", "training", "treatments")]
 
 
 @pytest.mark.parametrize("package", LAZY)

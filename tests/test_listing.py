@@ -1,20 +1,25 @@
 """Names and facts that are read from source are those of the imported classes, and of timm's registry."""
 
+import ast
+import itertools
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import vitclinic
+from vitclinic._core.config import validate
+from vitclinic._core.errors import RecipeError
 from vitclinic._core.registry import Registry
-from vitclinic._core.sources import Unreadable, read_classes, read_model_names
+from vitclinic._core.sources import SourceModule, Unreadable, read_classes, read_model_names
 from vitclinic.probes.probe import PROBES
 from vitclinic.tasks.task import TASKS
 from vitclinic.treatments.treatment import TREATMENTS
 
 REGISTRIES = [
     (PROBES, ("needs", "rank", "group", "asked_for", "by_default")),
-    (TREATMENTS, ("changes", "costs", "families", "paper")),
+    (TREATMENTS, ("changes", "costs", "part", "paper")),
     (TASKS, ("title",)),
 ]
 
@@ -36,6 +41,58 @@ def test_no_fact_of_ours_needs_an_import(registry):
             cls.options()
         except Unreadable as reason:
             pytest.fail(f"{cls.node.name} in {cls.module.name}: {reason} is not a literal or a constant")
+
+
+VALUES = [None, True, -1, 0, 1, 3, 0.5, -0.5, 1e9, "5x", "3m", "upper", "test", "1/255", [1, 2], [-1], {}, "x"]
+
+
+@pytest.mark.parametrize("registry", [PROBES, TREATMENTS], ids=lambda registry: registry.noun)
+def test_options_are_checked_without_an_import_as_the_class_does(registry):
+    """What the class accepts is never refused; what is refused, is so in the words of the class."""
+    refused = 0
+    for name, stated in read_classes(registry.group).items():
+        cls, source = registry.get(name), stated.config()
+        assert list(source.model_fields) == list(cls.model_fields)
+        for option, value in itertools.product([*cls.model_fields, "nothing"], VALUES):
+            words, own = (_refusal(config, {option: value}) for config in (source, cls))
+            assert words in (None, own), (name, option, value)
+            refused += words is not None
+    assert refused > 300  # it does check
+
+
+def _refusal(config, options):
+    try:
+        validate(config, options)
+    except RecipeError as error:
+        return str(error)
+    return None
+
+
+def test_a_validator_that_runs_first_may_accept_anything():
+    source = """
+class Made(Base):
+    count: int = 3
+
+    @field_validator("count", mode="{mode}")
+    @classmethod
+    def _count(cls, value):
+        return len(value)
+"""
+    for mode, refused in (("after", True), ("before", False), ("plain", False)):
+        module = SourceModule("vitclinic.made", ast.parse(source.format(mode=mode)))
+        made = module.find_class("Made").config()
+        assert (_refusal(made, {"count": "abc"}) is not None) is refused
+        assert _refusal(made, {"counts": 3}) is not None
+
+
+def test_types_that_take_code_accept_anything():
+    module = SourceModule(
+        "vitclinic.made", ast.parse("Odd = Annotated[int, BeforeValidator(_odd)]\nCount = int | None")
+    )
+    types = [
+        module.type_of(ast.parse(text, mode="eval").body) for text in ("Odd | None", "Count", "list[Count]", "Other")
+    ]
+    assert types == [Any, int | None, list[int | None], Any]
 
 
 def test_a_class_is_imported_when_it_is_asked_for():

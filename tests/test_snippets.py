@@ -28,7 +28,7 @@ def test_the_blocks_of_a_page_run_in_order(page, place, monkeypatch):
         assert done.returncode == 0, done.stderr
         return
     monkeypatch.chdir(place)
-    monkeypatch.setattr("vitclinic.exam.planner.BUDGET", snippets.BUDGET)
+    monkeypatch.setattr("vitclinic.exam.request.BUDGET", snippets.BUDGET)
     snippets.run_page(page)
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         list_treatments,
     )
     from vitclinic.models.factory import create_model
-    from vitclinic.reports.study.result import Comparison
+    from vitclinic.reports.study_result import Comparison
     from vitclinic.training.network import load_model
     from vitclinic.training.overrides import build_recipe
     from vitclinic.training.recipe import Recipe

@@ -19,7 +19,9 @@ from vitclinic.cli import main
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.data.corruptions import NINETEEN, Corruption
 from vitclinic.data.corruptions import copies as copying
-from vitclinic.data.corruptions.copies import class_folders, corrupt_data
+from vitclinic.data.corruptions.copies import corrupt_data
+from vitclinic.data.folder import class_folders
+from vitclinic.data.parquet import parquet_bytes
 
 CLASSES = ["b", "a/x", ".hidden", "100% [red]ü"]
 
@@ -36,7 +38,7 @@ def source(tmp_path):
         for file, image in zip(files, pixels, strict=True):
             Image.fromarray(image).save(file, "PNG")
         labels = np.arange(count) % 3  # the last class has no image
-        content = copying.parquet_bytes([f.getvalue() for f in files], [f"{i}" for i in range(count)], labels, CLASSES)
+        content = parquet_bytes([f.getvalue() for f in files], [f"{i}" for i in range(count)], labels, CLASSES)
         (folder / f"{split}.parquet").write_bytes(content)
     return folder
 
@@ -75,7 +77,7 @@ def test_a_copy_of_a_test_split_can_be_examined_and_says_that_it_cannot_be_train
     exam = vitclinic.examine(network, data=str(folder), probes=["cost"], out=tmp_path / "exams")
     assert exam["cost"].status == "ok"
     with pytest.raises(
-        DataError, match=r"no images in its train split; it has test \(10\); choose --split test or all"
+        DataError, match=r"no images in its train split; it has test \(10\); choose the split test or all"
     ):
         corrupt_data(str(folder), tmp_path / "again", split="train")
     with pytest.raises(DataError, match="no training images; it can be examined but not trained on"):

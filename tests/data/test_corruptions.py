@@ -11,9 +11,8 @@ from vitclinic._core.errors import DataError, RecipeError
 from vitclinic.data import Batch, shapes
 from vitclinic.data.corruptions import EXTRA, FIFTEEN, NINETEEN, SEVERITIES, Corruption, corrupt, setting
 from vitclinic.data.corruptions import corruption as module
-from vitclinic.data.corruptions import corruption as of_pictures
 from vitclinic.data.corruptions.blur import sources
-from vitclinic.data.corruptions.sampling import Draws
+from vitclinic.data.corruptions.noise import Draws
 from vitclinic.data.corruptions.weather import distance_to
 
 DETERMINISTIC = {
@@ -247,11 +246,11 @@ def test_pixels_are_those_of_pillow_at_any_size(side):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_both_libraries_give_the_same_jpeg(channels):
-    if of_pictures.encode_jpeg is None:
+    if module.encode_jpeg is None:
         pytest.skip("this torchvision has no JPEG")
     picture = np.ascontiguousarray(pictures(224, 1)[0][:199, :, :channels])
     for quality in (80, 40, 7):
-        assert (of_pictures.by_pillow(picture, quality) == of_pictures.by_torchvision(picture, quality)).all()
+        assert (module.by_pillow(picture, quality) == module.by_torchvision(picture, quality)).all()
 
 
 def test_parameters_scale_from_the_published_sizes():

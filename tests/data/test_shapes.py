@@ -7,7 +7,6 @@ import pytest
 
 from vitclinic._core.errors import DataError
 from vitclinic.data import shapes
-from vitclinic.data.shapes import scene
 
 N = len(shapes.CLASSES)
 
@@ -36,6 +35,12 @@ def test_an_image_depends_on_seed_split_and_index_alone() -> None:
     forwards = [shapes.example(3, "train", i)[0] for i in range(30)]
     backwards = [shapes.example(3, "train", i)[0] for i in reversed(range(40))][::-1]
     np.testing.assert_array_equal(forwards, backwards[:30])
+
+
+def test_images_drawn_together_are_those_drawn_alone() -> None:
+    """Bit for bit: batches of 50 end within these 120."""
+    together = list(shapes.examples(3, "val", 120, texture_cue=0.5))
+    np.testing.assert_array_equal(together, [shapes.example(3, "val", i, texture_cue=0.5)[0] for i in range(120)])
 
 
 def test_an_image_is_bytes_of_the_size_asked_for() -> None:
@@ -134,9 +139,9 @@ def test_an_edge_is_anti_aliased_and_the_shape_stays_inside_the_image() -> None:
 
 def test_outlines_alone_tell_the_classes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one place, size and tilt the nearest of 30 masks a class is of the right class."""
-    monkeypatch.setattr(scene, "_SHIFT", 0.0)
-    monkeypatch.setattr(scene, "_TILT", 0.0)
-    monkeypatch.setattr(scene, "_SCALE", (0.65, 0.65))
+    monkeypatch.setattr(shapes, "_SHIFT", 0.0)
+    monkeypatch.setattr(shapes, "_TILT", 0.0)
+    monkeypatch.setattr(shapes, "_SCALE", (0.65, 0.65))
     templates = np.stack([shapes.mask((0, k), k % N).ravel() for k in range(30 * N)])
     probes = np.stack([shapes.mask((1, k), k % N).ravel() for k in range(20 * N)])
     nearest = [np.abs(templates - probe).sum(1).argmin() % N for probe in probes]
@@ -145,7 +150,7 @@ def test_outlines_alone_tell_the_classes_apart(monkeypatch: pytest.MonkeyPatch) 
 
 def test_textures_alone_tell_the_partners_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two textures are one pattern: at the same key any two differ on much of a shape."""
-    monkeypatch.setattr(scene, "_NOISE", (0.0, 0.0))
+    monkeypatch.setattr(shapes, "_NOISE", (0.0, 0.0))
     for key in range(5):
         inside = shapes.mask((key,), 0) == 1
         drawn = [shapes.draw((key,), 0, k)[inside].astype(float) for k in range(N)]

@@ -239,7 +239,7 @@ def test_it_is_planned_first_by_its_rank_and_measured(folder: Path, printed: dic
     assert found["facts"]["question"] == "How odd is it?"
     assert found["facts"]["key_scalars"] == {"share": "lower"}
     plan = json.loads(next((folder / "runs" / "odd" / "exams").glob("*.plan")).read_text())
-    assert [entry["probe"] for entry in plan["entries"]][:2] == ["oddness", "drawn"]
+    assert [entry["probe"] for entry in plan["entries"]][:3] == ["anatomy", "oddness", "drawn"]
 
 
 def test_it_is_in_summary_and_findings(printed: dict[str, str]) -> None:

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from vitclinic.models import create_model
-from vitclinic.tasks import Classification, Learner
+from vitclinic.tasks import Classification
+from vitclinic.training.network import Learner
 from vitclinic.training.optimizer import OptimizerConfig, build_optimizer, weight_decay_parameters
 from vitclinic.treatments import Objective
 

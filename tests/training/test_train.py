@@ -88,6 +88,11 @@ def test_mistakes_are_sentences(overrides, keys, message):
         build_recipe(None, overrides, **keys)
 
 
+def test_nothing_is_not_trained_for_minutes():
+    with pytest.raises(RecipeError, match="Say what to train on"):
+        train()
+
+
 def test_an_open_dataset_is_refused_with_what_to_do():
     with pytest.raises(RecipeError, match="Pass what was given to open_data"):
         train(data=open_data("digits"))

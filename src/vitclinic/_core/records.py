@@ -13,8 +13,9 @@ import json
 import math
 import zipfile
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -33,6 +35,9 @@ from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.facts import ProbeFacts
 from vitclinic._core.io import write_bytes, write_errors, write_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 SCHEMA = 1
 
@@ -144,6 +149,8 @@ class Measurement(Config):
     provenance: Provenance
     facts: ProbeFacts | None = None
     """Facts about the probe, for reports; None if the measurement was stored by vitclinic 0.1."""
+    _network: str = PrivateAttr("network")
+    """Name of the network in figures; not stored."""
 
     @field_validator("config", "conditions", mode="before")
     @classmethod
@@ -183,6 +190,26 @@ class Measurement(Config):
         """
         options = {name: value for name, value in self.config.items() if name != "budget"}
         return self.probe, self.revision, options, self.data, self.conditions
+
+    def with_name(self, network: str) -> Self:
+        """Return the same measurement, whose figures name the network so."""
+        named = self.model_copy()
+        named._network = network
+        return named
+
+    def figure(self, name: str | None = None) -> go.Figure:
+        """Return the figure that a report shows of the measurement.
+
+        Args:
+            name: Which one, if there are several; by default the first.
+
+        Raises:
+            RecipeError: If there is nothing to draw, or no figure of that name.
+        """
+        reports = import_module("vitclinic.reports")  # by its name, for reports are made of records
+        shown = [reports.ExamView(self._network, {self.probe: self})]
+        drawn: go.Figure = import_module("vitclinic.reports.figures").draw_figure(shown, self.probe, name)
+        return drawn
 
     def plain(self) -> dict[str, Any]:
         """Return the record as strict JSON data, without the arrays."""

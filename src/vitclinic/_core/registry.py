@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Config)
 C = TypeVar("C", bound=type[Config])
+V = TypeVar("V", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,17 @@ class Registry(Generic[T]):
         """Return all classes by name, in alphabetical order."""
         return {name: self.get(name) for name in self.names()}
 
-    def check(self, name: str) -> None:
-        """Raise a RecipeError if there is no class with that name."""
+    def check(self, name: str, options: Any = None) -> None:
+        """Raise a RecipeError if there is no class with that name, or it does not take these options.
+
+        A built-in class is not imported for that; what only its code can tell about an option is not checked.
+        """
         names = self.names()
         if name not in names:
             hint = did_you_mean(str(name), names) or f" See `vitclinic list {self.noun}s`."
             raise RecipeError(f"There is no {self.noun} '{name}'.{hint}")
+        if options and isinstance(options, Mapping) and name not in self._known:
+            self._validate(read_classes(self.group)[name].config(), name, options)
 
     def get(self, name: str) -> type[T]:
         """Return the class with that name.
@@ -145,7 +151,10 @@ class Registry(Generic[T]):
         if not isinstance(entry, Mapping) or len(entry) != 1:
             raise RecipeError(f"'{self.noun}s': write a name or {{name: {{option: value}}}} (got {entry!r}).")
         ((name, options),) = entry.items()
-        cls = self.get(name)
+        self.check(name, options)
+        return self._validate(self.get(name), name, options)
+
+    def _validate(self, cls: type[V], name: str, options: Any) -> V:
         if options and not cls.model_fields:
             raise RecipeError(f"The {self.noun} '{name}' has no options (got {', '.join(map(repr, options))}).")
         return validate(cls, options or {}, where=f"{self.noun}s.{name}")

@@ -1,7 +1,11 @@
-"""YAML and JSON readers that reject duplicate keys; the standard ones silently keep the last."""
+"""Plain data as text: its digest, and YAML and JSON readers that reject duplicate keys.
+
+The standard readers silently keep the last of two.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -36,3 +40,8 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"duplicate key '{key}'")
         found[key] = value
     return found
+
+
+def fingerprint(*parts: Any) -> str:
+    """Return the SHA-256 of plain data, by way of its JSON: a short name for it."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

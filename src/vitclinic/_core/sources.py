@@ -1,7 +1,7 @@
 """Facts about the built-in probes, treatments and tasks, read from their source without importing it.
 
-`vitclinic list` and the message about a mistyped name need names, first lines and options, and must not wait for
-torch. Most of these are literals in the class and are read as such; a class with computed facts raises `Unreadable`
+`vitclinic list` and the message about a mistyped name or option need names, first lines and options, and must not wait
+for torch. Most of these are literals in the class and are read as such; a class with computed facts raises `Unreadable`
 and has to be imported. There is no index that could get out of date.
 """
 
@@ -14,9 +14,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, create_model
+
+from vitclinic._core.config import Config
+from vitclinic._core.errors import ModelError, did_you_mean
 
 Options = dict[str, dict[str, Any]]
 """`{option: {"default": value, "description": text}}`."""
@@ -48,19 +55,36 @@ class SourceClass:
 
     def options(self) -> Options:
         """Return the fields with defaults and descriptions, inherited ones first."""
-        found: Options = {}
+        return {name: module.option(field.value) for name, module, field in self._fields()}
+
+    def config(self) -> type[Config]:
+        """Return a config with the same fields, which accepts whatever the class itself accepts, and perhaps more.
+
+        Types and constraints are checked where the source states them; validators, which are code, are not run.
+
+        Example:
+            >>> read_classes("vitclinic.treatments")["sam"].config().model_fields["rho"].annotation
+            <class 'float'>
+        """
+        coded = any(_runs_first(statement) for cls in self.lineage() for statement in cls.node.body)
+        fields: dict[str, Any] = {
+            name: (Any if coded else module.type_of(field.annotation), None) for name, module, field in self._fields()
+        }
+        return create_model(self.node.name, __base__=Config, **fields)
+
+    def _fields(self) -> Iterator[tuple[str, SourceModule, ast.AnnAssign]]:
+        """Yield the fields with the modules that declare them, inherited ones first."""
         for cls in reversed(list(self.lineage())):
             for statement in cls.node.body:
                 if isinstance(statement, ast.AnnAssign) and not _is_class_variable(statement.annotation):
                     for name in _targets(statement):
-                        found[name] = cls.module.option(statement.value)
-        return found
+                        yield name, cls.module, statement
 
     def lineage(self) -> Iterator[SourceClass]:
         """Yield the class and its bases within vitclinic, the class first."""
         yield self
         for base in self.node.bases:
-            cls = self.module.find_class(base.id) if isinstance(base, ast.Name) else None
+            cls = self.module.find_class(base.id) if isinstance(base, ast.Name) and base.id != Config.__name__ else None
             if cls is not None:
                 yield from cls.lineage()
 
@@ -99,6 +123,52 @@ class SourceModule:
         if value is None:
             raise Unreadable("a field without a default")
         return {"default": self.evaluate(value), "description": ""}
+
+    def type_of(self, annotation: ast.expr) -> Any:
+        """Return the type that an annotation states; `Any` if it takes code to tell what it accepts."""
+        try:
+            return self._type(annotation)
+        except Unreadable:
+            return Any
+
+    def _type(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=None):
+                return None
+            case ast.Name(id=name) if name in _TYPES:
+                return _TYPES[name]
+            case ast.Name(id=name):
+                return self._alias(name)
+            case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+                return self._type(left) | self._type(right)
+            case ast.Subscript(value=ast.Name(id="list"), slice=inner):
+                return list[self._type(inner)]  # type: ignore[misc]
+            case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+                return Literal[self.evaluate(inner)]
+            case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, *marks])):
+                limits = [limit for mark in marks for limit in self._limits(mark)]
+                return Annotated[self._type(inner), *limits] if limits else self._type(inner)
+        raise Unreadable(ast.unparse(node))
+
+    def _limits(self, mark: ast.expr) -> Iterator[Any]:
+        """Yield the constraint that `Field(ge=...)` states; a validator that runs afterwards only rejects more."""
+        match mark:
+            case ast.Call(func=ast.Name(id="Field"), args=[], keywords=words):
+                yield Field(**{str(word.arg): self.evaluate(word.value) for word in words})
+            case ast.Call(func=ast.Name(id="AfterValidator")):
+                return
+            case _:
+                raise Unreadable(ast.unparse(mark))
+
+    def _alias(self, name: str) -> Any:
+        """Return the type that a name of this module, or one that it imports from vitclinic, stands for."""
+        for statement in self.tree.body:
+            if name in _targets(statement) and (value := getattr(statement, "value", None)) is not None:
+                return self._type(value)
+        home = self._find_import(name)
+        if home is None:
+            raise Unreadable(name)
+        return getattr(import_module(home.name), name) if home.name == _TIME else home._alias(name)
 
     def evaluate(self, node: ast.expr) -> Any:
         """Return the value of an expression made of literals and constants.
@@ -152,6 +222,10 @@ class SourceModule:
         return None
 
 
+_TYPES = {type_.__name__: type_ for type_ in (bool, int, float, str)}
+_TIME = "vitclinic._core.time"
+"""Its types are imported, for it does without torch."""
+
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -167,6 +241,13 @@ def _targets(statement: ast.stmt) -> list[str]:
         return [statement.target.id] if isinstance(statement.target, ast.Name) else []
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _runs_first(statement: ast.stmt) -> bool:
+    """Return True for a validator that sees values before their types are checked, and may accept others."""
+    decorators = statement.decorator_list if isinstance(statement, ast.FunctionDef) else []
+    words = [word for one in decorators if isinstance(one, ast.Call) for word in one.keywords if word.arg == "mode"]
+    return any(not (isinstance(word.value, ast.Constant) and word.value.value == "after") for word in words)
 
 
 def _is_class_variable(annotation: ast.expr) -> bool:
@@ -212,3 +293,15 @@ def read_model_names() -> list[str]:
     texts = [file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("*.py")]
     names = {name for text in texts for name in re.findall(r"^@register_model.*\ndef (\w+)", text, re.MULTILINE)}
     return sorted(names, key=lambda name: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", name)])
+
+
+def check_model_name(name: str) -> None:
+    """Raise a ModelError if timm and vitclinic have no network of that name.
+
+    Nothing is checked if timm is loaded, or a package extends vitclinic: either may have registered more networks.
+    """
+    if "timm" in sys.modules or any(group.startswith("vitclinic.") for group in entry_points().groups):
+        return
+    names = read_model_names()
+    if name.partition(".")[0] not in names:  # after the dot is a tag of its weights
+        raise ModelError(f"There is no model '{name}'.{did_you_mean(name, names)} See `vitclinic list models`.")

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from vitclinic._core.errors import RecipeError
+
 _TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?\s*(?:(\d+(?:\.\d+)?)m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)s?)?")
 
 _UNITS = ((86400, "days"), (3600, "h"), (60, "min"))
@@ -43,6 +45,25 @@ def format_duration(span: float) -> str:
     size, unit = next(pair for pair in _UNITS if span >= 1.5 * pair[0])
     amount = span / size
     return f"{amount:.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}".replace(".0 ", " ")
+
+
+def parse_budget(budget: str | int | float) -> float:
+    """Return a budget of time in seconds.
+
+    Raises:
+        RecipeError: If it is not a time, or not more than nothing.
+
+    Example:
+        >>> parse_budget("5m")
+        300.0
+    """
+    try:
+        found = seconds(budget)
+    except ValueError as error:
+        raise RecipeError(f"'budget': {error} (got {budget!r}).") from None
+    if not found:
+        raise RecipeError("'budget' must be more than 0 seconds.")
+    return found
 
 
 def _check_time(value: str | int | float) -> str | int | float:

@@ -15,6 +15,7 @@ import typer
 
 from vitclinic._core.errors import VitclinicError
 from vitclinic.cli import (  # noqa: F401  (they register their verbs)
+    anatomy,
     corrupt,
     demo,
     examine,
@@ -26,7 +27,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
 )
 from vitclinic.cli.common import app, follows
 
-VERBS = ("demo", "train", "examine", "prescribe", "study", "report", "corrupt", "list")
+VERBS = ("demo", "train", "anatomy", "examine", "prescribe", "study", "report", "corrupt", "list")
 """In the order of the help."""
 
 app.registered_commands.sort(key=lambda command: VERBS.index(command.name or command.callback.__name__))  # type: ignore[union-attr]
@@ -50,7 +51,7 @@ def _root(
 
 
 def main() -> None:
-    """The `vitclinic` command: an expected error is one sentence on stderr and an exit code."""
+    """Run the `vitclinic` command; an expected error is one sentence on stderr and an exit code."""
     try:
         app()
     except VitclinicError as error:
@@ -60,5 +61,5 @@ def main() -> None:
 
 
 def click_app() -> Any:
-    """The command as click sees it, for the test that freezes its surface."""
+    """Return the command as click sees it, for the test that freezes its surface."""
     return typer.main.get_command(app)

@@ -1,4 +1,4 @@
-"""What the verbs share: the application, how they speak, how they end."""
+"""The application, and what its verbs share: how they print, check and end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 
 
 def console_for(verbose: bool, quiet: bool) -> Console:
-    """Where to print; under torchrun only the first process speaks."""
+    """Return the console to print to; under torchrun only the first process prints."""
     from rich.console import Console
     from rich.logging import RichHandler
 
@@ -52,7 +52,7 @@ def console_for(verbose: bool, quiet: bool) -> Console:
 
 
 def follows() -> bool:
-    """Whether another process of torchrun's is the first."""
+    """Return True if another process of torchrun's is the first."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -70,7 +70,7 @@ def import_quickly() -> Iterator[None]:
 
 @contextmanager
 def resumable(kept: str = "what has been measured is stored", same: bool = True) -> Iterator[None]:
-    """Ctrl-C ends a command without a traceback, and the `same` command, or the one that `kept` names, goes on."""
+    """End a command without a traceback on Ctrl-C; the `same` command, or the one that `kept` names, goes on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -79,11 +79,21 @@ def resumable(kept: str = "what has been measured is stored", same: bool = True)
 
 
 def recipe_and_changes(words: list[str]) -> tuple[str | None, list[str]]:
-    """The one word without `=` is the recipe."""
+    """Split the words of a command into the recipe, the one without `=`, and the changes to it."""
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
         raise RecipeError(f"One recipe at a time: got {' and '.join(repr(word) for word in recipes)}.")
     return (recipes[0] if recipes else None), [word for word in words if "=" in word]
+
+
+def check_recipe(recipe: str | None, changes: list[str], data: str | None = None) -> None:
+    """Raise for a recipe that is wrong, and for data or a network that is not there, before torch is loaded."""
+    from vitclinic._core.sources import check_model_name
+    from vitclinic.training import build_recipe
+
+    built = build_recipe(recipe, changes)
+    check_data(built.data.source if data is None else data)
+    check_model_name(built.model.name)
 
 
 def check_data(source: str | None) -> None:
@@ -96,11 +106,13 @@ def check_data(source: str | None) -> None:
 
 
 def free_path(path: Path) -> Path:
+    """Return the path, with a number behind it if it is taken."""
     candidates = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000))]
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def finish(run: Run, console: Console) -> None:
+    """Print the results of a run, and exit with a code of its own unless it is finished."""
     from vitclinic.training.display import show_result
 
     show_result(run, console)

@@ -44,6 +44,9 @@ def corrupt(
     Noise, blur, weather, JPEG and others; docs/corrupt.md shows them all. After
     an interruption, run the same command to continue.
     """
+    from vitclinic.data.corruptions.parameters import list_cells
+
+    list_cells(corruption, severity)
     check_data(data)
     with resumable("what has been written is kept"):
         from vitclinic.data.corruptions.copies import corrupt_data

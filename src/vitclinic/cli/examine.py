@@ -74,65 +74,55 @@ def examine(
     `vitclinic list probes` shows the probes. Results are stored and reused: after
     an interruption, run the same command to continue. More: docs/examine.md.
     """
-    _refuse_typos(targets, data, _names(probes), _settings(settings or []))
+    from rich.markup import escape
+
+    from vitclinic._core.callback import say
+    from vitclinic.exam.request import check_request
+
+    chosen, options = _names(probes), _settings(settings or [])
+    check_request(chosen, budget, quick, full, options)
+    _refuse_typos(targets, data, split)
     with resumable():  # the imports, too, are long enough to be interrupted
-        from rich.markup import escape
-
-        from vitclinic._core.distributed import join_processes, pick_device
-        from vitclinic.exam import Examination
-        from vitclinic.exam.display import Display
-
         console = console_for(verbose, quiet or as_json)
-        with Display(console) as display, join_processes(pick_device(device)):
-            examination = Examination(
-                data,
-                probes=_names(probes),
-                budget=budget,
-                quick=quick,
-                full=full,
-                settings=_settings(settings or []),
-                split=split,
-                limit=limit,
-                size=size,
-                batch_size=batch_size,
-                seed=seed,
-                device=device,
-                random_weights=random_weights,
-                out=out,
-                fresh=fresh,
-                together=True,
-                callbacks=[display],
-            )
-            exams = examination.run_all(targets)
+        extent = {"budget": budget, "quick": quick, "full": full, "fresh": fresh, "out": out, "seed": seed}
+        images = {"split": split, "limit": limit, "size": size, "batch_size": batch_size}
+        network = {"device": device, "random_weights": random_weights}
+        request = {"probes": chosen, "settings": options, **extent, **images, **network}
+        exams = _run(targets, data, request, console)
         _show(exams, console, as_json, whole=probes is not None)
         if not no_report and not follows():
             page = exams.report(report or _report_path(exams, out), images=not no_images)
-            console.print(f"report: [bold]{escape(str(page))}[/]", soft_wrap=True, highlight=False)
+            say(console, f"report: [bold]{escape(str(page))}[/]")
     for error in exams.failures.values():
         raise error
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
         raise typer.Exit(PROBE_FAILED)
 
 
-def _refuse_typos(
-    targets: list[str], data: str | None, probes: list[str] | None, settings: dict[str, dict[str, Any]]
-) -> None:
-    """Raise for a name or a path that is not there, before torch is loaded.
+def _run(targets: list[str], data: str | None, request: dict[str, Any], console: Console) -> Exams:
+    from vitclinic._core.distributed import join_processes, pick_device
+    from vitclinic.exam import Examination
+    from vitclinic.exam.display import Display
+
+    with Display(console) as display, join_processes(pick_device(request["device"])):
+        return Examination(data, **request, together=True, callbacks=[display]).run_all(targets)
+
+
+def _refuse_typos(targets: list[str], data: str | None, split: str) -> None:
+    """Raise for a target, data or a split that is not there, before torch is loaded.
 
     One wrong target of several is told at the end: the others are examined.
     """
-    from vitclinic.exam.addresses import check_target
-    from vitclinic.probes.probe import PROBES
+    from vitclinic.exam.request import check_split, check_target
 
-    for name in [*(probes or ()), *settings]:
-        PROBES.check(name)
+    check_split(split)
     check_data(data)
     if len(targets) == 1:
         check_target(targets[0])
 
 
 def _report_path(exams: Exams, out: Path | None) -> Path:
-    """`report.html` of the run that was examined or, where there is none or several, of the folder of exams."""
+    """Return `report.html` of the run that was examined or, where there is none or several, of the folder of exams."""
     if out is None and len(exams) == 1 and exams[0].run is not None:
         return exams[0].run.path / "report.html"
     return (out or Path("exams")) / "report.html"
@@ -151,7 +141,7 @@ def _names(probes: str | None) -> list[str] | None:
 
 
 def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
-    """`probe.option=value` as {probe: {option: value}}."""
+    """Parse `probe.option=value` into {probe: {option: value}}."""
     from vitclinic.training.overrides import parse_yaml
 
     options: dict[str, dict[str, Any]] = {}

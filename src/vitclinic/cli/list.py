@@ -67,14 +67,14 @@ def describe_treatments() -> Rows:
     from vitclinic.treatments.treatment import TREATMENTS
 
     rows = []
-    for facts in TREATMENTS.facts("changes", "costs", "families", "paper"):
+    for facts in TREATMENTS.facts("changes", "costs", "part", "paper"):
         stated = facts.attributes
         rows.append(
             {
                 "name": facts.name,
                 "changes": stated["changes"],
                 "costs": stated["costs"],
-                "fits": ["any network"] if stated["families"] is None else list(stated["families"]),
+                "fits": f"networks with {stated['part']}" if stated["part"] else "any network",
                 "paper": stated["paper"],
                 "options": facts.options,
             }

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, recipe_and_changes, resumable
+from vitclinic.cli.common import Quiet, Verbose, app, check_recipe, console_for, recipe_and_changes, resumable
 
 
 @app.command()
@@ -47,18 +47,19 @@ def prescribe(
     recipe, changes = recipe_and_changes(words or [])
     if data is None and recipe is None and not any(word.startswith("data") for word in changes):
         raise RecipeError("Which data? Give --data D, or a recipe that names it.")
-    tried = _refuse_typos(recipe, changes, data, treatments, examined)
+    check_recipe(recipe, changes, data)
+    tried = _refuse_typos(budget, treatments, examined)
     with resumable("every trial that has ended is stored"):
+        from vitclinic.experiments.display import PrescriptionDisplay, show_prescription
         from vitclinic.experiments.prescribe.conduct import prescribe as try_treatments
-        from vitclinic.experiments.prescribe.display import Display, show_prescription
 
         console = console_for(verbose, quiet)
         first: list[str] = []
         if examined is not None:
-            from vitclinic.experiments.prescribe.arms import suggest_treatments
+            from vitclinic.experiments.prescribe.plan import suggest_treatments
 
             first = suggest_treatments(examined)
-        with Display(console) as display:
+        with PrescriptionDisplay(console) as display:
             found = try_treatments(
                 recipe,
                 changes,
@@ -73,22 +74,20 @@ def prescribe(
         show_prescription(found, console)
 
 
-def _refuse_typos(
-    recipe: str | None, changes: list[str], data: str | None, treatments: str | None, examined: Path | None
-) -> list[Any] | None:
-    """Return the treatments that are named; raise for a name or a path that is not there, before torch is loaded."""
-    from vitclinic.training import Run, build_recipe
+def _refuse_typos(budget: str, treatments: str | None, examined: Path | None) -> list[Any] | None:
+    """Return the treatments that are named; raise for a mistake that shows before torch is loaded."""
+    from vitclinic._core.time import parse_budget
+    from vitclinic.training import Run
     from vitclinic.training.overrides import parse_yaml
     from vitclinic.treatments.treatment import TREATMENTS
 
-    source = build_recipe(recipe, changes).data.source
-    check_data(source if data is None else data)
+    parse_budget(budget)
     if examined is not None:
         Run.open(examined)
     if treatments is None:
         return None
     named: list[Any] = parse_yaml(f"[{treatments}]", "--treatments")
     for entry in named:
-        for name in entry if isinstance(entry, dict) else [entry]:
-            TREATMENTS.check(name)
+        for name, options in entry.items() if isinstance(entry, dict) else [(entry, None)]:
+            TREATMENTS.check(name, options)
     return named

@@ -43,7 +43,7 @@ def report(
     if all_studies:
         page = _all_studies(targets or ["studies"], out, title)
     elif targets:
-        from vitclinic.exam.addresses import check_stored
+        from vitclinic.exam.request import check_stored
 
         for target in targets:
             check_stored(target)

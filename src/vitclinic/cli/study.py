@@ -67,9 +67,9 @@ def study(
         raise RecipeError("Which study? Name a claim of `vitclinic list studies`, or a file.")
     _refuse_typos(name, data)
     with resumable("every run is saved"):
+        from vitclinic.experiments.display import StudyDisplay, show_plan, show_result
         from vitclinic.experiments.study.conduct import study as conduct
         from vitclinic.experiments.study.costs import plan_study
-        from vitclinic.experiments.study.display import Display, show_plan, show_result
 
         console = console_for(verbose, quiet or as_json)
         if dry_run:
@@ -78,7 +78,7 @@ def study(
                 typer.echo(json.dumps(plan.plain(), indent=2))
             show_plan(plan, console)
             return
-        with Display(console) as display:
+        with StudyDisplay(console) as display:
             found = conduct(
                 name,
                 changes,

@@ -12,7 +12,7 @@ from vitclinic.cli.common import (
     Quiet,
     Verbose,
     app,
-    check_data,
+    check_recipe,
     console_for,
     finish,
     import_quickly,
@@ -49,20 +49,22 @@ def train(
     docs/train.md describes them all. `vitclinic list` shows the recipes, models,
     treatments and datasets that you can name.
     """
-    from vitclinic.training import Run, build_recipe
+    from vitclinic.training import Run
     from vitclinic.training import resume as resume_run
     from vitclinic.training import train as train_run
+    from vitclinic.training.train import NOTHING_TO_TRAIN
 
     console = console_for(verbose, quiet)
     recipe, changes = recipe_and_changes(words or [])
     if resume is not None and recipe is not None:
         raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
+    if resume is None and not words:
+        raise RecipeError(NOTHING_TO_TRAIN)
     if resume is not None:  # mistakes are told before torch is loaded
         Run.open(resume)
     else:
-        check_data(build_recipe(recipe, changes).data.source)
+        check_recipe(recipe, changes)
     with import_quickly():
-        from vitclinic.training import launch  # noqa: F401
         from vitclinic.training.display import Display
     with Display(console) as display:
         if resume is not None:

@@ -1,7 +1,11 @@
-"""Configs of `data` and `data.augment`. They do not import torch, so that a typo in a recipe is reported at once."""
+"""Configs of `data` and `data.augment`, and what a network must fit: the images' shape and the number of classes.
+
+This module does not import torch, so that a typo in a recipe is reported at once.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -115,3 +119,20 @@ DATASETS = {
     "hf:NAME": "a set of the Hugging Face hub (pip install 'vitclinic[hf]')",
 }
 """The forms of `source`, with descriptions."""
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """Input shape and number of classes that a network must have, named as in timm's `create_model`.
+
+    Example:
+        >>> spec = ImageSpec(num_classes=10, in_chans=3, img_size=(32, 32))
+        >>> spec.img_size
+        (32, 32)
+    """
+
+    num_classes: int
+    in_chans: int
+    """Channels of an image: 1 (grey) or 3."""
+    img_size: tuple[int, int]
+    """Height and width in pixels."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.hashing import fingerprint
+from vitclinic._core.serialization import fingerprint
 from vitclinic.data import shapes
 from vitclinic.data.source import NumberedRecords, Source
 
@@ -22,9 +23,6 @@ _SHAPES_VAL, _SHAPES_TEST = 500, 1000
 class ArrayRecords(NumberedRecords):
     """Images in an array, [n, height, width] or [n, height, width, 3], one label each."""
 
-    computed = True
-    """Reading decodes no file, so threads would not speed it up."""
-
     def __init__(self, source: str, images: NDArray[np.uint8], labels: NDArray[np.int64]) -> None:
         super().__init__(source, labels)
         self.images = images
@@ -32,12 +30,12 @@ class ArrayRecords(NumberedRecords):
     def read(self, index: int) -> Image.Image:
         return Image.fromarray(self.images[index])
 
+    def pictures(self) -> Iterator[NDArray[np.uint8]]:
+        yield from self.images
+
 
 class ShapesRecords:
     """Images of the procedural set, drawn as they are read."""
-
-    computed = True
-    """Reading decodes no file, so threads would not speed it up."""
 
     def __init__(self, seed: int, split: str, count: int, texture_cue: float) -> None:
         self.seed, self.split, self.count, self.texture_cue = seed, split, count, texture_cue
@@ -52,6 +50,9 @@ class ShapesRecords:
     def read(self, index: int) -> Image.Image:
         image, _, _ = shapes.example(self.seed, self.split, index, self.texture_cue)
         return Image.fromarray(image)
+
+    def pictures(self) -> Iterator[NDArray[np.uint8]]:
+        yield from shapes.examples(self.seed, self.split, self.count, self.texture_cue)
 
     def contents(self) -> list[int]:
         return list(range(len(self)))

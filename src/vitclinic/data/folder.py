@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.hashing import fingerprint
+from vitclinic._core.serialization import fingerprint
 from vitclinic.data.source import Source
 
 CLASSES_FILE = "classes.json"
@@ -152,3 +153,19 @@ def _stamp(path: Path) -> tuple[int, int]:
         return 0, 0
     status = path.stat()
     return status.st_size, status.st_mtime_ns
+
+
+def class_folders(classes: Sequence[str]) -> list[str]:
+    """Return a folder name for each class: its own name, escaped as in URLs where a file name does not allow it.
+
+    Numbers for all, if a name is empty or too long, or if two differ in case alone.
+
+    Example:
+        >>> class_folders(["cat", "9/10", ".x"])
+        ['cat', '9%2F10', '%2Ex']
+    """
+    folders = [re.sub(r'[\x00-\x1f%/\\:*?"<>|]|^\.', lambda found: f"%{ord(found[0]):02X}", name) for name in classes]
+    usable = all(0 < len(folder.encode()) <= 200 for folder in folders)
+    if not usable or len({folder.casefold() for folder in folders}) < len(folders):
+        return [f"{label:05}" for label in range(len(classes))]
+    return folders

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.hashing import fingerprint
+from vitclinic._core.serialization import fingerprint
 from vitclinic.data.dataset import Dataset, Split
 from vitclinic.data.source import SPLITS
 
@@ -25,6 +25,8 @@ LARGEST = 4 * 2**30
 """Maximum bytes of images kept in memory."""
 TOLERANCE = 1e-3
 """Distance from [0, 1] that rounding may cause."""
+DARKEST = 2 / 255
+"""Images none of whose pixels is brighter were, as far as one can tell, divided by 255 twice."""
 
 _IMAGES = ("pixel_values", "images", "image", "x")
 _LABELS = ("labels", "label", "targets", "target", "y")
@@ -78,8 +80,9 @@ def load_batches(
         A data set with the images, in [0, 1], and the labels of the loader.
 
     Raises:
-        DataError: The images are outside [0, 1] without being declared as normalized, differ in size or exceed the
-            memory limit, or the labels are not class indices.
+        DataError: The images are outside [0, 1] without being declared as normalized, look as if they were divided by
+            255 twice (and `normalized` is not False), differ in size or exceed the memory limit, or the labels are not
+            class indices.
 
     Example:
         >>> batches = [(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1]))]
@@ -184,6 +187,11 @@ def _read(
     if y_n is not None and y_n.min() < 0:
         raise DataError(f"Labels must be class indices from 0 (got {y_n.min()}).")
     x_nchw = _in_unit_interval(torch.cat(images), normalization, normalized)
+    if normalized is not False and 0 < x_nchw.max() <= DARKEST:
+        raise DataError(
+            f"The brightest pixel of the loader's images is {x_nchw.max():.2g}: they were probably divided by 255 twice"
+            " (ToTensor already does that). Divide once; if they are meant to be this dark, pass normalized=False."
+        )
     digest = hashlib.sha256(x_nchw.numpy().tobytes() + (b"" if y_n is None else y_n.tobytes())).hexdigest()
     return LoadedImages(x_nchw, digest), y_n
 

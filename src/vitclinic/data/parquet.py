@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.hashing import fingerprint
+from vitclinic._core.serialization import fingerprint
 from vitclinic.data.cache import cache_folder
 from vitclinic.data.source import SPLITS, NumberedRecords, Source
 
@@ -161,3 +163,16 @@ def _names_in_metadata(schema: pa.Schema, column: str) -> list[str] | None:
     except (KeyError, TypeError, ValueError):
         return None
     return [str(name) for name in names]
+
+
+def parquet_bytes(
+    files: Sequence[bytes], names: Sequence[str], labels: NDArray[np.int64], classes: Sequence[str]
+) -> bytes:
+    """Write image files and labels as parquet in the layout of Hugging Face, with the class names in the schema."""
+    features = {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    images = pa.StructArray.from_arrays([pa.array(files, pa.binary()), pa.array(names, pa.string())], ["bytes", "path"])
+    table = pa.table({"image": images, "label": pa.array(labels)}).replace_schema_metadata(metadata)
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="none", row_group_size=1000)
+    return buffer.getvalue()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -48,6 +48,14 @@ class NumberedRecords:
 
     def contents(self) -> list[int]:
         return list(range(len(self)))
+
+
+@runtime_checkable
+class ComputedRecords(Records, Protocol):
+    """Protocol of records that are in no file: all of them at a time are faster than one by one."""
+
+    def pictures(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield all images in order, [height, width] or [height, width, 3]."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import LockedError, MissingExtraError, RunError
-from vitclinic.experiments.pool import Pool
-from vitclinic.experiments.runner import LOOK_AGAIN, After, Outcome, Tally, attempt
+from vitclinic.experiments.runner import LOOK_AGAIN, After, Outcome, Pool, Tally, attempt
 from vitclinic.training import Recipe, Run
 
 _ATTEMPTS_AFTER_A_LOSS = 5
@@ -66,7 +65,7 @@ def _join(address: str) -> tuple[Any, bool]:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("--ray", "ray") from error
+        raise MissingExtraError("Training on a Ray cluster", "ray") from error
     if ray.is_initialized():
         return ray, False
     try:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import LockedError
-from vitclinic.experiments.pool import Pool
-from vitclinic.experiments.runner import After, Outcome, Queue, Tally, attempt
+from vitclinic.experiments.runner import After, Outcome, Pool, Queue, Tally, attempt
 from vitclinic.training import Recipe
 
 if TYPE_CHECKING:

@@ -12,14 +12,14 @@ from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from vitclinic._core import display
+from vitclinic._core import callback
 from vitclinic._core.callback import Callback
 from vitclinic.tasks import Metric, headlines
 from vitclinic.training.run import Run
 from vitclinic.training.trainer import Trainer
 
 
-class Display(display.Display, Callback):
+class Display(callback.Display, Callback):
     """A callback that shows reading and training on `console`; use it as a context manager around `train`."""
 
     def __init__(self, console: Console) -> None:

@@ -1,8 +1,8 @@
-"""The network of a run: built from the recipe, changed by its treatments, and loaded back from disk."""
+"""The network of a run: built from its recipe, changed by its treatments, trained with its losses, loaded from disk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,32 @@ import torch
 from torch import nn
 
 from vitclinic._core.errors import ModelError
-from vitclinic.data import Augment, Dataset, ImageSpec
+from vitclinic.data import Augment, Batch, Dataset, ImageSpec
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized, check_fit, create_model
+from vitclinic.tasks.task import Task
 from vitclinic.training.checkpoint import load_network_state
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Run
-from vitclinic.treatments import Treatment, operate
+from vitclinic.treatments import Losses, Objective, Treatment, operate
+
+
+class Learner(nn.Module):
+    """A network with its task's losses and the treatments' objectives, as wrapped by DDP and trained."""
+
+    def __init__(self, network: nn.Module, task: Task, objectives: Mapping[str, Objective]) -> None:
+        super().__init__()
+        self.network = network
+        self.task = task
+        self.objectives = nn.ModuleDict(dict(objectives))
+
+    def forward(self, batch: Batch) -> Losses:
+        """Return the losses of a batch by name: the task's own, then the objectives'."""
+        outputs = self.network(batch.images)
+        losses = self.task.losses(outputs, batch)
+        for name, objective in self.objectives.items():
+            losses[name] = objective(batch, outputs)
+        return losses
 
 
 def build_network(recipe: Recipe, dataset: Dataset) -> Normalized:

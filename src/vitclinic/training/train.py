@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError, RunError
+from vitclinic._core.sources import check_model_name
 from vitclinic.data import DataConfig, Dataset
 from vitclinic.data.dataset import check_source
 from vitclinic.tasks import LossConfig, Task
@@ -16,6 +17,11 @@ from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, ValidationConfig
 from vitclinic.training.run import Run
 from vitclinic.treatments import Treatment
+
+NOTHING_TO_TRAIN = (
+    "Say what to train on: a recipe, such as shapes (`vitclinic list recipes` shows them), or `data`, such as a folder"
+    " of your images with one sub-folder per class."
+)
 
 
 def train(
@@ -55,8 +61,8 @@ def train(
     and their defaults.
 
     Args:
-        recipe: Name of a shipped recipe (`vitclinic list recipes`), YAML file, plain data or `Recipe`; by default an
-            empty recipe, so that the defaults apply.
+        recipe: Name of a shipped recipe (`vitclinic list recipes`), YAML file, plain data or `Recipe`; by default the
+            defaults of all keys, of which at least one must then be given.
         overrides: Changes to it: `{"optimizer.lr": 3e-4}`, nested plain data, or words such as `"optimizer.lr=3e-4"`.
         model: Name of a network, or `{"name": ..., keyword: value}` with keywords for timm.
         data: A folder with one sub-folder per class, a parquet file, or a name from `vitclinic list datasets`.
@@ -98,32 +104,11 @@ def train(
         >>> run.status["status"], run.results["test"]["count"]
         ('finished', 180)
     """
-    keys: dict[str, Any] = {
-        "model": model,
-        "data": _check_closed(data),
-        "treatments": treatments,
-        "task": task,
-        "loss": loss,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "epochs": epochs,
-        "steps": steps,
-        "max_time": max_time,
-        "batch_size": batch_size,
-        "accumulate": accumulate,
-        "clip": clip,
-        "ema": ema,
-        "precision": precision,
-        "compile": compile,
-        "checkpoint": checkpoint,
-        "validation": validation,
-        "test": test,
-        "seed": seed,
-        "out": out,
-        "workers": workers,
-        "device": device,
-        "logging": logging,
-    }
+    given = locals()
+    keys: dict[str, Any] = {key: given[key] for key in Recipe.model_fields}  # all of which are keywords
+    _check_closed(data)
+    if recipe is None and not overrides and all(value is None for value in keys.values()):
+        raise RecipeError(NOTHING_TO_TRAIN)
     return _launch(build_recipe(recipe, overrides, **keys), None, callbacks)
 
 
@@ -159,7 +144,8 @@ def resume(
         >>> run = resume("runs/first", workers=4)  # doctest: +SKIP
     """
     run = Run.open(path)
-    source = None if data is None else {"source": _check_closed(data)}
+    _check_closed(data)
+    source = None if data is None else {"source": data}
     recipe = build_recipe(run.recipe, overrides, data=source, workers=workers, device=device, logging=logging)
     changed = {key for key, value in recipe if value != getattr(run.recipe, key)}
     if recipe.digest("") != run.recipe.digest("") or "out" in changed:
@@ -173,17 +159,17 @@ def resume(
     return _launch(recipe, run, callbacks)
 
 
-def _check_closed(data: Any) -> Any:
+def _check_closed(data: Any) -> None:
     if isinstance(data, Dataset):
         raise RecipeError(
             "data= takes a folder, a file or a name, not an open Dataset, because a resumed run has to open it again."
             " Pass what was given to open_data."
         )
-    return data
 
 
 def _launch(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
     check_source(recipe.data)
-    from vitclinic.training.launch import launch
+    check_model_name(recipe.model.name)
+    from vitclinic.training.loop import launch
 
     return launch(recipe, run, callbacks)

@@ -18,8 +18,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic.data import Batch, Dataset, TrainingStream
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
-from vitclinic.tasks import Learner
-from vitclinic.training.network import adapt_augmentation, build_network
+from vitclinic.training.network import Learner, adapt_augmentation, build_network
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Row

@@ -150,7 +150,7 @@ def test_where_nothing_helps_it_says_so_and_writes_no_recipe(asked, tmp_path):
 
 def test_asked_again_it_is_read_and_not_trained(first, monkeypatch):
     found, _ = first
-    monkeypatch.setattr("vitclinic.experiments.pool.train", None)
+    monkeypatch.setattr("vitclinic.experiments.runner.train", None)
     monkeypatch.setattr("vitclinic.experiments.prescribe.ledger.measure_costs", None)
     again = prescribe(RECIPE, budget=350, treatments=ARMS, out=found.folder, seed=3)
     assert drop_timing(again) == drop_timing(found)
@@ -248,7 +248,7 @@ def test_the_last_of_the_list_are_left_out_where_the_time_is_not_enough(asked):
 def test_mistakes_are_sentences(asked, tmp_path, photo_folder):
     with pytest.raises(DataError, match="has 4 val images, and prescribe selects on them: it needs at least 50"):
         asked(recipe={**RECIPE, "data": str(photo_folder)})
-    with pytest.raises(RecipeError, match="--budget: write a time"):
+    with pytest.raises(RecipeError, match="'budget': write a time"):
         asked(budget="soon")
     with pytest.raises(RecipeError, match=r"There is no treatment 'helpin'\. Did you mean 'helping'"):
         asked(treatments=["helpin"])
@@ -256,7 +256,7 @@ def test_mistakes_are_sentences(asked, tmp_path, photo_folder):
         asked(recipe={**RECIPE, "treatments": ["helping"]})
     with pytest.raises(RecipeError, match=r"No treatment applies .* mistaken"):
         asked(treatments=["mistaken"])
-    with pytest.raises(RecipeError, match="--out"):
+    with pytest.raises(RecipeError, match="an `out` of its own"):
         asked(recipe={**RECIPE, "out": "here"})
     with pytest.raises(RecipeError, match=r"cannot be trained: .*heads"):
         asked(out="impossible", recipe={**RECIPE, "model": {**RECIPE["model"], "num_heads": 3}})

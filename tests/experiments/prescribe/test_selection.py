@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vitclinic.experiments.prescribe.arms import Arm, Trials, list_candidates, pair_up
+from vitclinic.experiments.prescribe.plan import Arm, Trials, list_candidates, pair_up
 from vitclinic.experiments.prescribe.prescription import Trial, TriedStage, judge_effect, measure_effect
 from vitclinic.training import build_recipe
 

@@ -4,7 +4,7 @@ import pytest
 
 from vitclinic._core.errors import RunError
 from vitclinic._core.records import Finding, Measurement, Suggestion
-from vitclinic.experiments.prescribe import arms as suggested
+from vitclinic.experiments.prescribe import plan
 from vitclinic.training import train
 
 from .made import RECIPE
@@ -40,15 +40,15 @@ def test_treatments_of_findings_in_their_order_and_nothing_else(run, monkeypatch
         assert training == run.metrics
         return [finding("problem", "sam", "data.augment=deit"), finding("notice", "gap_head", "sam")]
 
-    monkeypatch.setattr(suggested, "find", find)
-    assert suggested.suggest_treatments(run.path) == ["sam", "gap_head"]
+    monkeypatch.setattr(plan, "find", find)
+    assert plan.suggest_treatments(run.path) == ["sam", "gap_head"]
     assert list(seen) == ["norms"]
     assert isinstance(seen["norms"], Measurement)
 
 
 def test_a_run_without_an_exam_is_a_sentence(run):
     with pytest.raises(RunError, match="has not been examined"):
-        suggested.suggest_treatments(run.path)
+        plan.suggest_treatments(run.path)
 
 
 def test_an_exam_is_read_as_its_report_reads_it(run, monkeypatch, caplog):
@@ -60,7 +60,7 @@ def test_an_exam_is_read_as_its_report_reads_it(run, monkeypatch, caplog):
     failed = exam["norms"].model_copy(update={"status": "failed", "reason": "broke", "scalars": {}, "units": []})
     failed.write(exam.folder / "norms-zzz.json")
     seen = {}
-    monkeypatch.setattr(suggested, "find", lambda measurements, training: seen.update(measurements) or [])
-    assert suggested.suggest_treatments(run.path) == []
+    monkeypatch.setattr(plan, "find", lambda measurements, training: seen.update(measurements) or [])
+    assert plan.suggest_treatments(run.path) == []
     assert {name: found.status for name, found in seen.items()} == {"norms": "ok"}
     assert "It is left out" in caplog.text

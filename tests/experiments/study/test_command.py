@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from vitclinic._core.errors import RecipeError
 from vitclinic.cli import app
+from vitclinic.experiments.display import StudyDisplay, TimeLeft, show_result, statement
 from vitclinic.experiments.runner import Outcome
 from vitclinic.experiments.study.catalogue import shipped_studies
 from vitclinic.experiments.study.conduct import study
-from vitclinic.experiments.study.display import Display, TimeLeft, show_result, statement
-from vitclinic.reports.study.result import read_result
+from vitclinic.reports.study_result import read_result
 
 from .networks import STUDY, tiny, tiny_study
 from .test_conduct import DIVERGING, IMPOSSIBLE
@@ -109,7 +109,7 @@ def test_what_a_comparison_lacks_is_said_with_its_reason(tmp_path):
 def test_progress_is_shown_on_a_terminal_only():
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        with Display(console) as display:
+        with StudyDisplay(console) as display:
             display.on_progress("runs", 0, 3)
             display.on_run(Outcome(tiny(), "diverged"))
             display.on_progress("runs", 1.5, 3)

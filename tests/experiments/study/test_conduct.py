@@ -24,7 +24,7 @@ DIVERGING = {"optimizer": {"name": "sgd", "lr": 1e9}, "schedule": {"warmup": 0},
 IMPOSSIBLE = {"treatments": ["spatial_smoothing"]}  # which is for CNNs
 
 
-OWN_SEED = "A study sets 'seed' itself: remove it. `seeds` is how many seeds to run, --out where the runs go."
+OWN_SEED = "A study sets 'seed' itself: remove it from the recipe. A study's own options are `seeds` and `out`."
 
 
 def table(result):

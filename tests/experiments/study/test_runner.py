@@ -14,8 +14,7 @@ import pytest
 
 from vitclinic._core.callback import Callback
 from vitclinic.experiments import runner
-from vitclinic.experiments.pool import Pool
-from vitclinic.experiments.runner import run_all
+from vitclinic.experiments.runner import Pool, run_all
 from vitclinic.training.run import drop_timing
 
 from .networks import long, tiny
@@ -169,7 +168,7 @@ def test_a_worker_that_dies_while_another_speaks_loses_its_own_run_only(tmp_path
 LEADER = """
 import sys
 from tests.experiments.study.networks import long
-from vitclinic.experiments.pool import Pool
+from vitclinic.experiments.runner import Pool
 from vitclinic.experiments.runner import run_all
 if __name__ == "__main__":
     recipes = [long(seed) for seed in (0, 1)]

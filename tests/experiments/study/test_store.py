@@ -3,7 +3,7 @@
 import pytest
 
 from vitclinic._core.callback import Callback
-from vitclinic.experiments.pool import Pool, drop_weights
+from vitclinic.experiments.runner import Pool, drop_weights
 from vitclinic.training import build_recipe
 from vitclinic.training.run import drop_timing
 

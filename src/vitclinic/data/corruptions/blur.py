@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic.data.corruptions.filtering import correlate, floor_to_level, gaussian_smooth, round_to_level
+from vitclinic.data.corruptions.noise import Draws
 from vitclinic.data.corruptions.parameters import Setting
-from vitclinic.data.corruptions.sampling import Draws
 
 _NEGLIGIBLE = 1e-6
 """Share of a kernel's weights that may be dropped: less than a thousandth of a level."""

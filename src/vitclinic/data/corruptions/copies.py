@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,17 +25,17 @@ import torch
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
-from vitclinic._core.hashing import fingerprint
 from vitclinic._core.io import sync, write_bytes, write_errors, write_json, write_text
 from vitclinic._core.lock import hold_lock
+from vitclinic._core.serialization import fingerprint
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.config import DataConfig
 from vitclinic.data.corruptions.corruption import Corruption, Picture, as_pictures
-from vitclinic.data.corruptions.parameters import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, setting
+from vitclinic.data.corruptions.parameters import SMALLEST, list_cells, setting
 from vitclinic.data.dataset import Dataset, Split, open_data
 from vitclinic.data.decoding import as_image, centre_view
-from vitclinic.data.folder import CLASSES_FILE
+from vitclinic.data.folder import CLASSES_FILE, class_folders
 from vitclinic.data.source import SPLITS
 from vitclinic.data.splits import subset
 
@@ -88,7 +87,7 @@ def corrupt_data(
         DataError: The data cannot be read, its images are too small, or the split has no images.
     """
     out = Path(out).expanduser()
-    cells = [Corruption(name, s, seed) for name in _names(corruptions) for s in _severities(severities)]
+    cells = [Corruption(name, s, seed) for name, s in list_cells(corruptions, severities)]
     if form not in FORMS:
         raise RecipeError(f"There is no format '{form}': choose {' or '.join(FORMS)}.")
     if form == "parquet" and find_spec("pyarrow") is None:
@@ -121,33 +120,6 @@ def _add(progress: Callable[[int], None], before: int, images: int) -> None:
     progress(before + images)
 
 
-def _names(given: str | int | Sequence[str]) -> list[str]:
-    """Return the names given as `all`, `15`, or a list."""
-    if str(given) in ("all", "15", "19"):
-        return list(FIFTEEN if str(given) == "15" else NINETEEN)
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else _as_list(given)
-    if not names:
-        raise RecipeError(f"Corruptions must be names such as fog,snow, or all or 15 (got {given!r}).")
-    return list(dict.fromkeys(names))
-
-
-def _severities(given: str | int | Sequence[int]) -> list[int]:
-    if given == "all":
-        return list(SEVERITIES)
-    parts = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else _as_list(given)
-    try:
-        found = sorted({int(part) for part in parts})
-        if not found or any(float(part) != int(part) for part in parts):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise RecipeError(f"Severities must be numbers from 1 to 5 such as 1,3, or all (got {given!r}).") from None
-    return found
-
-
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, Sequence) else []
-
-
 def _check_place(data: str | DataConfig | Dataset, out: Path) -> None:
     """Reject a place inside the data's own folder, where the copies would become classes of it."""
     source = data if isinstance(data, str) else data.source if isinstance(data, DataConfig) else data.name
@@ -162,7 +134,7 @@ def _select_splits(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     if not wanted:
         filled = {name: len(part) for name, part in dataset.splits.items() if len(part)}
         counts = ", ".join(f"{name} ({count})" for name, count in filled.items())
-        hint = f"; choose --split {next(iter(filled))} or all" if filled else ""
+        hint = f"; choose the split {next(iter(filled))} or all" if filled else ""
         raise DataError(f"'{dataset.name}' has no images in its {split} split; it has {counts or 'none'}{hint}.")
     if limit is not None:
         for name, part in wanted.items():
@@ -291,6 +263,8 @@ class Copy:
         files = self._encode(part, indices, progress)
         labels, names = part.labels[indices], [f"{row:07}.png" for row in part.rows[indices]]
         if self.form == "parquet":
+            from vitclinic.data.parquet import parquet_bytes  # which needs pyarrow, an extra
+
             write_bytes(self._marker(piece), parquet_bytes(files, names, labels, self.dataset.classes))
             return
         folders = class_folders(self.dataset.classes)
@@ -322,38 +296,6 @@ def _png(picture: Picture) -> bytes:
     file = io.BytesIO()
     as_image(picture).save(file, "PNG", compress_level=1)
     return file.getvalue()
-
-
-def class_folders(classes: Sequence[str]) -> list[str]:
-    """Return a folder name for each class: its own name, escaped as in URLs where a file name does not allow it.
-
-    Numbers for all, if a name is empty or too long, or if two differ in case alone.
-
-    Example:
-        >>> class_folders(["cat", "9/10", ".x"])
-        ['cat', '9%2F10', '%2Ex']
-    """
-    folders = [re.sub(r'[\x00-\x1f%/\\:*?"<>|]|^\.', lambda found: f"%{ord(found[0]):02X}", name) for name in classes]
-    usable = all(0 < len(folder.encode()) <= 200 for folder in folders)
-    if not usable or len({folder.casefold() for folder in folders}) < len(folders):
-        return [f"{label:05}" for label in range(len(classes))]
-    return folders
-
-
-def parquet_bytes(
-    files: Sequence[bytes], names: Sequence[str], labels: NDArray[np.int64], classes: Sequence[str]
-) -> bytes:
-    """Write image files and labels as parquet in the layout of Hugging Face, with the class names in the schema."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    features = {"image": {"_type": "Image"}, "label": {"names": list(classes), "_type": "ClassLabel"}}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    images = pa.StructArray.from_arrays([pa.array(files, pa.binary()), pa.array(names, pa.string())], ["bytes", "path"])
-    table = pa.table({"image": images, "label": pa.array(labels)}).replace_schema_metadata(metadata)
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="none", row_group_size=1000)
-    return buffer.getvalue()
 
 
 def _read(path: Path) -> Any:

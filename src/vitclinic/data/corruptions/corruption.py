@@ -18,16 +18,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from vitclinic._core.errors import DataError, RecipeError, did_you_mean
-from vitclinic.data.batch import Batch
+from vitclinic._core.errors import DataError
 from vitclinic.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
 from vitclinic.data.corruptions.digital import brightness, contrast, elastic_transform, pixelate, saturate
 from vitclinic.data.corruptions.filtering import floor_to_level, round_to_level
-from vitclinic.data.corruptions.noise import gaussian_noise, impulse_noise, shot_noise, speckle_noise
-from vitclinic.data.corruptions.parameters import NINETEEN, SEVERITIES, Setting, setting
-from vitclinic.data.corruptions.sampling import Draws
+from vitclinic.data.corruptions.noise import Draws, gaussian_noise, impulse_noise, shot_noise, speckle_noise
+from vitclinic.data.corruptions.parameters import Setting, check_corruption, setting
 from vitclinic.data.corruptions.weather import fog, frost, snow, spatter
 from vitclinic.data.decoding import as_image
+from vitclinic.data.stream import Batch
 
 Picture = NDArray[np.uint8]
 """[H, W, C]"""
@@ -84,11 +83,7 @@ class Corruption:
     """
 
     def __init__(self, name: str, severity: int, seed: int = 0) -> None:
-        if name not in NINETEEN:
-            hint = did_you_mean(name, NINETEEN) or f" Choose from {', '.join(NINETEEN)}."
-            raise RecipeError(f"There is no corruption '{name}'.{hint}")
-        if severity not in SEVERITIES:
-            raise RecipeError(f"The severity must be 1, 2, 3, 4 or 5 (got {severity}).")
+        check_corruption(name, severity)
         self.name, self.severity, self.seed = name, int(severity), seed  # of 3.0 the same random numbers as of 3
 
     @torch.no_grad()

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitclinic.data.corruptions.filtering import gaussian_smooth, luma
+from vitclinic.data.corruptions.noise import Draws
 from vitclinic.data.corruptions.parameters import Setting
-from vitclinic.data.corruptions.sampling import Draws
 
 
 def brightness(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:

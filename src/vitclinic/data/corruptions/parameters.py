@@ -1,16 +1,19 @@
-"""The published parameters of CIFAR-10-C and ImageNet-C [Hendrycks & Dietterich 2019], chosen by image size.
+"""Names and published parameters of the corruptions [Hendrycks & Dietterich 2019], chosen by image size.
 
 Images whose shorter side is below `BOUNDARY` pixels get CIFAR-10-C's, others ImageNet-C's. Lengths in pixels are
 multiplied by `scale`, the shorter side over 32 or 224, so that a corruption covers the same share of an image of
 another size; at 32 and 224 pixels the parameters are the published ones.
+
+This module does not import torch, so that a mistyped name is reported at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vitclinic._core.errors import DataError
+from vitclinic._core.errors import DataError, RecipeError, did_you_mean
 from vitclinic.data.decoding import Size
 
 SMALLEST = 32
@@ -135,3 +138,58 @@ def setting(name: str, severity: int, size: Size) -> Setting:
     if side < BOUNDARY:
         return Setting(_CIFAR[name][severity - 1], side / 32, "cifar10-c")
     return Setting(_IMAGENET[name][severity - 1], side / 224, "imagenet-c")
+
+
+def check_corruption(name: str, severity: float) -> None:
+    """Raise a RecipeError if there is no such corruption or severity."""
+    if name not in NINETEEN:
+        hint = did_you_mean(name, NINETEEN) or f" Choose from {', '.join(NINETEEN)}."
+        raise RecipeError(f"There is no corruption '{name}'.{hint}")
+    if severity not in SEVERITIES:
+        raise RecipeError(f"The severity must be 1, 2, 3, 4 or 5 (got {severity}).")
+
+
+def list_cells(corruptions: str | int | Sequence[str], severities: str | int | Sequence[int]) -> list[tuple[str, int]]:
+    """Return every corruption at every severity, from what a user wrote.
+
+    Args:
+        corruptions: Names, also as one text with commas; `15` or `all`.
+        severities: Numbers from 1 to 5, also as one text with commas; or `all`.
+
+    Raises:
+        RecipeError: There is no such corruption or severity.
+
+    Example:
+        >>> list_cells("fog,snow", 3)
+        [('fog', 3), ('snow', 3)]
+    """
+    cells = [(name, severity) for name in _parse_names(corruptions) for severity in _parse_severities(severities)]
+    for name, severity in cells:
+        check_corruption(name, severity)
+    return cells
+
+
+def _parse_names(given: str | int | Sequence[str]) -> list[str]:
+    if str(given) in ("all", "15", "19"):
+        return list(FIFTEEN if str(given) == "15" else NINETEEN)
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else _as_list(given)
+    if not names:
+        raise RecipeError(f"Corruptions must be names such as fog,snow, or all or 15 (got {given!r}).")
+    return list(dict.fromkeys(names))
+
+
+def _parse_severities(given: str | int | Sequence[int]) -> list[int]:
+    if given == "all":
+        return list(SEVERITIES)
+    parts = given.split(",") if isinstance(given, str) else [given] if isinstance(given, int) else _as_list(given)
+    try:
+        found = sorted({int(part) for part in parts})
+        if not found or any(float(part) != int(part) for part in parts):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise RecipeError(f"Severities must be numbers from 1 to 5 such as 1,3, or all (got {given!r}).") from None
+    return found
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) else []

@@ -13,14 +13,25 @@ from typing import Any
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.errors import DataError, RecipeError, RunError
-from vitclinic._core.hashing import fingerprint
 from vitclinic._core.io import write_errors
-from vitclinic._core.time import format_duration, seconds
+from vitclinic._core.serialization import fingerprint
+from vitclinic._core.time import format_duration, parse_budget
 from vitclinic.data import Dataset, open_data
-from vitclinic.experiments.pool import Pool, drop_weights
-from vitclinic.experiments.prescribe.arms import PLAIN, Arm, Entry, Trials, list_candidates, pair_up
 from vitclinic.experiments.prescribe.ledger import FILE, Costs, DecidedStage, Ledger
-from vitclinic.experiments.prescribe.plan import Stage, count_affordable, find_needed_budget, halve, make_plan, shrink
+from vitclinic.experiments.prescribe.plan import (
+    PLAIN,
+    Arm,
+    Entry,
+    Stage,
+    Trials,
+    count_affordable,
+    find_needed_budget,
+    halve,
+    list_candidates,
+    make_plan,
+    pair_up,
+    shrink,
+)
 from vitclinic.experiments.prescribe.prescription import (
     Prescription,
     Trial,
@@ -28,7 +39,7 @@ from vitclinic.experiments.prescribe.prescription import (
     judge_effect,
     measure_effect,
 )
-from vitclinic.experiments.runner import Outcome, run_all
+from vitclinic.experiments.runner import Outcome, Pool, drop_weights, run_all
 from vitclinic.training import Recipe, Run, build_recipe
 from vitclinic.training.budget import image_counts
 from vitclinic.training.overrides import Overrides
@@ -45,23 +56,14 @@ def build_plain_recipe(
     if data is not None:
         resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"source": str(data)})})
     if resolved.out is not None:
-        raise RecipeError("Remove `out` from the recipe, which is for a single run, and use --out (Python: out=).")
+        raise RecipeError(
+            "Remove `out` from the recipe: it is for a single run, and prescribe has an `out` of its own."
+        )
     if not resolved.test:
         raise RecipeError("The final comparison needs the test images: remove test=false.")
     if "accuracy" not in {metric.name for metric in resolved.task.metrics}:
         raise RecipeError(f"prescribe compares accuracies, and the task {resolved.task.name} has none.")
     return resolved.model_copy(update={"seed": 0})
-
-
-def parse_budget(budget: str | float) -> float:
-    """Return `--budget` in seconds."""
-    try:
-        time = seconds(budget)
-    except ValueError as error:
-        raise RecipeError(f"--budget: {error} (got '{budget}').") from None
-    if time <= 0:
-        raise RecipeError("--budget must be more than 0 seconds.")
-    return time
 
 
 def check_data(dataset: Dataset) -> None:

@@ -18,8 +18,7 @@ from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic._core.io import write_json
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset
-from vitclinic.experiments.prescribe.arms import PLAIN, Arm
-from vitclinic.experiments.prescribe.plan import Stage
+from vitclinic.experiments.prescribe.plan import PLAIN, Arm, Stage
 from vitclinic.training import Recipe
 from vitclinic.training.budget import Cost, image_counts, measure_cost, measure_costs, total_steps
 
@@ -114,7 +113,7 @@ class Ledger:
             if other:
                 raise RunError(
                     f"'{self.path.parent}' holds another prescription (other data, recipe, budget, treatments or seed):"
-                    " choose another --out."
+                    " choose another `out`."
                 )
             self.used = stored["used"]
             self.costs = {name: Cost(**cost) for name, cost in stored["costs"].items()}
@@ -134,7 +133,7 @@ class Ledger:
                 for entry in stored["decided"]
             ]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"'{self.path}' cannot be read ({error}): remove it, or choose another --out.") from error
+            raise RunError(f"'{self.path}' cannot be read ({error}): remove it, or choose another `out`.") from error
 
 
 class Costs:

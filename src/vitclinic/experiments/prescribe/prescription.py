@@ -12,7 +12,7 @@ import yaml
 
 from vitclinic._core.io import write_json, write_text
 from vitclinic._core.statistics import PairedDifference, paired_difference
-from vitclinic.experiments.prescribe.arms import PLAIN, Arm
+from vitclinic.experiments.prescribe.plan import PLAIN, Arm
 from vitclinic.training import Recipe
 
 SCHEMA = 1

@@ -58,7 +58,7 @@ def require_data(claim: str, recipes: Iterable[Recipe]) -> None:
         if named is not None:
             raise DataError(
                 f"{claim} is studied on {named.title}, which does not come with vitclinic: give your copy of it, or"
-                " other images, with --data (a folder of class folders, parquet, or torchvision:NAME@FOLDER)."
+                " other images, as `data` (a folder of class folders, parquet, or torchvision:NAME@FOLDER)."
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -14,16 +14,18 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RunError
 from vitclinic._core.io import write_errors
 from vitclinic._core.records import plain_data
-from vitclinic.experiments.pool import Pool
-from vitclinic.experiments.runner import Outcome, run_all
+from vitclinic.experiments.runner import Outcome, Pool, run_all
 from vitclinic.experiments.study.catalogue import open_study, require_data
 from vitclinic.experiments.study.measures import measure_run, training_seconds
 from vitclinic.experiments.study.schema import ScaleName, Study
 from vitclinic.experiments.study.store import keep_result, name_data, name_result, to_words
 from vitclinic.experiments.study.verdicts import Values, Verdict, judge
-from vitclinic.reports.study.result import SCHEMA
+from vitclinic.reports.study_result import SCHEMA
 from vitclinic.training import Recipe
 from vitclinic.training.overrides import Overrides
+
+Place = tuple[str, int]
+"""Arm and seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,6 @@ def study(
     )
     if all(outcome.status == "failed" for outcome in outcomes):
         raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
-    ended = list(zip(places, outcomes, strict=True))
-    values = _by_arm((place, outcome.measured.numbers) for place, outcome in ended)
     changes = tuple(word for word in to_words(overrides) if word.partition("=")[0] not in ("data", "data.source"))
     result = StudyResult(
         study=chosen,
@@ -170,17 +170,25 @@ def study(
         data=name_data(recipes.values()),
         words=changes,
         seeds=numbers,
-        values=values,
-        missing=_by_arm((place, outcome.measured.missing) for place, outcome in ended if outcome.measured.missing),
-        runs=_by_arm((place, outcome.path.name if outcome.path else "") for place, outcome in ended),
-        statuses=_by_arm((place, _describe_status(outcome)) for place, outcome in ended),
-        verdict=judge(chosen.at_scale(scale), values, numbers),
-        seconds=_sum_training_seconds(outcomes),
         file=folder / f"{name_result(chosen, scale, changes, recipes.values())}.json",
         named=what.claim if isinstance(what, Study) else Path(what).name,
+        **_judge_outcomes(chosen.at_scale(scale), numbers, dict(zip(places, outcomes, strict=True))),
     )
     keep_result(result.file, result.plain())
     return result
+
+
+def _judge_outcomes(chosen: Study, seeds: Sequence[int], ended: Mapping[Place, Outcome]) -> dict[str, Any]:
+    """Return the fields of a result that follow from the outcomes of all runs, by arm and seed."""
+    values = _by_arm((place, outcome.measured.numbers) for place, outcome in ended.items())
+    return {
+        "values": values,
+        "missing": _by_arm((place, one.measured.missing) for place, one in ended.items() if one.measured.missing),
+        "runs": _by_arm((place, outcome.path.name if outcome.path else "") for place, outcome in ended.items()),
+        "statuses": _by_arm((place, _describe_status(outcome)) for place, outcome in ended.items()),
+        "verdict": judge(chosen, values, seeds),
+        "seconds": _sum_training_seconds(list(ended.values())),
+    }
 
 
 def _set_seed(recipe: Recipe, seed: int) -> Recipe:
@@ -191,7 +199,7 @@ def _describe_status(outcome: Outcome) -> str:
     return outcome.reason or "failed" if outcome.status == "failed" else outcome.status
 
 
-def _by_arm(things: Iterable[tuple[tuple[str, int], Any]]) -> dict[str, dict[int, Any]]:
+def _by_arm(things: Iterable[tuple[Place, Any]]) -> dict[str, dict[int, Any]]:
     """Return arm -> seed -> thing."""
     found: dict[str, dict[int, Any]] = {}
     for (arm, seed), thing in things:

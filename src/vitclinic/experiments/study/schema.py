@@ -328,7 +328,7 @@ def _refuse_own_keys(recipe: Recipe) -> None:
     for key in ("seed", "out"):
         if key in recipe.model_fields_set:
             raise RecipeError(
-                f"A study sets '{key}' itself: remove it. `seeds` is how many seeds to run, --out where the runs go."
+                f"A study sets '{key}' itself: remove it from the recipe. A study's own options are `seeds` and `out`."
             )
 
 

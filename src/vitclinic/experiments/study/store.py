@@ -22,9 +22,8 @@ from vitclinic._core.lock import FOREVER, hold_lock
 from vitclinic.experiments.study.catalogue import NAMED_DATA, open_study, shipped_studies
 from vitclinic.experiments.study.schema import ScaleName, Study, parse_study
 from vitclinic.reports.frame import write_page
-from vitclinic.reports.study.page import render_study, write_study
-from vitclinic.reports.study.result import StoredResult, read_result
-from vitclinic.reports.study.tally import Claim, Entry, list_entries, write_index
+from vitclinic.reports.study_page import Claim, Entry, list_entries, render_study, write_index, write_study
+from vitclinic.reports.study_result import StoredResult, read_result
 from vitclinic.training import Recipe
 from vitclinic.training.overrides import Overrides, to_plain
 

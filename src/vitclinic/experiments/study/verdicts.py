@@ -28,7 +28,7 @@ import numpy as np
 
 from vitclinic._core.statistics import paired_share_interval, t_interval
 from vitclinic.experiments.study.schema import Expectation, Study, Term
-from vitclinic.reports.study.result import EXPLORATORY, Comparison, Status, Word
+from vitclinic.reports.study_result import EXPLORATORY, Comparison, Status, Word
 
 ENOUGH_SEEDS = 5
 _ROUNDING = 1e-9
