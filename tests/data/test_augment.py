@@ -94,3 +94,15 @@ def test_levels():
     assert (deit.mixup, deit.cutmix, deit.erasing, deit.smoothing, deit.repeats) == (0.2, 1.0, 0.25, 0.1, 3)
     plain = Augmenter(Augment(level="none"), (32, 32))(noise(4), keys(4))
     assert torch.equal(plain, torch.from_numpy(noise(4)).permute(0, 3, 1, 2).float() / 255)
+
+
+@pytest.mark.parametrize("size", [32, 96])
+def test_without_flip_images_are_cropped_the_same_and_none_is_mirrored(size):
+    with_flip, without = (
+        Augmenter(Augment(flip=flip), (size, size))(noise(20, size), keys(20)) for flip in (None, False)
+    )
+    mirrored = uniforms(keys(20), "flip", 1)[:, 0] < 0.5
+    assert torch.equal(without[mirrored], with_flip[mirrored].flip(-1))
+    assert torch.equal(without[~mirrored], with_flip[~mirrored])
+    with pytest.raises(ValueError, match="flip is a part of the levels light and deit"):
+        Augment(level="none", flip=True)

@@ -53,8 +53,10 @@ class Augmenter:
         if self.config.level == "none":
             return centre_view(images, self.size)
         if is_photo(self.size):
-            return flip(random_resized_crop(images, keys, self.size), keys)
-        return flip(shift_crop(np.asarray(images), keys, padding=self.size[0] // 8), keys)
+            cropped = random_resized_crop(images, keys, self.size)
+        else:
+            cropped = shift_crop(np.asarray(images), keys, padding=self.size[0] // 8)
+        return flip(cropped, keys) if self.config.flip else cropped
 
 
 def to_unit_interval(x_bhwc: NDArray[np.uint8] | NDArray[np.float32]) -> Tensor:

@@ -31,6 +31,9 @@ class Augment(Config):
     main_key: ClassVar[str | None] = "level"
 
     level: Literal["none", "light", "deit"] = "light"
+    flip: bool | None = Field(
+        None, description="mirror half of the images (light and deit); false for letters and digits, say"
+    )
     randaugment: Annotated[str, Field(pattern=r"^(off|rand(-[a-z]+[\d.]+)*)$")] | None = Field(
         None, description="timm's policy string, or 'off'"
     )
@@ -51,7 +54,13 @@ class Augment(Config):
 
     def _parts(self) -> dict[str, Any]:
         level = _DEIT if self.level == "deit" else _PLAIN
-        return {**level, **self.model_dump(exclude_none=True)}
+        return {**level, "flip": self.level != "none", **self.model_dump(exclude_none=True)}
+
+    @model_validator(mode="after")
+    def _flip_has_a_level(self) -> Self:
+        if self.flip and self.level == "none":
+            raise ValueError("flip is a part of the levels light and deit; level none changes no image")
+        return self
 
     @model_validator(mode="after")
     def _cells_make_sense(self) -> Self:
