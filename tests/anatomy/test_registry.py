@@ -46,6 +46,9 @@ def _other_modules() -> list[str]:
 OTHERS = _other_modules()
 SAMPLE = sample(OTHERS, 16)
 
+LARGE = 30e6
+"""Parameters; an anatomy of a larger network takes gigabytes."""
+
 
 @pytest.mark.parametrize(
     "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
@@ -59,6 +62,8 @@ def test_a_network_of_another_module_is_known_by_its_base_class_or_gets_a_clear_
     with pytest.raises(AnatomyError) as caught:
         Anatomy.of(network)
     if "no weights" in str(caught.value):
+        if sum(p.numel() for p in network.parameters()) > LARGE:
+            return  # the zoo has a small network of every module of timm
         assert Anatomy.of(timm.create_model(name)).units[-1].kind == "head"
     else:
         assert "docs/anatomy.md" in str(caught.value)

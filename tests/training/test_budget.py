@@ -1,13 +1,18 @@
 """From a time to a number of steps."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.training import build_recipe, train
-from vitclinic.training.budget import Cost
+from vitclinic._core.distributed import ALONE
+from vitclinic.training import budget, build_recipe, load_model, train
+from vitclinic.training.budget import Cost, fit_size
 
 COUNTS = {"train": 100, "val": 20, "test": 30}
+CPU = torch.device("cpu")
 
 
 @given(
@@ -34,3 +39,32 @@ def test_without_test_the_images_of_test_stay_unread(tiny):
     assert run.status["status"] == "finished"
     assert list(run.results) == ["val"]
     assert {row["kind"] for row in run.metrics} == {"train", "val"}
+
+
+AUTO = {"model": {"name": "hybrid_vit", "size": "auto"}, "data": "digits", "batch_size": 60}
+
+
+@pytest.mark.parametrize(("images", "size"), [(1500, "tiny"), (20_000, "small"), (300_000, "base")])
+def test_without_a_time_the_size_follows_the_number_of_images(images, size):
+    dataset = SimpleNamespace(train=range(images))
+    recipe, (notice,) = fit_size(build_recipe(AUTO, epochs=2), dataset, ALONE, CPU)
+    assert recipe.model.keywords == {"size": size}
+    assert notice == f"model.size is {size}, for {images:,} training images"
+
+
+@pytest.mark.parametrize(("steps", "size"), [(1, "tiny"), (300, "tiny"), (1200, "small"), (10**6, "base")])
+def test_within_a_time_the_largest_size_is_taken_that_sees_the_images_often_enough(monkeypatch, steps, size):
+    costs = {"tiny": steps}
+    monkeypatch.setattr(budget, "total_steps", lambda recipe, *_: costs[recipe.model.keywords["size"]])
+    dataset = SimpleNamespace(train=range(1000))
+    recipe, (notice,) = fit_size(build_recipe(AUTO, max_time="10s"), dataset, ALONE, CPU)
+    assert recipe.model.keywords == {"size": size}
+    assert notice.startswith(f"model.size is {size}: 10s allow about ")
+
+
+def test_a_named_size_stays_and_a_run_records_the_one_it_took(tmp_path):
+    named = build_recipe({**AUTO, "model": {"name": "hybrid_vit", "size": "base"}})
+    assert fit_size(named, None, ALONE, CPU) == (named, [])
+    run = train(AUTO, steps=1, test=False, out=tmp_path / "run")
+    assert run.recipe.model.keywords == {"size": "tiny"}
+    assert load_model(run.path)(torch.rand(1, 1, 8, 8)).shape == (1, 10)

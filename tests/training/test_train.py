@@ -12,7 +12,10 @@ from vitclinic.data import open_data
 from vitclinic.tasks import Classification
 from vitclinic.training import Recipe, build_recipe, resume, train
 from vitclinic.training.optimizer import OptimizerConfig
+from vitclinic.training.overrides import default_base
 from vitclinic.treatments import SharpnessAware, Treatments
+
+SMALLEST = {"name": "vit_tiny_fitted", "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
 
 
 def test_every_key_of_a_recipe_is_a_keyword():
@@ -114,3 +117,12 @@ def test_a_moved_folder_with_an_odd_name_is_trained_on_and_resumed(tmp_path, pho
     run = resume(tmp_path / "#run", data=moved)
     assert run.status["status"] == "finished"
     assert run.path == tmp_path / "#run"
+
+
+def test_without_recipe_network_and_task_the_recipe_is_small(tmp_path):
+    assert default_base(["data=photos/", "optimizer.lr=1"]) == default_base({"data.limit": 3}) == "small"
+    assert default_base(["model.depth=2"]) is default_base(model="resnet18") is default_base({"task": "own"}) is None
+    run = train(data="digits", steps=1, test=False, out=tmp_path / "run")
+    assert run.recipe.model.name == "hybrid_vit"
+    assert run.recipe.optimizer == build_recipe("small").optimizer
+    assert train(model=SMALLEST, data="digits", steps=1, test=False, out=tmp_path / "own").recipe.batch_size == 128

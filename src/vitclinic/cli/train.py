@@ -52,6 +52,7 @@ def train(
     from vitclinic.training import Run
     from vitclinic.training import resume as resume_run
     from vitclinic.training import train as train_run
+    from vitclinic.training.overrides import WHY_DEFAULT, default_base
     from vitclinic.training.train import NOTHING_TO_TRAIN
 
     console = console_for(verbose, quiet)
@@ -63,6 +64,8 @@ def train(
     if resume is not None:  # mistakes are told before torch is loaded
         Run.open(resume)
     else:
+        if recipe is None and (recipe := default_base(changes)) is not None:
+            console.print(WHY_DEFAULT, soft_wrap=True)
         check_recipe(recipe, changes)
     with import_quickly():
         from vitclinic.training.display import Display

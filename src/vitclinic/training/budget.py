@@ -1,4 +1,4 @@
-"""The length of a run in steps; `max_time` is converted by measuring what a step costs."""
+"""The length of a run in steps, and the size of a network that fits it; `max_time` is converted by measuring a step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from vitclinic._core.distributed import Distributed
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, evaluation_batches
+from vitclinic.models.hybrid import SIZES
 from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
 from vitclinic.training.trainer import Trainer
@@ -58,6 +59,40 @@ def total_steps(recipe: Recipe, dataset: Dataset, distributed: Distributed, devi
     cost = measure_cost(recipe, dataset, distributed, device)
     steps = cost.steps_within(seconds(recipe.max_time), recipe, image_counts(dataset))
     return int(distributed.leader_only(lambda: max(1, steps)))
+
+
+WANTED_EPOCHS = 12.0
+"""A larger network must see every image so many times within `max_time`: with fewer, a smaller one ends better."""
+_COSTS = {"tiny": 1.0, "small": 2.8, "base": 13.0}
+"""Seconds per step of each size relative to the smallest, measured at 32 x 32 pixels."""
+_LEAST_IMAGES = {"tiny": 0, "small": 20_000, "base": 200_000}
+"""The number of training images from which on a size is chosen, for runs without `max_time`."""
+
+
+def fit_size(
+    recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with `model.size: auto` replaced by the size that data and time allow, and why.
+
+    With `max_time` that is the largest size that sees every image `WANTED_EPOCHS` times, from the measured cost of the
+    smallest; otherwise it depends on the number of images.
+    """
+    if recipe.model.keywords.get("size") != "auto":
+        return recipe, []
+    images = len(dataset.train)
+    sized = {size: _with_size(recipe, size) for size in SIZES}
+    if recipe.max_time is None:
+        size = [size for size, least in _LEAST_IMAGES.items() if images >= least][-1]
+        return sized[size], [f"model.size is {size}, for {images:,} training images"]
+    smallest = sized["tiny"]
+    epochs = total_steps(smallest, dataset, distributed, device) * recipe.batch_size / images
+    size = [size for size, cost in _COSTS.items() if cost == 1 or epochs / cost >= WANTED_EPOCHS][-1]
+    reason = f"{recipe.max_time} allow about {epochs / _COSTS[size]:.0f} epochs of it on {images:,} training images"
+    return sized[size], [f"model.size is {size}: {reason}"]
+
+
+def _with_size(recipe: Recipe, size: str) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"size": size})})
 
 
 def measure_cost(recipe: Recipe, dataset: Dataset, distributed: Distributed, device: torch.device) -> Cost:

@@ -23,7 +23,7 @@ from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import join_processes, pick_device
 from vitclinic._core.errors import RunError
 from vitclinic.data import Dataset, open_data
-from vitclinic.training.budget import total_steps
+from vitclinic.training.budget import fit_size, total_steps
 from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
 from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.recipe import Recipe
@@ -227,6 +227,7 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         dataset = distributed.leader_first(
             lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
         )
+        recipe, fitted = fit_size(recipe, dataset, distributed, device)
         # Every mistake in the recipe must surface before the directory is created. Only the leading process checks
         # and creates it: the others would find it already there.
         path = Path(distributed.leader_only(lambda: str(_choose_path(recipe, run, dataset))))
@@ -237,6 +238,7 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         steps = run.status.get("total_steps") if run is not None else None
         steps = steps or total_steps(recipe, dataset, distributed, device)
         trainer = Trainer(recipe, dataset, steps, distributed, device)
+        trainer.notices = [*fitted, *trainer.notices]
         distributed.leader_only(lambda: _claim(path, recipe, run, dataset, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
 

@@ -23,6 +23,14 @@ def read_shipped_recipes() -> dict[str, str]:
     return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
 
 
+DEFAULT = "small"
+"""The shipped recipe of a run that names neither a recipe nor a network."""
+WHY_DEFAULT = (
+    "recipe small, as neither a recipe nor a network is named: convolutions before attention learn more from few images"
+    " than a plain ViT in the same time (docs/results/cure.md)"
+)
+
+
 Overrides = Mapping[str, Any] | Sequence[str]
 """Changes to a recipe: `{"optimizer.lr": 3e-4}`, nested plain data, or `key=value` words (`optimizer.lr=3e-4`)."""
 
@@ -58,6 +66,17 @@ def build_recipe(
         base = base.plain()
     lower = merge(Recipe, {}, to_plain(base) if isinstance(base, Mapping) else _read(base))
     return validate(Recipe, overlay(lower, changes))
+
+
+def default_base(overrides: Overrides | None = None, **keys: Any) -> str | None:
+    """Return the name of the recipe to start from if none is named: `small`, or None if a network or task is.
+
+    Example:
+        >>> default_base(["data=photos/"]), default_base(["data=photos/", "model=resnet18"]), default_base(task="own")
+        ('small', None, None)
+    """
+    given = {**_changes(overrides), **{key: value for key, value in keys.items() if value is not None}}
+    return None if given.keys() & {"model", "task"} else DEFAULT
 
 
 def _changes(overrides: Overrides | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from vitclinic.data import DataConfig, Dataset
 from vitclinic.data.dataset import check_source
 from vitclinic.tasks import LossConfig, Task
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
-from vitclinic.training.overrides import Overrides, build_recipe
+from vitclinic.training.overrides import Overrides, build_recipe, default_base
 from vitclinic.training.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, ValidationConfig
 from vitclinic.training.run import Run
 from vitclinic.treatments import Treatment
@@ -61,8 +61,8 @@ def train(
     and their defaults.
 
     Args:
-        recipe: Name of a shipped recipe (`vitclinic list recipes`), YAML file, plain data or `Recipe`; by default the
-            defaults of all keys, of which at least one must then be given.
+        recipe: Name of a shipped recipe (`vitclinic list recipes`), YAML file, plain data or `Recipe`. By default
+            `small`, or the defaults of all keys if a `model` or `task` is given; at least one key must then be given.
         overrides: Changes to it: `{"optimizer.lr": 3e-4}`, nested plain data, or words such as `"optimizer.lr=3e-4"`.
         model: Name of a network, or `{"name": ..., keyword: value}` with keywords for timm.
         data: A folder with one sub-folder per class, a parquet file, or a name from `vitclinic list datasets`.
@@ -109,6 +109,8 @@ def train(
     _check_closed(data)
     if recipe is None and not overrides and all(value is None for value in keys.values()):
         raise RecipeError(NOTHING_TO_TRAIN)
+    if recipe is None:
+        recipe = default_base(overrides, **keys)
     return _launch(build_recipe(recipe, overrides, **keys), None, callbacks)
 
 
