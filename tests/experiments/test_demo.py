@@ -14,7 +14,7 @@ from vitclinic._core.errors import RunError
 from vitclinic.cli import main
 from vitclinic.experiments import demo as demonstration
 from vitclinic.experiments.demo import CLAIMS, compare, judge_claims, train_both
-from vitclinic.treatments import known_treatments
+from vitclinic.training import read_shipped_recipes
 
 SMALL = """
 model: {name: vit_tiny_fitted, patch_size: 8, embed_dim: 24, depth: 2, num_heads: 2}
@@ -25,88 +25,85 @@ workers: 0
 """
 
 
-def networks(similarity, accuracy):
-    return exam(token_similarity={"absolute_cosine_last": similarity}, accuracy={"accuracy": accuracy})
+def network(accuracy):
+    return exam(accuracy={"accuracy": accuracy})
 
 
-PLAIN = networks((0.60, 0.64), (0.40, 0.46))
+PLAIN = network((0.40, 0.46))
 
 
-def test_what_is_expected_is_of_numbers_and_treatments_that_there_are():
-    assert {claim.number for claim in CLAIMS} == {"token_similarity.absolute_cosine_last", "accuracy.accuracy"}
-    assert set(demonstration.TREATMENTS) <= set(known_treatments())
+def test_what_is_expected_is_of_numbers_and_recipes_that_there_are():
+    assert {claim.number for claim in CLAIMS} == {"accuracy.accuracy"}
+    assert set(demonstration.RECIPES) <= set(read_shipped_recipes())
 
 
 def test_changes_as_the_papers_say():
-    alike, accurate = judge_claims(PLAIN, networks((0.30, 0.34), (0.50, 0.56)))
-    assert alike.title == "Lower similarity of the last layer's patches, as published"
+    (accurate,) = judge_claims(PLAIN, network((0.50, 0.56)))
     assert accurate.title == "Higher accuracy, as published"
-    assert alike.severity == accurate.severity == "healthy"
+    assert accurate.severity == "healthy"
     assert accurate.statement == (
-        "The accuracy is 0.43 (0.4 to 0.46) without and 0.53 (0.5 to 0.56) with treatment, "
-        "as wang2022, Table 1; gong2021, Table 1 says."
+        "The accuracy is 0.43 (0.4 to 0.46) plain and 0.53 (0.5 to 0.56) cured, "
+        "as wang2022, Table 1; park2022, Fig. 12 says."
     )
     assert accurate.numbers["accuracy.accuracy"].value == pytest.approx(0.53)
     assert accurate.numbers["plain accuracy.accuracy"].value == pytest.approx(0.43)
 
 
 def test_changes_against_the_papers_are_said_to_be():
-    alike, accurate = judge_claims(PLAIN, networks((0.70, 0.74), (0.30, 0.36)))
-    assert alike.title == "Similarity of the last layer's patches changes against the paper"
+    (accurate,) = judge_claims(PLAIN, network((0.30, 0.36)))
     assert accurate.title == "Accuracy changes against the paper"
-    assert alike.severity == accurate.severity == "notice"
-    assert "against what gong2021, Fig. 3 says" in alike.statement
+    assert accurate.severity == "notice"
+    assert "against what wang2022, Table 1; park2022, Fig. 12 says" in accurate.statement
 
 
-@pytest.mark.parametrize("treated", [networks((0.5, 0.61), (0.45, 0.5)), networks((0.64, 0.7), (0.3, 0.40)), PLAIN])
-def test_intervals_that_meet_say_nothing(treated):
-    for finding in judge_claims(PLAIN, treated):
-        assert finding.title.startswith("No clear change in ")
-        assert finding.severity == "notice"
-        assert "the two intervals overlap" in finding.statement
+@pytest.mark.parametrize("cured", [network((0.45, 0.5)), network((0.3, 0.40)), PLAIN])
+def test_intervals_that_meet_say_nothing(cured):
+    (finding,) = judge_claims(PLAIN, cured)
+    assert finding.title == "No clear change in accuracy"
+    assert finding.severity == "notice"
+    assert "the two intervals overlap" in finding.statement
 
 
 @pytest.mark.parametrize(
-    "treated",
+    "cured",
     [
         {},
-        changed(networks((0.3, 0.34), (0.5, 0.56)), status="failed", reason="Why."),
-        changed(networks((0.3, 0.34), (0.5, 0.56)), data="c" * 64),
-        networks(math.nan, math.nan),
+        changed(network((0.5, 0.56)), status="failed", reason="Why."),
+        changed(network((0.5, 0.56)), data="c" * 64),
+        network(math.nan),
     ],
     ids=["no time", "failed", "other images", "not a number"],
 )
-def test_what_was_not_measured_is_said_to_be_untested(treated):
-    for plain, other in ((PLAIN, treated), (treated, PLAIN)):
-        found = judge_claims(plain, other)
-        assert [finding.title for finding in found] == [f"No comparison of {claim.what}" for claim in CLAIMS]
-        assert {finding.severity for finding in found} == {"notice"}
+def test_what_was_not_measured_is_said_to_be_untested(cured):
+    for plain, other in ((PLAIN, cured), (cured, PLAIN)):
+        (found,) = judge_claims(plain, other)
+        assert found.title == "No comparison of accuracy"
+        assert found.severity == "notice"
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """The demo on a network of seconds, in a folder with a name that YAML would read otherwise."""
-    (tmp_path / "small.yaml").write_text(SMALL)
+    (tmp_path / "plain.yaml").write_text(SMALL)
+    (tmp_path / "cure.yaml").write_text(SMALL + "treatments: [conv_stem]\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demonstration, "RECIPE", str(tmp_path / "small.yaml"))
-    monkeypatch.setattr(demonstration, "SHORTER", {})
-    monkeypatch.setattr(demonstration, "TREATMENTS", ("conv_stem",))
+    monkeypatch.setattr(demonstration, "RECIPES", (str(tmp_path / "plain.yaml"), str(tmp_path / "cure.yaml")))
+    monkeypatch.setattr(demonstration, "LENGTH", {})
     monkeypatch.setattr(demonstration, "BUDGET", "6s")
     return Path("my: demo #1")
 
 
 def test_both_are_trained_once_where_they_are_wanted(small, monkeypatch):
-    plain, treated = train_both(small)
-    assert (plain.path, treated.path) == (small / "plain", small / "treated")
-    assert (plain.recipe.treatments.written, treated.recipe.treatments.written) == ([], ["conv_stem"])
-    assert plain.recipe.add_treatments(["conv_stem"]).model_copy(update={"out": treated.recipe.out}) == treated.recipe
+    plain, cured = train_both(small)
+    assert (plain.path, cured.path) == (small / "plain", small / "cure")
+    assert (plain.recipe.treatments.written, cured.recipe.treatments.written) == ([], ["conv_stem"])
 
     def never(*parts, **more):
         raise AssertionError("trained again")
 
     monkeypatch.setattr(demonstration, "train", never)
     monkeypatch.setattr(demonstration, "resume", never)
-    assert [run.path for run in train_both(small)] == [plain.path, treated.path]
+    assert [run.path for run in train_both(small)] == [plain.path, cured.path]
 
 
 def test_a_training_that_was_stopped_goes_on(small, monkeypatch):
@@ -154,9 +151,11 @@ def test_the_whole_story_in_one_page(small, monkeypatch, capsys):
         said = capsys.readouterr().out
         assert f"report: {small / 'report.html'}" in said
     text = (small / "report.html").read_text()
-    assert "A plain and a treated vision transformer" in text
     done = compare(*train_both(small), small / "again.html")
-    assert [one.name for one in done.exams] == [str(small / "plain"), str(small / "treated")]
+    assert done.headline.endswith("with the recipe cure: test accuracy in as many steps")
+    assert done.headline in text
+    assert done.headline in said
+    assert [one.name for one in done.exams] == [str(small / "plain"), str(small / "cure")]
     for one in done.exams:
         assert one.reused == {name for name, found in one.items() if found.status in ("ok", "not_converged")}
     for finding in done.expected:

@@ -16,9 +16,9 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Folder; default: runs/demo. Continues an unfinished one.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train a plain and a treated vision transformer on embedded images, and compare them in one page.
+    """Train a plain vision transformer and its cure on embedded images in the same time, and compare them in one page.
 
-    Takes about five minutes on two cores. Open report.html in any browser.
+    Takes under five minutes on two cores. Open report.html in any browser.
     """
     path = out or free_path(Path("runs") / "demo")
     with resumable(f"go on with: vitclinic demo --out {shlex.quote(str(path))}", same=False):
@@ -35,6 +35,7 @@ def demo(
         with ExamDisplay(console) as examining:
             done = compare(*runs, path / "report.html", callbacks=[examining])
         show_exams(done.exams, console, whole=False)
+        console.print(f"[bold green]{escape(done.headline)}[/]", soft_wrap=True)
         for finding in done.expected:
             console.print(f"[bold]{escape(finding.title)}[/]: {escape(finding.statement)}", soft_wrap=True)
         console.print(f"report: [bold]{escape(str(done.page))}[/]", soft_wrap=True, highlight=False)

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from vitclinic._core.errors import ModelError
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2.0},
+    "tiny": {"embed_dim": 96, "depth": 1, "num_heads": 3, "mlp_ratio": 2.0},
     "small": {"embed_dim": 192, "depth": 4, "num_heads": 6, "mlp_ratio": 2.0},
     "base": {"embed_dim": 320, "depth": 6, "num_heads": 10, "mlp_ratio": 3.0},
 }
 """Widths and depths by size; a step of each costs about three times one of the size before."""
-_NARROWEST = 16
 _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
@@ -54,8 +53,8 @@ class ResidualConvs(nn.Module):
 class ConvTokenizer(PatchEmbed):  # type: ignore[misc]
     """Tokens from strided convolutions, each but the last followed by residual ones, instead of patches.
 
-    A patch size of 2^k takes k convolutions of stride 2 that double their channels up to `embed_dim`. Images whose
-    side is no multiple of the patch size are padded, so that no pixel is lost: the grid is ceil(H / p) x ceil(W / p).
+    A patch size of 2^k takes k convolutions of stride 2. The last has `embed_dim` channels; the first has a fourth of
+    them, but at least 32 (16 if there are more than three), and the others double them up to `embed_dim`. Images whose side is no multiple of the patch size are padded, so that no pixel is lost: the grid is ceil(H / p) x ceil(W / p).
 
     Args:
         img_size: Height and width in pixels.
@@ -79,10 +78,10 @@ class ConvTokenizer(PatchEmbed):  # type: ignore[misc]
         keywords["dynamic_img_pad"] = True
         super().__init__(img_size, patch_size, in_chans, embed_dim, **keywords)
         self.proj = nn.Sequential()
-        entering = in_chans
+        entering, first = in_chans, max(32 if stages <= 3 else 16, embed_dim >> (stages - 1))
         for stage in range(max(1, stages)):
             last = stage == max(1, stages) - 1
-            channels = embed_dim if last else max(_NARROWEST, embed_dim >> (stages - 1 - stage))
+            channels = embed_dim if last else min(embed_dim, first << stage)
             self.proj.append(nn.Conv2d(entering, channels, 3, stride=2 if stages else 1, padding=1, bias=False))
             self.proj.append(nn.BatchNorm2d(channels))
             self.proj.append(nn.ReLU(inplace=True))
