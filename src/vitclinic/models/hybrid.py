@@ -54,7 +54,8 @@ class ConvTokenizer(PatchEmbed):  # type: ignore[misc]
     """Tokens from strided convolutions, each but the last followed by residual ones, instead of patches.
 
     A patch size of 2^k takes k convolutions of stride 2. The last has `embed_dim` channels; the first has a fourth of
-    them, but at least 32 (16 if there are more than three), and the others double them up to `embed_dim`. Images whose side is no multiple of the patch size are padded, so that no pixel is lost: the grid is ceil(H / p) x ceil(W / p).
+    them, but at least 32 (16 if there are more than three), and the others double them up to `embed_dim`. Images whose
+    side is no multiple of the patch size are padded, so that no pixel is lost: the grid is ceil(H / p) x ceil(W / p).
 
     Args:
         img_size: Height and width in pixels.
@@ -78,14 +79,16 @@ class ConvTokenizer(PatchEmbed):  # type: ignore[misc]
         keywords["dynamic_img_pad"] = True
         super().__init__(img_size, patch_size, in_chans, embed_dim, **keywords)
         self.proj = nn.Sequential()
-        entering, first = in_chans, max(32 if stages <= 3 else 16, embed_dim >> (stages - 1))
-        for stage in range(max(1, stages)):
-            last = stage == max(1, stages) - 1
+        strides = [2] * stages or [1]
+        first = max(32 if stages <= 3 else 16, embed_dim >> (len(strides) - 1))
+        entering = in_chans
+        for stage, stride in enumerate(strides):
+            last = stage == len(strides) - 1
             channels = embed_dim if last else min(embed_dim, first << stage)
-            self.proj.append(nn.Conv2d(entering, channels, 3, stride=2 if stages else 1, padding=1, bias=False))
+            self.proj.append(nn.Conv2d(entering, channels, 3, stride, padding=1, bias=False))
             self.proj.append(nn.BatchNorm2d(channels))
             self.proj.append(nn.ReLU(inplace=True))
-            if not last or not stages:
+            if not last:
                 self.proj.append(ResidualConvs(channels))
             entering = channels
         for module in self.proj.modules():
