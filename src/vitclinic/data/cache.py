@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_photo, pixels
 from vitclinic.data.source import ComputedRecords, Records, describe_unreadable
 

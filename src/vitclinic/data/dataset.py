@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.data.source import NumberedRecords, Records, Source
 
 _SPLIT_NAMES = {"train": "train", "validation": "val", "val": "val", "valid": "val", "test": "test"}

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.data import DataConfig, Dataset, Normalization
 from vitclinic.data.decoding import Size
 from vitclinic.exam.checkpoints import read_weights

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from vitclinic._core.lazy import make_lazy
 
 if TYPE_CHECKING:
-    from vitclinic._core.facts import FigureSpec, ProbeFacts
     from vitclinic._core.records import Measurement, Scalar
+    from vitclinic._core.registry import FigureSpec, ProbeFacts
     from vitclinic._core.statistics import RunningMean
     from vitclinic.probes.anatomy import AnatomyProbe
     from vitclinic.probes.attention.cb_scale import CBScale

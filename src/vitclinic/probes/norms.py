@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError, UnknownStructureError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Anatomy, Site
 from vitclinic.probes.parameters import packed_weights, parameters_by_unit

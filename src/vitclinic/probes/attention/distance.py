@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
 from vitclinic.data import Batch

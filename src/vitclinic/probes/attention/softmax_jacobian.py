@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
 from vitclinic.data import Batch

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean, share_interval
 from vitclinic.data import Batch
 from vitclinic.probes.behaviour import check_logits

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.perturbation import Ball, Norm, lengths
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions.noise import Draws
 from vitclinic.probes.behaviour import BehaviourProbe, check_logits, divide_images, is_correct

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
 from vitclinic.probes.behaviour import BehaviourProbe, is_correct

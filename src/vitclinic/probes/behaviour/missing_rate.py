@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import FigureSpec, KeyScalars
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
 from vitclinic.probes.behaviour import divide_images, predict

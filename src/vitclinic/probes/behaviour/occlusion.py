@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import FigureSpec, KeyScalars
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch
 from vitclinic.models import Normalized
 from vitclinic.probes.behaviour import BehaviourProbe, divide_images, is_correct

@@ -15,9 +15,9 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import NoAttentionMapError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.images import Picture, beside
 from vitclinic._core.records import Measurement, UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.randomness import generator
 from vitclinic.probes.attention.maps import as_bytes

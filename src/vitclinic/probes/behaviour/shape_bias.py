@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import decode_and_fit

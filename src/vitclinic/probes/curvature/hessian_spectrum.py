@@ -25,9 +25,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.io import fingerprint
 from vitclinic._core.records import Scalar
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed

@@ -20,8 +20,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import AnatomyError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Kind
 from vitclinic.data.randomness import torch_seed

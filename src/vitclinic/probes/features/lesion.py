@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import Batch
 from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over

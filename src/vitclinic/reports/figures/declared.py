@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from vitclinic._core.facts import FigureSpec
+from vitclinic._core.registry import FigureSpec
 from vitclinic.reports.figure import ExamView, Figure, Table, select_usable
 from vitclinic.reports.figures.canvas import is_wide
 from vitclinic.reports.figures.depth import draw_shaded_bars, draw_shaded_lines, overlay
