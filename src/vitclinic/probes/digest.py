@@ -31,8 +31,12 @@ _INTERNAL = frozenset(vars(nn.Module()))
 RENAMED = {
     "vitclinic.models.factory.Normalised": "vitclinic.models.normalised.Normalised",
     "vitclinic.models.factory.Normalized": "vitclinic.models.normalised.Normalised",
+    "vitclinic.treatments.attention_edit._forward": "vitclinic.treatments.function_mode._forward",
+    "vitclinic.treatments.neighbourhood.SeenNeighbourhood": "vitclinic.treatments.seen_masks.SeenNeighbourhood",
+    "vitclinic.treatments.neighbourhood.SeenPairs": "vitclinic.treatments.seen_masks.SeenPairs",
 }
-"""Names of classes inside networks, now and in 0.1: digests stay the same, so stored results are found."""
+"""Names of classes and functions inside networks, now and before: digests stay the same, so stored results are found.
+"""
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, torch.Size, type(None))
 
 

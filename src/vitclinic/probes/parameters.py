@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
-from vitclinic.anatomy.ownership import assign_parameters
+from vitclinic.anatomy.units import assign_parameters
 
 
 def parameters_by_unit(anatomy: Anatomy) -> dict[str, list[nn.Parameter]]:

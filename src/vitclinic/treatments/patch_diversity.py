@@ -21,9 +21,8 @@ from vitclinic._core.config import validate
 from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.data import Augment, Batch, ImageSpec
 from vitclinic.data.mixup import PatchMixing, soft_targets
-from vitclinic.treatments.objective import Objective
 from vitclinic.treatments.parts import examine, missing
-from vitclinic.treatments.patch_losses import Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
+from vitclinic.treatments.patch_losses import Objective, Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
 from vitclinic.treatments.surgery import image_spec
 from vitclinic.treatments.treatment import Treatment, register
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Anatomy
-from vitclinic.anatomy.eager import eager
+from vitclinic.anatomy.forward import eager
 
 
 class Stretch(NamedTuple):
