@@ -34,8 +34,7 @@ from vitclinic.data.corruptions.parameters import SMALLEST, list_cells, setting
 from vitclinic.data.dataset import Dataset, Split, open_data
 from vitclinic.data.decoding import as_image, centre_view
 from vitclinic.data.folder import CLASSES_FILE, class_folders
-from vitclinic.data.source import SPLITS
-from vitclinic.data.splits import subset
+from vitclinic.data.source import SPLITS, subset
 
 Form = Literal["parquet", "png"]
 FORMS: tuple[Form, ...] = get_args(Form)

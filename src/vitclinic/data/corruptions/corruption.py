@@ -19,9 +19,16 @@ from PIL import Image
 from torch import Tensor
 
 from vitclinic._core.errors import DataError
-from vitclinic.data.corruptions.blur import defocus_blur, gaussian_blur, glass_blur, motion_blur, zoom_blur
+from vitclinic.data.corruptions.blur import (
+    defocus_blur,
+    floor_to_level,
+    gaussian_blur,
+    glass_blur,
+    motion_blur,
+    round_to_level,
+    zoom_blur,
+)
 from vitclinic.data.corruptions.digital import brightness, contrast, elastic_transform, pixelate, saturate
-from vitclinic.data.corruptions.filtering import floor_to_level, round_to_level
 from vitclinic.data.corruptions.noise import Draws, gaussian_noise, impulse_noise, shot_noise, speckle_noise
 from vitclinic.data.corruptions.parameters import Setting, check_corruption, setting
 from vitclinic.data.corruptions.weather import fog, frost, snow, spatter

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitclinic.data.corruptions.filtering import gaussian_smooth, luma
+from vitclinic.data.corruptions.blur import gaussian_smooth, luma
 from vitclinic.data.corruptions.noise import Draws
 from vitclinic.data.corruptions.parameters import Setting
 
