@@ -109,8 +109,7 @@ class Drawings:
 
     def of(self, probe: str, exams: Sequence[ExamView]) -> list[dict[str, Any]]:
         """Return the views of a probe's figures; where one cannot be drawn, of every value by depth, with a message."""
-        from vitclinic.reports.figures import draw  # which makes all figures known, with plotly
-        from vitclinic.reports.figures.declared import draw_by_depth
+        from vitclinic.reports.figures import draw, draw_by_depth  # which makes all figures known, with plotly
 
         for attempt in (draw, draw_by_depth):
             try:

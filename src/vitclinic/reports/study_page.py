@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 from vitclinic._core.time import format_duration
 from vitclinic.reports.figures.study import comparisons_figure, measure_figure
-from vitclinic.reports.formatting import format_number
 from vitclinic.reports.frame import Drawings, fill_template, write_page
+from vitclinic.reports.page import letter
 from vitclinic.reports.study_result import (
     ENDED,
     PAPERS,
@@ -23,8 +23,7 @@ from vitclinic.reports.study_result import (
     StoredResult,
     parse_result,
 )
-from vitclinic.reports.theme import network_colour
-from vitclinic.reports.views import letter
+from vitclinic.reports.theme import format_number, network_colour
 
 POOL = "pool"
 """Where the runs are, beside the page."""

@@ -15,6 +15,7 @@ from vitclinic.reports.figures.canvas import (
     COLOUR_BAR_HEIGHT,
     PANEL_LONGEST,
     Floats,
+    Measurements,
     finite,
     format_scalar,
     is_wide,
@@ -24,7 +25,6 @@ from vitclinic.reports.figures.canvas import (
     put_colours_below,
     scale_for,
 )
-from vitclinic.reports.figures.scalars import Measurements
 from vitclinic.reports.theme import SEQUENTIAL
 
 Panel = tuple[str, Measurement, Floats]

@@ -10,7 +10,10 @@ import plotly.graph_objects as go
 from vitclinic._core.records import Measurement
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import (
+    COLUMNS,
     Floats,
+    Measurements,
+    compare_scalars,
     ends,
     error_bars,
     finite,
@@ -19,10 +22,11 @@ from vitclinic.reports.figures.canvas import (
     line,
     line_style,
     make_canvas,
+    scalar_table,
     scale_for,
+    select_known,
     trace_group,
 )
-from vitclinic.reports.figures.scalars import COLUMNS, Measurements, compare_scalars, scalar_table, select_known
 from vitclinic.reports.theme import network_colour, with_opacity
 
 _COMPONENTS = {

@@ -14,6 +14,7 @@ from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usab
 from vitclinic.reports.figures.canvas import (
     LEGEND_LINE,
     Floats,
+    Measurements,
     band,
     error_bars,
     finite,
@@ -25,7 +26,6 @@ from vitclinic.reports.figures.canvas import (
     scale_for,
     trace_group,
 )
-from vitclinic.reports.figures.scalars import Measurements
 from vitclinic.reports.theme import network_colour
 
 POINTS = 300
