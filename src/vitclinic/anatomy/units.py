@@ -18,10 +18,9 @@ from vitclinic.anatomy.forward import Removable, eager
 from vitclinic.anatomy.sites import Site, watch
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from vitclinic.anatomy.anatomy import Anatomy
     from vitclinic.anatomy.maps import SeenMap, Windows
-    from vitclinic.anatomy.sites import Layout, Site, Size
+    from vitclinic.anatomy.sites import Layout, Size
 
 
 Kind = Literal["stem", "position", "msa", "mlp", "token_mlp", "conv", "pool", "head"]
@@ -240,3 +239,20 @@ def assign_parameters(units: Iterable[Unit]) -> dict[str, list[nn.Parameter]]:
         owned[unit.name] = [parameter for parameter in parameters_used(unit) if id(parameter) not in taken]
         taken |= {id(parameter) for parameter in owned[unit.name]}
     return owned
+
+
+def parameters_by_unit(anatomy: Anatomy) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each unit, by the unit's name; no parameter belongs to two units.
+
+    A unit owns the parameters that it uses and that no unit before it does: of a family's unit, those of its module and
+    its norm; the position embedding is a unit of its own. Some parameters belong to no unit, such as a class token or a
+    norm after the stem.
+
+    Example:
+        >>> import timm, torch
+        >>> from vitclinic.anatomy import Anatomy
+        >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224", img_size=32), torch.rand(1, 3, 32, 32))
+        >>> len(parameters_by_unit(anatomy)["blocks.0.mlp"])  # two linear layers and a norm
+        6
+    """
+    return assign_parameters(anatomy.units)

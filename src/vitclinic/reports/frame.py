@@ -26,8 +26,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vitclinic._core.io import write_bytes, write_errors
-from vitclinic.reports.figure import ExamView, Figure, Picture, Table
-from vitclinic.reports.theme import template
+from vitclinic.reports.figure import ExamView, Figure, Picture, Table, template
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -17,7 +17,7 @@ from typing import Any
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Finding, Measurement, Scalar
 from vitclinic._core.time import format_duration
-from vitclinic.reports.figure import ExamView
+from vitclinic.reports.figure import ExamView, format_interval, format_number, format_setting, network_colour
 from vitclinic.reports.frame import Drawings, fill_template, write_page
 from vitclinic.reports.summary import (
     Cell,
@@ -29,7 +29,6 @@ from vitclinic.reports.summary import (
     select_applicable,
     summarize,
 )
-from vitclinic.reports.theme import format_interval, format_number, format_setting, network_colour
 
 log = logging.getLogger(__name__)
 

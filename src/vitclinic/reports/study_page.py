@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from vitclinic._core.time import format_duration
+from vitclinic.reports.figure import format_number, network_colour
 from vitclinic.reports.figures.study import comparisons_figure, measure_figure
 from vitclinic.reports.frame import Drawings, fill_template, write_page
 from vitclinic.reports.page import letter
@@ -23,7 +24,6 @@ from vitclinic.reports.study_result import (
     StoredResult,
     parse_result,
 )
-from vitclinic.reports.theme import format_number, network_colour
 
 POOL = "pool"
 """Where the runs are, beside the page."""

@@ -31,10 +31,9 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, build_surface
+from vitclinic.probes.curvature import Clock, LossSurface, Mode, build_surface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
-from vitclinic.probes.curvature.surface import LossSurface, Mode
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.registry import FigureSpec, load_entry_points
-from vitclinic.reports.figure import DRAWERS, Drawer, ExamView, Figure, Table, select_usable
+from vitclinic.reports.figure import DRAWERS, Drawer, ExamView, Figure, Table, escape_plotly, select_usable
 from vitclinic.reports.figures import accuracy as accuracy
 from vitclinic.reports.figures import attention as attention
 from vitclinic.reports.figures import landscape as landscape
@@ -34,7 +34,6 @@ from vitclinic.reports.figures.depth import (
     unit_table,
 )
 from vitclinic.reports.summary import find_facts
-from vitclinic.reports.theme import escape_plotly
 
 ENTRY_POINTS = "vitclinic.figures"
 READING = (

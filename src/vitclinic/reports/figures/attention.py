@@ -15,7 +15,16 @@ from PIL import Image
 
 from vitclinic._core.images import beside, png
 from vitclinic._core.records import Measurement, UnitRow
-from vitclinic.reports.figure import ExamView, Figure, Picture, Table, draws, select_usable
+from vitclinic.reports.figure import (
+    ExamView,
+    Figure,
+    Picture,
+    Table,
+    draws,
+    escape_plotly,
+    network_colour,
+    select_usable,
+)
 from vitclinic.reports.figures.canvas import GREY, Floats, finite, label, line, make_canvas, trace_group
 from vitclinic.reports.figures.depth import (
     Series,
@@ -27,7 +36,6 @@ from vitclinic.reports.figures.depth import (
     unit_names,
     unit_table,
 )
-from vitclinic.reports.theme import escape_plotly, network_colour
 
 
 def head_marks(found: Sequence[Series], array: str, divisor: str | None = None) -> list[go.Scatter]:

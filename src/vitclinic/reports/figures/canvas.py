@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from plotly.subplots import make_subplots
 
 from vitclinic._core.records import Measurement, Scalar
-from vitclinic.reports.figure import Table
-from vitclinic.reports.theme import DASHES, MARKERS, escape_plotly, network_colour, with_opacity
+from vitclinic.reports.figure import DASHES, MARKERS, Table, escape_plotly, network_colour, with_opacity
 
 GREY = "rgba(128, 128, 128, 0.9)"
 GRID = "rgba(128, 128, 128, 0.22)"

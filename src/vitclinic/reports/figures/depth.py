@@ -15,7 +15,16 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement, Scalar, UnitRow
-from vitclinic.reports.figure import ExamView, Table, select_usable
+from vitclinic.reports.figure import (
+    KIND_SYMBOLS,
+    KINDS,
+    ExamView,
+    Table,
+    escape_plotly,
+    network_colour,
+    select_usable,
+    with_opacity,
+)
 from vitclinic.reports.figures.canvas import (
     GREY,
     Floats,
@@ -29,7 +38,6 @@ from vitclinic.reports.figures.canvas import (
     make_canvas,
     trace_group,
 )
-from vitclinic.reports.theme import KIND_SYMBOLS, KINDS, escape_plotly, network_colour, with_opacity
 
 KIND_NAMES = {
     "stem": "stem",

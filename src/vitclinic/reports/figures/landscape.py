@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import SEQUENTIAL, ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import (
     COLOUR_BAR_HEIGHT,
     PANEL_LONGEST,
@@ -25,7 +25,6 @@ from vitclinic.reports.figures.canvas import (
     put_colours_below,
     scale_for,
 )
-from vitclinic.reports.theme import SEQUENTIAL
 
 Panel = tuple[str, Measurement, Floats]
 """A network's label, its measurement and its losses, [x, y]."""

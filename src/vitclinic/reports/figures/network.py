@@ -14,7 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement, Scalar, UnitRow
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import KIND_MARKS, ExamView, Figure, Table, draws, escape_plotly, select_usable
 from vitclinic.reports.figures.canvas import (
     GREY,
     Measurements,
@@ -30,7 +30,6 @@ from vitclinic.reports.figures.canvas import (
     select_known,
 )
 from vitclinic.reports.figures.depth import KIND_NAMES, unit_names
-from vitclinic.reports.theme import KIND_MARKS, escape_plotly
 
 _GROUPS = {
     "parameters": "parameters, millions",

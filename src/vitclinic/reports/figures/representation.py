@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from plotly.colors import sample_colorscale
 
 from vitclinic._core.records import Measurement, UnitRow
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import (
+    KIND_MARKS,
+    SEQUENTIAL,
+    ExamView,
+    Figure,
+    Table,
+    draws,
+    escape_plotly,
+    select_usable,
+)
 from vitclinic.reports.figures.canvas import CLEAR, PANEL_LONGEST, Floats, finite, label, make_canvas
 from vitclinic.reports.figures.depth import (
     KIND_NAMES,
@@ -26,7 +35,6 @@ from vitclinic.reports.figures.depth import (
     unit_names,
     unit_table,
 )
-from vitclinic.reports.theme import KIND_MARKS, SEQUENTIAL, escape_plotly
 
 _SIDE = 320
 """Pixels of height of a row of matrices, with their titles."""

@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import ExamView, Figure, Picture, Table, draws, select_usable
+from vitclinic.reports.figure import (
+    SEQUENTIAL,
+    ExamView,
+    Figure,
+    Picture,
+    Table,
+    draws,
+    escape_plotly,
+    network_colour,
+    select_usable,
+)
 from vitclinic.reports.figures.canvas import (
     COLOUR_BAR_HEIGHT,
     GREY,
@@ -32,7 +42,6 @@ from vitclinic.reports.figures.canvas import (
     select_known,
     trace_group,
 )
-from vitclinic.reports.theme import SEQUENTIAL, escape_plotly, network_colour
 
 
 @draws("fgsm")

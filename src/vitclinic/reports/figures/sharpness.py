@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, network_colour, select_usable, with_opacity
 from vitclinic.reports.figures.canvas import (
     COLUMNS,
     Floats,
@@ -27,7 +27,6 @@ from vitclinic.reports.figures.canvas import (
     select_known,
     trace_group,
 )
-from vitclinic.reports.theme import network_colour, with_opacity
 
 _COMPONENTS = {
     "lambda_max": "whole network",

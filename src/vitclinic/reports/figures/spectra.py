@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable, with_opacity
 from vitclinic.reports.figures.canvas import (
     Floats,
     Measurements,
@@ -23,7 +23,6 @@ from vitclinic.reports.figures.canvas import (
     select_known,
     trace_group,
 )
-from vitclinic.reports.theme import with_opacity
 
 BINS = 24
 """Of each sign, over all networks."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, network_colour, select_usable
 from vitclinic.reports.figures.canvas import (
     LEGEND_LINE,
     Floats,
@@ -26,7 +26,6 @@ from vitclinic.reports.figures.canvas import (
     scale_for,
     trace_group,
 )
-from vitclinic.reports.theme import network_colour
 
 POINTS = 300
 """At most so many on a curve; of more steps, each point stands for several."""
