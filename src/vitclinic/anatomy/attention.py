@@ -192,8 +192,8 @@ class _Recorder(TorchFunctionMode):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return what `scaled_dot_product_attention` returns, computed from the map that is shown."""
         with look():
-            weights = _weights_of_sdpa(query, key, value, *args, **kwargs)
-            self._emit(weights, _hidden_by_sdpa(query, key, value, *args, **kwargs))
+            weights, hidden = _map_of_sdpa(query, key, value, *args, **kwargs)
+            self._emit(weights, hidden)
         return weights @ (repeat_groups(value, query) if kwargs.get("enable_gqa") else value)
 
     def _attend_heads(self, call: inspect.BoundArguments) -> tuple[Tensor, Tensor | None]:
@@ -208,14 +208,14 @@ class _Recorder(TorchFunctionMode):
         result = join_heads(self._attend(query, key, value), given)
         if not given["need_weights"]:
             return result, None
-        weights = _weights_of_sdpa(query, key, value)
+        weights, _ = _map_of_sdpa(query, key, value)
         return result, weights.mean(1) if given["average_attn_weights"] else weights
 
     def _show(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is F.scaled_dot_product_attention:
             with torch.no_grad():
-                weights = _weights_of_sdpa(*args, **kwargs)
-            self._emit(weights, _hidden_by_sdpa(*args, **kwargs))
+                weights, hidden = _map_of_sdpa(*args, **kwargs)
+            self._emit(weights, hidden)
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
         elif is_over_last_axis(result, args, kwargs):
@@ -250,7 +250,7 @@ class _Recorder(TorchFunctionMode):
         self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows, hidden, source))
 
 
-def _weights_of_sdpa(
+def _map_of_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -259,30 +259,18 @@ def _weights_of_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    """Return the map that `scaled_dot_product_attention` applies to `value`, without dropout."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the map that `scaled_dot_product_attention` applies, without dropout, and what its mask hides, [Q, K]."""
     if enable_gqa:
         key = repeat_groups(key, query)
-    scores, hidden = attention_scores(query, key, scale, sdpa_mask(query, key, attn_mask, is_causal))
-    if hidden is None:
-        return scores.softmax(-1)
+    mask = sdpa_mask(query, key, attn_mask, is_causal)
+    scores, hidden = attention_scores(query, key, scale, mask)
+    if mask is None or hidden is None:
+        return scores.softmax(-1), None
     scores = scores.masked_fill(hidden, -torch.inf)
     # A query that may see no key attends to nothing, as in PyTorch's own kernels.
-    return scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
-
-
-def _hidden_by_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> Tensor | None:
-    """Return where the mask of the call keeps a query from a key, [Q, K]."""
-    mask = sdpa_mask(query, key, attn_mask, is_causal)
-    return None if mask is None else _hidden(mask).expand(query.shape[-2], key.shape[-2])
+    weights = scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    return weights, _hidden(mask).expand(query.shape[-2], key.shape[-2])
 
 
 def _hidden(mask: Tensor) -> Tensor:
