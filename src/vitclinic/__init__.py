@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from vitclinic._core.lazy import make_lazy
+from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic import anatomy, data, functional, models, probes, tasks, treatments

@@ -13,7 +13,7 @@ Example:
 
 from typing import TYPE_CHECKING
 
-from vitclinic._core.lazy import make_lazy
+from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic.anatomy.anatomy import Anatomy

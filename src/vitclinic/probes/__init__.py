@@ -11,7 +11,7 @@ makes its own passes) and `register` it.
 
 from typing import TYPE_CHECKING
 
-from vitclinic._core.lazy import make_lazy
+from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic._core.records import Measurement, Scalar

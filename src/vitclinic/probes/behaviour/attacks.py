@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from vitclinic._core.perturbation import Ball, Norm, lengths
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.data.corruptions.noise import Draws
+from vitclinic.data.corruptions.noise import Ball, Draws, Norm, lengths
 from vitclinic.probes.behaviour import (
     BehaviourProbe,
     Correct,

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.perturbation import lengths
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.data.corruptions.noise import Draws
+from vitclinic.data.corruptions.noise import Draws, lengths
 from vitclinic.probes.behaviour import (
     BehaviourProbe,
     Correct,
