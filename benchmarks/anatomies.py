@@ -35,8 +35,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import vitclinic
-from vitclinic._core.io import write_json, write_text
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint, write_json, write_text
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention, stream, taps
 from vitclinic.data import ImageSpec
 from vitclinic.treatments import PatchDiversity

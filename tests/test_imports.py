@@ -11,7 +11,7 @@ import grimp
 import pytest
 
 import vitclinic
-from vitclinic._core.lazy import LazyPackage
+from vitclinic._core import LazyPackage
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,16 +5,16 @@ import os
 import subprocess
 import sys
 
+import filelock
 import pytest
 
-from vitclinic._core import lock as locking
 from vitclinic._core.errors import LockedError
-from vitclinic._core.lock import hold_lock
+from vitclinic._core.io import hold_lock
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from vitclinic._core.lock import hold_lock
+from vitclinic._core.io import hold_lock
 with hold_lock(Path(sys.argv[1]), "busy"):
     child = os.fork()
     if child == 0:
@@ -66,7 +66,7 @@ def test_a_file_system_without_locks_is_written_to_all_the_same(tmp_path, monkey
     def refuse(self):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locking.FileLock, "acquire", refuse)
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
     with hold_lock(tmp_path / ".lock", "busy"):
         assert "cannot be locked" in caplog.text
 

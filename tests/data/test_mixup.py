@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy import stats
 
-from vitclinic.data.mixup import Mixing, cut_boxes, soft_targets
+from vitclinic.data.augment import Mixing, cut_boxes, soft_targets
 from vitclinic.data.randomness import sample_keys
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from vitclinic._core.errors import RecipeError
 from vitclinic.data import Augment, TrainingStream, open_data
-from vitclinic.data.mixup import PatchMixing, soft_targets
+from vitclinic.data.augment import PatchMixing, soft_targets
 from vitclinic.data.randomness import sample_keys
 
 CELLED = Augment(level="light", cutmix=1.0, cutmix_cell=2, smoothing=0.1)

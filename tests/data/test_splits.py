@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.data.splits import assign, stratify, subset, training_count
+from vitclinic.data.source import assign, stratify, subset, training_count
 
 labels_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=200).map(lambda x: np.array(x, dtype=np.int64))
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.probes.subjects import subject
 from vitclinic._core.errors import RecipeError
-from vitclinic._core.facts import LAST, OTHER, FigureSpec, ProbeFacts
 from vitclinic._core.records import Measurement
+from vitclinic._core.registry import LAST, OTHER, FigureSpec, ProbeFacts
 from vitclinic.exam.store import read_measurement
 from vitclinic.probes import OwningProbe, known_probes, measure, parse_probes
 from vitclinic.reports.summary import GROUPS

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.reports.formatting import escape_plotly
+from vitclinic.reports.figure import escape_plotly
 
 
 @given(st.text())

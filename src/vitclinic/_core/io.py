@@ -1,17 +1,23 @@
-"""Atomic writes, and file errors as sentences."""
+"""Files: atomic writes, errors as sentences, locks between processes, and plain data read from YAML and JSON."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vitclinic._core.errors import RunError
+import yaml
+
+from vitclinic._core.errors import LockedError, RunError
+
+log = logging.getLogger(__name__)
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -83,3 +89,82 @@ def publish(staging: Path, target: Path, retired: Path) -> None:
         target.rename(retired)
     staging.rename(target)
     sync(target.parent)
+
+
+FOREVER = -1.0
+"""Patience without a limit."""
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+@contextmanager
+def hold_lock(path: Path, busy: str, *, patience: float = 0.1, reentrant: bool = False) -> Iterator[None]:
+    """Hold the lock file `path`, whose folder must exist, for this process.
+
+    Forked children such as data workers do not hold the lock, and a killed process holds it no longer. On file systems
+    that have no locks, work goes on without one.
+
+    Args:
+        path: The lock file. It is removed at the end, unless the lock is reentrant.
+        busy: The sentence of the error if another process holds the lock.
+        patience: Seconds to wait for the lock, or `FOREVER`.
+        reentrant: Allow this thread to hold the lock more than once.
+
+    Raises:
+        LockedError: Another process holds the lock.
+        RunError: The lock file cannot be written.
+    """
+    from filelock import FileLock, Timeout  # takes 0.2 s
+
+    lock = FileLock(path.absolute(), timeout=patience, is_singleton=reentrant)
+    with write_errors(path.parent):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise LockedError(busy) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("'%s' cannot be locked (%s): make sure that no other process uses it.", path, error)
+    try:
+        yield
+    finally:
+        if not reentrant:
+            with suppress(OSError):  # Windows keeps a file that is open
+                path.unlink()
+        lock.release()
+
+
+class _Loader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"duplicate key '{key.value}'", problem_mark=key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return node
+
+
+def read_yaml(text: str) -> Any:
+    """Parse YAML; raise a yaml.YAMLError if it is invalid or has a duplicate key."""
+    return yaml.load(text, _Loader)
+
+
+def read_json(text: str) -> Any:
+    """Parse JSON; raise a ValueError if it is invalid or has a duplicate key."""
+    return json.loads(text, object_pairs_hook=_table)
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"duplicate key '{key}'")
+        found[key] = value
+    return found
+
+
+def fingerprint(*parts: Any) -> str:
+    """Return the SHA-256 of plain data, by way of its JSON: a short name for it."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -33,8 +33,8 @@ from pydantic import (
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic._core.facts import ProbeFacts
 from vitclinic._core.io import write_bytes, write_errors, write_text
+from vitclinic._core.registry import ProbeFacts
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -13,19 +13,16 @@ Example:
 
 from typing import TYPE_CHECKING
 
-from vitclinic._core.lazy import make_lazy
+from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic.anatomy.anatomy import Anatomy
     from vitclinic.anatomy.attention import record_attention
-    from vitclinic.anatomy.eager import double_differentiable, eval_mode
     from vitclinic.anatomy.families import Family, list_families, register_family
-    from vitclinic.anatomy.maps import AttentionMap
-    from vitclinic.anatomy.removal import Bypass, Erase, Silence
-    from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Layout, Site, into, out_of
-    from vitclinic.anatomy.taps import Activations, stream, taps
-    from vitclinic.anatomy.units import AttentionSpec, Block, Kind, Residual, Unit
-    from vitclinic.anatomy.windows import Windows
+    from vitclinic.anatomy.forward import double_differentiable, eval_mode
+    from vitclinic.anatomy.maps import AttentionMap, Windows
+    from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Activations, Layout, Site, into, out_of, stream, taps
+    from vitclinic.anatomy.units import AttentionSpec, Block, Bypass, Erase, Kind, Residual, Silence, Unit
 
 __all__ = [
     "NCHW",

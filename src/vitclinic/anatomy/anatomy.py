@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, did_you_mean
-from vitclinic.anatomy.eager import eval_mode
 from vitclinic.anatomy.families import Family
-from vitclinic.anatomy.observation.observe import observe
-from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid, watch
-from vitclinic.anatomy.taps import taps
+from vitclinic.anatomy.forward import eval_mode
+from vitclinic.anatomy.observation import observe
+from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid, taps, watch
 from vitclinic.anatomy.units import Block, Kind, Unit
 from vitclinic.anatomy.wrappers import check_weights, find_example, reason, unwrap, unwrap_parallel, weight_like
 

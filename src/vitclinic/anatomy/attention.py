@@ -33,16 +33,21 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import AnatomyError, NoAttentionMapError
-from vitclinic.anatomy.additions import Removable
-from vitclinic.anatomy.eager import eager, is_looking, is_recomputing, look
-from vitclinic.anatomy.maps import ATTENTION, AttentionMap
-from vitclinic.anatomy.projections import project_heads, repeat_groups
-from vitclinic.anatomy.sites import Size, watch
-from vitclinic.anatomy.taps import version_of
+from vitclinic.anatomy.forward import Removable, eager, is_looking, is_recomputing, look
+from vitclinic.anatomy.maps import (
+    ATTENTION,
+    MHA_SIGNATURE,
+    AttentionMap,
+    attention_scores,
+    hidden_by,
+    is_over_last_axis,
+    join_heads,
+    project_heads,
+    repeat_groups,
+    sdpa_mask,
+)
+from vitclinic.anatomy.sites import Size, version_of, watch
 from vitclinic.anatomy.units import AttentionSpec, Unit
-
-_MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-
 
 Consumer = Callable[[AttentionMap], None]
 
@@ -176,7 +181,7 @@ class _Recorder(TorchFunctionMode):
         if self._grad and func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if self._grad and func is F.multi_head_attention_forward:
-            call = _MHA_SIGNATURE.bind(*args, **kwargs)
+            call = MHA_SIGNATURE.bind(*args, **kwargs)
             call.apply_defaults()
             return self._attend_heads(call)
         result = func(*args, **kwargs)
@@ -187,28 +192,33 @@ class _Recorder(TorchFunctionMode):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return what `scaled_dot_product_attention` returns, computed from the map that is shown."""
         with look():
-            weights = _weights_of_sdpa(query, key, value, *args, **kwargs)
-            self._emit(weights, _hidden_by_sdpa(query, key, value, *args, **kwargs))
+            weights, hidden = _map_of_sdpa(query, key, value, *args, **kwargs)
+            self._emit(weights, hidden)
         return weights @ (repeat_groups(value, query) if kwargs.get("enable_gqa") else value)
 
     def _attend_heads(self, call: inspect.BoundArguments) -> tuple[Tensor, Tensor | None]:
         """Return what `multi_head_attention_forward` returns, computed from the map that is shown."""
-        query, key, value, output = project_heads(call.arguments, self.unit.name)
-        mixed_bhqd = self._attend(query, key, value)
-        result: Tensor = output(mixed_bhqd.permute(2, 0, 1, 3).flatten(2))
-        if not call.arguments["need_weights"]:
+        given = call.arguments
+        extras = ("attn_mask", "key_padding_mask", "bias_k", "bias_v", "static_k", "static_v")
+        if found := [name for name in extras if given[name] is not None] or ["add_zero_attn"] * given["add_zero_attn"]:
+            raise NoAttentionMapError(
+                f"the attention of {self.unit.name} has {found[0]}, through which maps have no gradients yet."
+            )
+        query, key, value = project_heads(given, (given["query"], given["key"], given["value"]))
+        result = join_heads(self._attend(query, key, value), given)
+        if not given["need_weights"]:
             return result, None
-        weights = _weights_of_sdpa(query, key, value)
-        return result, weights.mean(1) if call.arguments["average_attn_weights"] else weights
+        weights, _ = _map_of_sdpa(query, key, value)
+        return result, weights.mean(1) if given["average_attn_weights"] else weights
 
     def _show(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is F.scaled_dot_product_attention:
             with torch.no_grad():
-                weights = _weights_of_sdpa(*args, **kwargs)
-            self._emit(weights, _hidden_by_sdpa(*args, **kwargs))
+                weights, hidden = _map_of_sdpa(*args, **kwargs)
+            self._emit(weights, hidden)
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
-        elif kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1):
+        elif is_over_last_axis(result, args, kwargs):
             version = version_of(result)
             self._emit(result if self._grad else result.detach(), _hidden(args[0]) if args else None)
             if version_of(result) != version:
@@ -240,7 +250,7 @@ class _Recorder(TorchFunctionMode):
         self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows, hidden, source))
 
 
-def _weights_of_sdpa(
+def _map_of_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -249,55 +259,29 @@ def _weights_of_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    """Return the map that `scaled_dot_product_attention` applies to `value`, without dropout."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return the map that `scaled_dot_product_attention` applies, without dropout, and what its mask hides, [Q, K]."""
     if enable_gqa:
         key = repeat_groups(key, query)
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1)
-    allowed = attn_mask.dtype == torch.bool
-    scores = scores.masked_fill(~attn_mask, -torch.inf) if allowed else scores + attn_mask
+    mask = sdpa_mask(query, key, attn_mask, is_causal)
+    scores, hidden = attention_scores(query, key, scale, mask)
+    if mask is None or hidden is None:
+        return scores.softmax(-1), None
+    scores = scores.masked_fill(hidden, -torch.inf)
     # A query that may see no key attends to nothing, as in PyTorch's own kernels.
-    return scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    weights = scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    return weights, _hidden(mask).expand(query.shape[-2], key.shape[-2])
 
 
-def _hidden_by_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> Tensor | None:
-    """Return where the mask of the call keeps a query from a key, [Q, K]."""
-    shape = (query.shape[-2], key.shape[-2])
-    if is_causal:
-        return torch.ones(shape, dtype=torch.bool, device=query.device).triu(1)
-    if attn_mask is None:
-        return None
-    if attn_mask.dtype == torch.bool:
-        return ~_first(attn_mask).expand(shape)
-    return _hidden(attn_mask).expand(shape)
-
-
-def _hidden(scores: Tensor) -> Tensor:
-    """Return where the scores are minus infinity, in the first image and head."""
-    return _first(scores.detach()) == -torch.inf
-
-
-def _first(x: Tensor) -> Tensor:
-    """Return the first entry of all axes but the last two."""
-    return x[(0,) * (x.ndim - 2)]
+def _hidden(mask: Tensor) -> Tensor:
+    """Return where a mask, or masked scores, hide a key from a query in the first image and head, [Q, K]."""
+    return hidden_by(mask.detach()[(0,) * (mask.ndim - 2)])
 
 
 @torch.no_grad()
 def _weights_of_mha(*args: Any, **kwargs: Any) -> Tensor:
     """Return the maps per head of `multi_head_attention_forward`, run again without dropout, so without randomness."""
-    call = _MHA_SIGNATURE.bind(*args, **kwargs)
+    call = MHA_SIGNATURE.bind(*args, **kwargs)
     call.arguments |= {"need_weights": True, "average_attn_weights": False, "training": False}
     _, weights = F.multi_head_attention_forward(*call.args, **call.kwargs)
     assert weights is not None  # they were asked for

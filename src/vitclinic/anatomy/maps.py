@@ -1,27 +1,141 @@
-"""Attention maps: the weights of one unit for one batch, and what a recorded pass shows of how they lie.
+"""Attention maps: the weights of one unit for one batch, how they are computed, and how they lie on the grid.
 
-Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys.
+Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys, N tokens, D channels of a head.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitclinic.anatomy.sites import Size
-from vitclinic.anatomy.windows import Windows
 
 if TYPE_CHECKING:
     from vitclinic.anatomy.units import Unit
 
-ATTENTION = frozenset(
-    (F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax, torch.softmax, Tensor.softmax)
-)
+
+@dataclass(frozen=True)
+class Windows:
+    """Non-overlapping windows on a grid that is rolled back by `shift` and padded to a multiple of `size`.
+
+    A map's batch axis is B * number of windows, windows running fastest. A shifted window at the end of an axis holds
+    tokens from both ends of the grid, which a mask keeps apart.
+
+    Args:
+        size: (height, width) of a window.
+        shift: How far the grid is rolled back, (rows, columns).
+        pad_first: Pad and then roll (torchvision, Hugging Face); otherwise roll and then pad (timm).
+
+    Example:
+        >>> Windows(size=(1, 2)).positions((1, 4)).tolist()
+        [[[0, 0], [0, 1]], [[0, 2], [0, 3]]]
+    """
+
+    size: Size
+    shift: Size = (0, 0)
+    pad_first: bool = False
+
+    def positions(self, grid: Size) -> Tensor:
+        """Return (row, column) of every token of every window, [windows, tokens, 2]; (-1, -1) is padding."""
+        rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+        places_hw2 = torch.stack((rows, columns), dim=-1)
+        margin = self._padding(grid)
+
+        def pad(x_hw2: Tensor) -> Tensor:
+            return F.pad(x_hw2, (0, 0, 0, margin[1], 0, margin[0]), value=-1)
+
+        def roll(x_hw2: Tensor) -> Tensor:
+            return x_hw2.roll((-self.shift[0], -self.shift[1]), dims=(0, 1))
+
+        return self._cut(roll(pad(places_hw2)) if self.pad_first else pad(roll(places_hw2)))
+
+    def regions(self, grid: Size) -> Tensor:
+        """Return the side of the seam of every token of every window, [windows, tokens].
+
+        Tokens of a window may attend to each other if their numbers are equal. The seam lies `shift` before the end of
+        the padded axis, even if that is padding (in timm, which rolls first, this is then not where the grid wraps).
+        """
+        rows, columns = (
+            (torch.arange(length + pad) >= length + pad - shift).int()
+            for length, pad, shift in zip(grid, self._padding(grid), self.shift, strict=True)
+        )
+        return self._cut((2 * rows[:, None] + columns)[..., None]).squeeze(-1)
+
+    def _padding(self, grid: Size) -> list[int]:
+        return [-length % window for length, window in zip(grid, self.size, strict=True)]
+
+    def _cut(self, x_hwc: Tensor) -> Tensor:
+        """Cut the padded grid into windows, [windows, tokens, C]."""
+        height, width = self.size
+        windows = x_hwc.reshape(len(x_hwc) // height, height, -1, width, x_hwc.shape[-1])
+        return windows.transpose(1, 2).reshape(-1, height * width, x_hwc.shape[-1])
+
+
+SOFTMAX = frozenset((F.softmax, torch.softmax, Tensor.softmax))
+ATTENTION = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 """Functions that compute an attention map, as a function mode sees them."""
+MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def is_over_last_axis(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the softmax with these arguments runs over the last axis, which `result` has too."""
+    return kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1)
+
+
+def repeat_groups(x: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values of grouped queries, repeated for each of their heads."""
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3)
+
+
+def project_heads(call: Mapping[str, Any], tokens_nbc: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the queries, keys and values [B, H, N, D] of a call of `multi_head_attention_forward`."""
+    separate = [call[f"{name}_proj_weight"] for name in "qkv"]
+    weights = separate if call["use_separate_proj_weight"] else call["in_proj_weight"].chunk(3)
+    biases = [None] * 3 if call["in_proj_bias"] is None else call["in_proj_bias"].chunk(3)
+    for x_nbc, weight, bias in zip(tokens_nbc, weights, biases, strict=True):
+        projected = F.linear(x_nbc, weight, bias)
+        yield projected.reshape(*projected.shape[:2], call["num_heads"], -1).permute(1, 2, 0, 3)
+
+
+def join_heads(mixed_bhqd: Tensor, call: Mapping[str, Any]) -> Tensor:
+    """Return the output [Q, B, C] of `multi_head_attention_forward` from the weighted sums of all heads."""
+    return F.linear(mixed_bhqd.permute(2, 0, 1, 3).flatten(2), call["out_proj_weight"], call["out_proj_bias"])
+
+
+def sdpa_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+    """Return the mask of a call of `scaled_dot_product_attention`; a causal one is True for keys that count."""
+    if not is_causal:
+        return attn_mask
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+
+
+def hidden_by(mask: Tensor) -> Tensor:
+    """Return where a mask, which is False or minus infinity there, hides a key from a query."""
+    return ~mask if mask.dtype == torch.bool else mask == -torch.inf
+
+
+def attention_scores(
+    q: Tensor, k: Tensor, scale: float | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return q k^T scale, with the finite numbers of an added mask, and where the mask hides a key from a query.
+
+    Args:
+        q: Queries, [..., Q, D].
+        k: Keys, [..., K, D].
+        scale: 1 / sqrt(D) unless given.
+        mask: True for keys that count, or numbers to add.
+    """
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    if mask is None:
+        return scores, None
+    hidden = hidden_by(mask)
+    return (scores if mask.dtype == torch.bool else scores + mask.masked_fill(hidden, 0.0)), hidden
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vitclinic.anatomy.ownership import assign_parameters, parameters_used
-from vitclinic.anatomy.units import AttentionSpec, Kind, Unit
+from vitclinic.anatomy.units import AttentionSpec, Kind, Unit, assign_parameters, parameters_used
 
 if TYPE_CHECKING:
     from torch import nn

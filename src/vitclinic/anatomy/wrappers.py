@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from vitclinic._core.errors import AnatomyError
-from vitclinic.anatomy.eager import eval_mode
 from vitclinic.anatomy.families import Family, list_families
+from vitclinic.anatomy.forward import eval_mode
 
 _WRAPPED = ("_orig_mod", "module", "backbone", "model", "network", "net", "encoder")
 """Attributes in which torch.compile, DDP, and modules that only prepare images or outputs keep the network."""

@@ -35,7 +35,7 @@ def recipe_header(text: str) -> dict[str, str]:
 
 def describe_models() -> Rows:
     """Return every name that `model=` takes."""
-    from vitclinic.listing import list_models
+    from vitclinic import list_models
 
     return [{"name": name} for name in list_models()]
 

@@ -3,6 +3,8 @@
 A cache entry is a folder `VITCLINIC_CACHE/images/KEY` with `images.bin` (uint8 [n, height, width, channels], the shape
 is in `entry.json`) and `kept.npy` (the records that it holds). It is published by one rename, so a killed build leaves
 nothing half done. When the entries together exceed `VITCLINIC_CACHE_SIZE`, the least recently used ones are deleted.
+
+A survey of the headers says how large the decoded images will be, before any of them is decoded.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -24,9 +27,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.serialization import fingerprint
-from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_photo, pixels
-from vitclinic.data.source import ComputedRecords, Records, describe_unreadable
+from vitclinic._core.io import fingerprint
+from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_grey, is_photo, pixels
+from vitclinic.data.source import ComputedRecords, Records, Source, describe_unreadable
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many are done, how many there are)."""
@@ -261,3 +264,54 @@ class OnDemand(Sequence[Pixels]):
         if isinstance(index, slice):
             return OnDemand(self.images, self.rows[index])
         return self.images.decode(int(self.rows[index]))
+
+
+LARGEST_DEFAULT, STEP, SMALLEST_VARIED = 224, 16, 32
+"""Unless a size is asked for: images of one size keep it up to 224; of different sizes they are brought to the largest
+multiple of 16, from 32 to 224, that is not above the median shorter side."""
+
+_AT_MOST = 50_000
+_SURVEY_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Default size and channels, and the median shorter side of the images."""
+
+    size: Size
+    channels: int
+    shorter_side: float
+
+
+def survey(source: Source, progress: Progress) -> Survey:
+    """Return the survey of a source, which is made once per machine."""
+    if source.uniform is not None:
+        size, channels = source.uniform
+        return Survey(size, channels, float(min(size)))
+    stored = cache_folder() / "surveys" / f"{source.fingerprint[:32]}-{_SURVEY_FORMAT}.json"
+    if stored.exists():
+        values = json.loads(stored.read_text())
+        return Survey(tuple(values["size"]), values["channels"], values["shorter_side"])
+    made = _survey(source, progress)
+    write_atomically(stored, json.dumps(asdict(made)))
+    return made
+
+
+def _survey(source: Source, progress: Progress) -> Survey:
+    """Read the headers of the main images (50,000 of them, evenly spaced, if there are more)."""
+    sizes: list[tuple[int, int]] = []
+    grey = True
+    records = source.main
+    chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _AT_MOST)).astype(int))
+    for number, index in enumerate(chosen):
+        progress("looking at", number + 1, len(chosen))
+        try:
+            with records.read(int(index)) as image:
+                sizes.append(image.size)
+                grey = grey and is_grey(image)
+        except UNREADABLE:
+            continue  # decoding it will say so, with the file's name
+    shorter = float(np.median([min(size) for size in sizes] or [LARGEST_DEFAULT]))
+    varied = len(set(sizes)) != 1
+    side = min(max(SMALLEST_VARIED, int(shorter) // STEP * STEP) if varied else int(shorter), LARGEST_DEFAULT)
+    return Survey((side, side), 1 if grey and sizes else 3, shorter)

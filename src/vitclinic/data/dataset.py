@@ -13,16 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
-from vitclinic._core.serialization import fingerprint
-from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images
+from vitclinic._core.io import fingerprint
+from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images, survey
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size
-from vitclinic.data.embedded import open_digits, open_shapes
 from vitclinic.data.folder import open_folder
-from vitclinic.data.published import open_hub, open_torchvision
-from vitclinic.data.source import SPLITS, Source
-from vitclinic.data.splits import assign, subset
-from vitclinic.data.survey import survey
+from vitclinic.data.named import open_digits, open_hub, open_shapes, open_torchvision
+from vitclinic.data.source import SPLITS, Source, assign, subset
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""

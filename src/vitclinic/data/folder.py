@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.data.source import Source
 
 CLASSES_FILE = "classes.json"

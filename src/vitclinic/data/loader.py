@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.data.dataset import Dataset, Split
 from vitclinic.data.source import SPLITS
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.data.cache import cache_folder
 from vitclinic.data.source import SPLITS, NumberedRecords, Source
 

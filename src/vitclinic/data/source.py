@@ -1,8 +1,13 @@
-"""Data sources of any kind: classes, and labelled images in one or more splits."""
+"""Data sources of any kind: classes, labelled images, and their splits into training, validation and test.
+
+Splits and subsets rest on one idea: a *stratified order*, a seeded permutation of the images every prefix of which
+has the classes in their proportions. A held-out share is a prefix of it, and so is a subset: subsets are
+reproducible and nested.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +17,7 @@ from PIL import Image
 
 from vitclinic._core.errors import DataError
 from vitclinic.data.decoding import Size
+from vitclinic.data.randomness import generator
 
 SPLITS = ("train", "val", "test")
 
@@ -96,3 +102,61 @@ def describe_unreadable(records: Records, index: int, error: Exception) -> str:
     """Return the message that says which image cannot be read, and why."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return f"{records.name(index)}: not a readable image ({reason})."
+
+
+Indices = NDArray[np.int64]
+
+HELD_OUT = 0.1
+"""The share of the training images that a missing val or test split takes."""
+
+
+def stratify(labels: NDArray[np.int64], seed: int) -> Indices:
+    """Return a permutation every prefix of which is stratified.
+
+    The i-th of a class's n shuffled images gets the rank (i + 1/2) / n, and the images are sorted by rank
+    (ties in random order). A class too small to be in a prefix is left out of it rather than over-represented.
+    """
+    random = generator("stratified", seed)
+    tie_break = random.permutation(len(labels))
+    by_class = np.lexsort((tie_break, labels))
+    counts = np.bincount(labels)
+    starts = np.cumsum(counts) - counts
+    place = np.empty(len(labels))
+    place[by_class] = np.arange(len(labels)) - np.repeat(starts, counts)
+    ranks = (place + 0.5) / counts[labels]
+    return np.lexsort((random.permutation(len(labels)), ranks)).astype(np.int64)
+
+
+def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tuple[str, Indices]]:
+    """Return, for each of train, val and test, the source split it is drawn from and the indices in it.
+
+    Splits that the source has are kept as they are; val and test that it lacks are held out of its training
+    images, `HELD_OUT` of them each. A source without training images (a test set) lacks the others, too.
+    """
+    if "train" not in labels:
+        first, nothing = next(iter(labels)), np.empty(0, dtype=np.int64)
+        return {
+            split: (split, np.arange(len(labels[split]), dtype=np.int64)) if split in labels else (first, nothing)
+            for split in ("val", "test", "train")
+        }
+    order = stratify(labels["train"], seed)
+    held = round(HELD_OUT * len(order))
+    result: dict[str, tuple[str, Indices]] = {}
+    for split in ("val", "test"):
+        if split in labels:
+            result[split] = (split, np.arange(len(labels[split]), dtype=np.int64))
+        else:
+            result[split] = ("train", np.sort(order[:held]))
+            order = order[held:]
+    result["train"] = ("train", np.sort(order))
+    return result
+
+
+def training_count(images: int, splits: Collection[str]) -> int:
+    """Return how many of `images` training images `assign` leaves for training, if the source has these splits."""
+    return images - round(HELD_OUT * images) * len({"val", "test"}.difference(splits))
+
+
+def subset(labels: NDArray[np.int64], count: int, seed: int) -> Indices:
+    """Return the first `count` images of the stratified order, as sorted positions in `labels`."""
+    return np.sort(stratify(labels, seed)[:count])

@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from vitclinic.data.augment import Augmenter, to_unit_interval
+from vitclinic.data.augment import Augmenter, Mixing, PatchMixing, soft_targets, to_unit_interval
 from vitclinic.data.cache import StreamedImages
 from vitclinic.data.config import Augment
 from vitclinic.data.dataset import Dataset, Split
 from vitclinic.data.decoding import Size, centre_view
-from vitclinic.data.mixup import Mixing, PatchMixing, soft_targets
 from vitclinic.data.randomness import generator, sample_keys
 
 

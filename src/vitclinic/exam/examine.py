@@ -19,12 +19,11 @@ from vitclinic._core.distributed import ALONE, Distributed, pick_device
 from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic._core.records import Measurement
 from vitclinic._core.time import format_duration
-from vitclinic.exam.data import ExamData
 from vitclinic.exam.exam import Exam, Exams
 from vitclinic.exam.planner import Entry, Plan, Planner
 from vitclinic.exam.request import parse_request
 from vitclinic.exam.store import ExamRecord, Store, draw
-from vitclinic.exam.targets import Target, open_subject
+from vitclinic.exam.targets import ExamData, Target, open_subject
 from vitclinic.exam.timing import Schedule, Step, TimeBudget
 from vitclinic.probes import Probe, StreamingProbe, Subject, find_normalization, measure
 from vitclinic.probes.loading import Data

@@ -23,9 +23,8 @@ from pydantic import Field
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError
-from vitclinic._core.io import write_errors, write_text
+from vitclinic._core.io import fingerprint, write_errors, write_text
 from vitclinic._core.records import Number, plain_data
-from vitclinic._core.serialization import fingerprint
 from vitclinic.exam.request import given_options
 from vitclinic.exam.store import Store
 from vitclinic.exam.timing import Pace

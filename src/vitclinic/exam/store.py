@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from vitclinic._core.errors import RunError
 from vitclinic._core.images import png
-from vitclinic._core.io import write_bytes, write_errors
+from vitclinic._core.io import fingerprint, write_bytes, write_errors
 from vitclinic._core.records import SCHEMA, Measurement
-from vitclinic._core.serialization import fingerprint
 from vitclinic._core.time import seconds
 from vitclinic.probes import Probe, StreamingProbe, Subject, describe_conditions, known_probes, view_of
 

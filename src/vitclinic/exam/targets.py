@@ -1,4 +1,4 @@
-"""TARGETs: what can be examined, from what a user wrote.
+"""TARGETs: what can be examined, from what a user wrote; and the images to examine it on.
 
     runs/photos            a run directory (its best checkpoint); runs/photos@epoch-3 for another
     timm:NAME              with the published weights; timm:NAME@FILE with a checkpoint's, or timm:NAME@FILE#KEY with
@@ -6,7 +6,8 @@
     torchvision:NAME[@FILE], hf:NAME
     module:function        a function that returns a network taking pixels in [0, 1]
 
-Keywords for the network follow its name: timm:vit_tiny_patch16_224?img_size=32&patch_size=4.
+Keywords for the network follow its name: timm:vit_tiny_patch16_224?img_size=32&patch_size=4. The images that
+networks are examined on are opened once for all networks that see them alike (`ExamData`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from vitclinic._core.callback import Callback
+from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic._core.serialization import fingerprint
-from vitclinic.data import DataConfig, Dataset, Normalization
+from vitclinic._core.io import fingerprint
+from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, open_data
 from vitclinic.data.decoding import Size
 from vitclinic.exam.checkpoints import read_weights
 from vitclinic.exam.libraries import fixed_seed, from_hugging_face, from_timm, from_torchvision
@@ -36,7 +39,7 @@ from vitclinic.exam.request import LIBRARIES, advise, check_target, find_run, sp
 from vitclinic.models import Normalized
 from vitclinic.models.calling import check_ready
 from vitclinic.probes import PastWeights, Subject, Training
-from vitclinic.probes.loading import name_classes
+from vitclinic.probes.loading import Data, is_loader, name_classes
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import adapt_augmentation
@@ -244,3 +247,70 @@ def _epochs_done(run: Run) -> float:
 
 def _projections(run: Run) -> dict[float, NDArray[np.float64]]:
     return dict(read_projections(run.path).values())
+
+
+class ExamData:
+    """What the user gave as data, for networks of different sizes, channels and origins."""
+
+    def __init__(
+        self,
+        data: Data | None,
+        *,
+        size: int | None,
+        limit: int | None,
+        normalized: bool | None,
+        distributed: Distributed,
+        callback: Callback,
+    ) -> None:
+        """Note the data; nothing is read yet.
+
+        Args:
+            data: As in `examine`; None stands for what each run was trained on.
+            size: Pixels a side for networks that take any.
+            limit: Read no more than so many images of a loader.
+            normalized: The loader's images are, or are not, normalized.
+            distributed: The leading process decodes a source first, and the others find it decoded.
+            callback: Hears of reading.
+        """
+        self.data = str(data) if isinstance(data, Path) else data
+        self.size, self.limit, self.normalized = size, limit, normalized
+        self.distributed, self.callback = distributed, callback
+        self._open_source = cache(self._open_uncached)
+        self._loaded: dict[Any, Dataset] = {}
+
+    def open(self, network: Network, normalization: Normalization | None = None) -> Dataset:
+        """Return the images for a network, as many pixels and channels as it takes.
+
+        Raises:
+            RecipeError: If there is no data: none was given, and the network is not a run's.
+        """
+        data = self.data if self.data is not None else network.data
+        if data is None:
+            raise RecipeError(f"Say on which images to examine '{network.name}': give `data` (only a run has its own).")
+        if is_loader(data):
+            return self._read_loader(data, normalization)
+        if isinstance(data, Dataset):
+            return data
+        if isinstance(data, str) and network.data is not None and _is_same_place(data, network.data.source):
+            data = network.data  # with the run's own splits: its test images are then those it has not seen
+        config = data if isinstance(data, DataConfig) else DataConfig(source=str(data))
+        size = network.size if network.size is not None else self.size and (self.size, self.size)
+        return self._open_source(config.model_dump_json(), size or None, network.channels)
+
+    def _read_loader(self, data: Any, normalization: Normalization | None) -> Dataset:
+        """Read a loader once for all networks whose input is normalized alike."""
+        key = None if normalization is None else (tuple(normalization.mean), tuple(normalization.std))
+        if key not in self._loaded:
+            self._loaded[key] = load_batches(
+                data, limit=self.limit, normalization=normalization, normalized=self.normalized
+            )
+        return self._loaded[key]
+
+    def _open_uncached(self, config: str, size: Size | None, channels: int | None) -> Dataset:
+        source = DataConfig.model_validate_json(config)
+        opened = partial(open_data, source, size=size, channels=channels, progress=self.callback.on_progress)
+        return self.distributed.leader_first(opened)
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()

@@ -67,10 +67,13 @@ from vitclinic.functional.landscape import (
     average_flatness,
     condition_number,
     filter_normalize,
+    looksam_direction,
+    looksam_gradient,
     loss_landscape,
     ntk,
     polar_coordinates,
     random_direction,
+    sam_perturbation,
 )
 from vitclinic.functional.saliency import (
     attention_rollout,
@@ -79,7 +82,6 @@ from vitclinic.functional.saliency import (
     gradient_rollout,
     insertion_curve,
 )
-from vitclinic.functional.sam import looksam_direction, looksam_gradient, sam_perturbation
 from vitclinic.functional.treatments import (
     context_broadcasting,
     insert_registers,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Layout, out_of
-from vitclinic.anatomy.removal import Bypass, Silence
+from vitclinic.anatomy.units import Bypass, Silence
 from vitclinic.functional.checks import check_labels, check_same, check_shape
-from vitclinic.probes import estimates
+from vitclinic.probes import behaviour
 from vitclinic.probes.behaviour import accuracy as answers
 from vitclinic.probes.behaviour import missing_rate as midpoints
 from vitclinic.probes.behaviour import shape_bias as conflicts
@@ -144,7 +144,7 @@ def accuracy_drop(correct: Tensor, changed: Tensor) -> float:
     """
     check_same(correct, changed, "the answers before and after")
     before, after = (answer.cpu().numpy().astype(np.bool_) for answer in (correct, changed))
-    return estimates.drop(before, after).value
+    return behaviour.drop(before, after).value
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitclinic._core.perturbation import Ball, Norm
 from vitclinic.data import corruptions
+from vitclinic.data.corruptions.noise import Ball, Norm
 from vitclinic.functional.checks import check_labels, check_same, check_shape, widen
 from vitclinic.probes.behaviour import attacks, frequency_noise, occlusion
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitclinic.functional.checks import check_attention, check_labels, check_same, check_shape, widen
-from vitclinic.probes.behaviour import pixel_removal, saliency_maps
+from vitclinic.probes.behaviour import saliency_maps
 from vitclinic.probes.output import read_output
 
 Model = Callable[[Tensor], Any]
@@ -113,7 +113,7 @@ def deletion_curve(model: Model, images: Tensor, classes: Tensor, maps: Tensor, 
         >>> deletion_curve(model, images, torch.tensor([0]), torch.tensor([[[1.0, 0.0]]]), steps=2)[0]
         tensor([0.9997, 0.9820, 0.9820], dtype=torch.float64)
     """
-    return _curve(pixel_removal.deletion_curve, model, images, classes, maps, steps)
+    return _curve(saliency_maps.deletion_curve, model, images, classes, maps, steps)
 
 
 def insertion_curve(model: Model, images: Tensor, classes: Tensor, maps: Tensor, steps: int = 16) -> Tensor:
@@ -138,7 +138,7 @@ def insertion_curve(model: Model, images: Tensor, classes: Tensor, maps: Tensor,
         >>> insertion_curve(model, images, torch.tensor([0]), torch.rand(1, 2, 2), steps=4).shape
         torch.Size([1, 5])
     """
-    return _curve(pixel_removal.insertion_curve, model, images, classes, maps, steps)
+    return _curve(saliency_maps.insertion_curve, model, images, classes, maps, steps)
 
 
 def _curve(
@@ -154,7 +154,7 @@ def _curve(
         return read_output(model(changed)).double().softmax(1).gather(1, classes[:, None])[:, 0]
 
     with torch.no_grad():
-        resized = pixel_removal.resize(maps.double(), (images.shape[2], images.shape[3]))
+        resized = saliency_maps.resize(maps.double(), (images.shape[2], images.shape[3]))
         return curve(probability, images, resized, steps)
 
 

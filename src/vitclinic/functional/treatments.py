@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitclinic.data import mixup
+from vitclinic.data import augment
 from vitclinic.functional.checks import check_labels, check_same, check_shape
 from vitclinic.tasks import classification
 from vitclinic.treatments import context_broadcasting as broadcasting
@@ -289,7 +289,7 @@ def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Te
         tensor([[0.1000, 0.9000]])
     """
     check_labels(labels, len(labels), "labels")
-    return mixup.soft_targets(labels, num_classes, smoothing)
+    return augment.soft_targets(labels, num_classes, smoothing)
 
 
 def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,4 +323,4 @@ def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) 
         raise ValueError(f"cut must be [B, rows, columns] for {len(images)} images (got {tuple(cut.shape)}).")
     if images.shape[2] % cut.shape[1] or images.shape[3] % cut.shape[2]:
         raise ValueError(f"images of {tuple(images.shape[2:])} do not divide into {tuple(cut.shape[1:])} patches.")
-    return mixup.mix_cells(images, targets, partner, cut.bool())
+    return augment.mix_cells(images, targets, partner, cut.bool())

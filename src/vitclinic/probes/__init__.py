@@ -11,12 +11,13 @@ makes its own passes) and `register` it.
 
 from typing import TYPE_CHECKING
 
-from vitclinic._core.lazy import make_lazy
+from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
-    from vitclinic._core.facts import FigureSpec, ProbeFacts
     from vitclinic._core.records import Measurement, Scalar
+    from vitclinic._core.registry import FigureSpec, ProbeFacts
     from vitclinic._core.statistics import RunningMean
+    from vitclinic.anatomy.units import parameters_by_unit
     from vitclinic.probes.anatomy import AnatomyProbe
     from vitclinic.probes.attention.cb_scale import CBScale
     from vitclinic.probes.attention.distance import AttentionDistance
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from vitclinic.probes.guards import preserve_state
     from vitclinic.probes.loading import find_normalization, load_subject
     from vitclinic.probes.norms import Norms
-    from vitclinic.probes.parameters import parameters_by_unit
     from vitclinic.probes.probe import (
         DoesNotApply,
         Need,

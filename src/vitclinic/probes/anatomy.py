@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic.anatomy.table import UnitFacts, count_outside, list_facts
 from vitclinic.probes.probe import Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject

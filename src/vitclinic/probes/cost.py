@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import median_interval
 from vitclinic.anatomy import double_differentiable
-from vitclinic.probes.parameters import packed_weights
+from vitclinic.probes.digest import packed_weights
 from vitclinic.probes.probe import Cheaper, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -22,8 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitclinic.probes.parameters import packed_in
-
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "timm", "torch", "torchvision", "transformers", "vitclinic"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -31,8 +29,12 @@ _INTERNAL = frozenset(vars(nn.Module()))
 RENAMED = {
     "vitclinic.models.factory.Normalised": "vitclinic.models.normalised.Normalised",
     "vitclinic.models.factory.Normalized": "vitclinic.models.normalised.Normalised",
+    "vitclinic.treatments.attention_edit._forward": "vitclinic.treatments.function_mode._forward",
+    "vitclinic.treatments.neighbourhood.SeenNeighbourhood": "vitclinic.treatments.seen_masks.SeenNeighbourhood",
+    "vitclinic.treatments.neighbourhood.SeenPairs": "vitclinic.treatments.seen_masks.SeenPairs",
 }
-"""Names of classes inside networks, now and in 0.1: digests stay the same, so stored results are found."""
+"""Names of classes and functions inside networks, now and before: digests stay the same, so stored results are found.
+"""
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, PurePath, torch.dtype, torch.device, torch.Size, type(None))
 
 
@@ -207,3 +209,22 @@ def _hook_attributes(hook: Callable[..., Any]) -> set[str]:
     if isinstance(function, FunctionType):
         return _operands(function.__code__, "STORE_ATTR")
     return set()
+
+
+def packed_weights(network: nn.Module) -> list[Tensor]:
+    """Return the weights and biases that quantized layers keep in a packed form, which `parameters()` does not list.
+
+    Example:
+        >>> packed_weights(nn.Linear(2, 2))
+        []
+    """
+    return [tensor for module in network.modules() for tensor in packed_in(module)]
+
+
+def packed_in(module: nn.Module) -> list[Tensor]:
+    """Return the weight and the bias of a quantized layer; nothing for any other module."""
+    # Recognised by name: importing torch.ao takes a second, and it is being retired.
+    if not any(base.__name__ == "WeightedQuantizedModule" for base in type(module).__mro__):
+        return []
+    quantized: Any = module
+    return [tensor for tensor in (quantized.weight(), quantized.bias()) if tensor is not None]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError, UnknownStructureError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Anatomy, Site
-from vitclinic.probes.parameters import packed_weights, parameters_by_unit
+from vitclinic.anatomy.units import parameters_by_unit
+from vitclinic.probes.digest import packed_weights
 from vitclinic.probes.probe import Result, StreamingProbe, Tally, check_finite, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject
 

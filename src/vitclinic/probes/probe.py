@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import ModelError, RecipeError, VitclinicError
-from vitclinic._core.facts import LAST, OTHER, FigureSpec, KeyScalars, ProbeFacts
 from vitclinic._core.records import Measurement, Scalar, UnitRow
-from vitclinic._core.registry import Registry
+from vitclinic._core.registry import LAST, OTHER, FigureSpec, KeyScalars, ProbeFacts, Registry
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -16,9 +16,9 @@ from torch import nn
 from vitclinic._core.config import validate
 from vitclinic._core.errors import EmptySplitError, NoAttentionMapError, UnknownStructureError, VitclinicError
 from vitclinic._core.records import Measurement, Status, plain_data
+from vitclinic.probes.digest import packed_weights
 from vitclinic.probes.guards import halving, preserve_state
 from vitclinic.probes.loading import Data, load_subject
-from vitclinic.probes.parameters import packed_weights
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Probe, Result, StreamingProbe
 from vitclinic.probes.shared_pass import Outcome, run_shared_pass
 from vitclinic.probes.subject import Subject

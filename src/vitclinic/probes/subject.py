@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import AnatomyError, EmptySplitError
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint
 from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
-from vitclinic.data.splits import subset
+from vitclinic.data.source import subset
 from vitclinic.models.calling import check_ready
 from vitclinic.probes.digest import network_digest
 from vitclinic.probes.guards import preserve_state

@@ -26,8 +26,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vitclinic._core.io import write_bytes, write_errors
-from vitclinic.reports.figure import ExamView, Figure, Picture, Table
-from vitclinic.reports.theme import template
+from vitclinic.reports.figure import ExamView, Figure, Picture, Table, template
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -109,8 +108,7 @@ class Drawings:
 
     def of(self, probe: str, exams: Sequence[ExamView]) -> list[dict[str, Any]]:
         """Return the views of a probe's figures; where one cannot be drawn, of every value by depth, with a message."""
-        from vitclinic.reports.figures import draw  # which makes all figures known, with plotly
-        from vitclinic.reports.figures.declared import draw_by_depth
+        from vitclinic.reports.figures import draw, draw_by_depth  # which makes all figures known, with plotly
 
         for attempt in (draw, draw_by_depth):
             try:

@@ -11,9 +11,10 @@ from typing import Any
 from urllib.parse import quote
 
 from vitclinic._core.time import format_duration
+from vitclinic.reports.figure import format_number, network_colour
 from vitclinic.reports.figures.study import comparisons_figure, measure_figure
-from vitclinic.reports.formatting import format_number
 from vitclinic.reports.frame import Drawings, fill_template, write_page
+from vitclinic.reports.page import letter
 from vitclinic.reports.study_result import (
     ENDED,
     PAPERS,
@@ -23,8 +24,6 @@ from vitclinic.reports.study_result import (
     StoredResult,
     parse_result,
 )
-from vitclinic.reports.theme import network_colour
-from vitclinic.reports.views import letter
 
 POOL = "pool"
 """Where the runs are, beside the page."""

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vitclinic._core.facts import OTHER, Better, KeyScalars, ProbeFacts
 from vitclinic._core.records import Measurement, Scalar
+from vitclinic._core.registry import OTHER, Better, KeyScalars, ProbeFacts
 from vitclinic.reports.figure import ExamView
 
 GROUPS = ("Behaviour", "Representation", "Attention", "Curvature", "Network")

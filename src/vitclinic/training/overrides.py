@@ -11,7 +11,7 @@ import yaml
 
 from vitclinic._core.config import Config, section, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic._core.serialization import read_yaml
+from vitclinic._core.io import read_yaml
 from vitclinic.training.recipe import LENGTHS, Recipe
 from vitclinic.treatments import Treatments
 

@@ -25,8 +25,7 @@ import yaml
 
 from vitclinic._core.config import validate
 from vitclinic._core.errors import RunError
-from vitclinic._core.io import write_errors, write_json, write_text
-from vitclinic._core.lock import hold_lock
+from vitclinic._core.io import hold_lock, write_errors, write_json, write_text
 from vitclinic.data.config import ImageSpec
 from vitclinic.training.recipe import Recipe
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from vitclinic._core.lazy import make_lazy
+from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic.treatments.adversarial import Adversarial, FastGradientSign
@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from vitclinic.treatments.gap_head import GapHead
     from vitclinic.treatments.local_attention import LocalAttention
     from vitclinic.treatments.no_softmax import NoSoftmax
-    from vitclinic.treatments.objective import Objective
     from vitclinic.treatments.patch_diversity import PatchDiversity
-    from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
+    from vitclinic.treatments.patch_losses import Objective, contrastive_loss, cosine_loss, mixing_loss
     from vitclinic.treatments.registers import Registers, RegistersTreatment
     from vitclinic.treatments.relu_activation import ReluActivation, gelu_to_relu
     from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep

@@ -17,8 +17,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.perturbation import Ball
 from vitclinic.data import Batch
+from vitclinic.data.corruptions.noise import Ball
 from vitclinic.data.randomness import uniforms
 from vitclinic.treatments.treatment import InputAscent, Treatment, register
 

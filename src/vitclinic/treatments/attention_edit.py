@@ -10,7 +10,6 @@ Shapes: B batch (times windows), H heads, Q queries, K keys, D channels of a hea
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, cast
@@ -22,12 +21,38 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import AttentionSpec
-from vitclinic.treatments.function_mode import run_under
-from vitclinic.treatments.neighbourhood import Neighbourhood, Seams
-from vitclinic.treatments.seen_masks import SeenNeighbourhood, SeenPairs
+from vitclinic.anatomy.maps import (
+    MHA_SIGNATURE,
+    SOFTMAX,
+    attention_scores,
+    is_over_last_axis,
+    join_heads,
+    project_heads,
+    repeat_groups,
+    sdpa_mask,
+)
+from vitclinic.treatments.neighbourhood import Neighbourhood, Seams, SeenNeighbourhood, SeenPairs
 
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
-MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+Mode = Callable[[nn.Module], TorchFunctionMode]
+
+
+def run_under(mode: Mode, module: nn.Module) -> None:
+    """Let every call of `module.forward` run inside `mode(module)`, also in copies of the network.
+
+    The module keeps its class, its children and its weights' names. Modes entered around the call, such as those that
+    record attention, see what this mode calls.
+
+    Args:
+        mode: Function from the module to a new mode; a class, not a closure, so that a copied network has its own.
+        module: The module.
+    """
+    own = vars(module).get("forward")  # another mode's, or a user's
+    module.forward = partial(_forward, mode, module, own)
+
+
+def _forward(mode: Mode, module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    with mode(module):
+        return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
 class AttentionOptions(Protocol):
@@ -94,10 +119,10 @@ class _Edit(TorchFunctionMode):
 
 def is_softmax_of_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True for a call of a softmax over the last axis of scores, [B, H, Q, K] or [B * H, Q, K]."""
-    if func not in _SOFTMAX:
+    if func not in SOFTMAX:
         return False
     scores: Tensor = args[0] if args else kwargs["input"]
-    return scores.ndim in (3, 4) and kwargs.get("dim", *args[1:2]) in (-1, scores.ndim - 1)
+    return scores.ndim in (3, 4) and is_over_last_axis(scores, args, kwargs)
 
 
 def _edit_softmax(attention: AttentionOptions, input: Tensor, dim: int, *_: Any, **kwargs: Any) -> Tensor:
@@ -129,10 +154,8 @@ def _attend_sdpa(
         mixed = _attend_sdpa(attention, query, key, value, attn_mask, dropout_p, is_causal, scale)
         return mixed.flatten(0, 1)
     if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, dim=-3), value.repeat_interleave(groups, dim=-3)
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        key, value = repeat_groups(key, query), repeat_groups(value, query)
+    attn_mask = sdpa_mask(query, key, attn_mask, is_causal)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     near = attention.neighbourhood
     weigh = partial(_weigh, attention, dropout=dropout_p, scale=scale)
@@ -165,7 +188,7 @@ def _weigh(
         return _attend_fused(q, k, v, mask, dropout, scale)
     if attention.softmax_free and mask is None and not dropout:
         return attend_without_softmax(q, k, v, scale)
-    weights = edit_weights(attention, *_scores(q, k, scale, mask))
+    weights = edit_weights(attention, *attention_scores(q, k, scale, mask))
     return (F.dropout(weights, dropout) if dropout else weights) @ v
 
 
@@ -194,34 +217,19 @@ def _attend_multi_head(attention: AttentionOptions, *args: Any, **kwargs: Any) -
         raise TreatmentError("A MultiheadAttention with keys of its own (add_bias_kv, add_zero_attn) cannot be edited.")
     batched = call["query"].ndim == 3
     tokens = [call[name] if batched else call[name].unsqueeze(1) for name in ("query", "key", "value")]
-    q, k, v = (_split_heads(x, call["num_heads"]) for x in _project(tokens, call))
+    q, k, v = project_heads(call, tokens)
     mask = _restrict(attention, _mask_of(call, batched), q, k)
     dropout = call["dropout_p"] if call["training"] else 0.0
     weights: Tensor | None = None
     if call["need_weights"]:
-        weights = edit_weights(attention, *_scores(q, k, q.shape[-1] ** -0.5, mask))
+        weights = edit_weights(attention, *attention_scores(q, k, mask=mask))
         mixed = (F.dropout(weights, dropout) if dropout else weights) @ v
         weights = weights.mean(dim=1) if call["average_attn_weights"] else weights
         weights = weights if batched else weights.squeeze(0)
     else:
         mixed = _attend_sdpa(attention, q, k, v, _mask_of(call, batched), dropout)
-    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), call["out_proj_weight"], call["out_proj_bias"])
+    out = join_heads(mixed, call)
     return (out if batched else out.squeeze(1)), weights
-
-
-def _project(tokens: list[Tensor], call: dict[str, Any]) -> list[Tensor]:
-    """Return queries, keys and values of all heads together, [N, B, C] each."""
-    if call["use_separate_proj_weight"]:
-        weights = [call[f"{name}_proj_weight"] for name in "qkv"]
-    else:
-        weights = list(call["in_proj_weight"].chunk(3))
-    biases = [None] * 3 if call["in_proj_bias"] is None else call["in_proj_bias"].chunk(3)
-    return [F.linear(x, weight, bias) for x, weight, bias in zip(tokens, weights, biases, strict=True)]
-
-
-def _split_heads(x_nbc: Tensor, heads: int) -> Tensor:
-    """Return [B, H, N, D]."""
-    return x_nbc.reshape(*x_nbc.shape[:2], heads, -1).permute(1, 2, 0, 3)
 
 
 def _heads_apart(x_bnd: Tensor, heads: int) -> Tensor:
@@ -243,15 +251,6 @@ def _mask_of(call: dict[str, Any], batched: bool) -> Tensor | None:
 def _added(mask: Tensor, like: Tensor) -> Tensor:
     """Return a mask that is True for what may not be seen, as PyTorch's module has it, as numbers to add."""
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return q k^T scale, with the finite numbers of an added mask, and where the mask hides a key from a query."""
-    scores = (q * scale) @ k.transpose(-2, -1)
-    if mask is None or mask.dtype == torch.bool:
-        return scores, None if mask is None else ~mask
-    hidden = mask == -torch.inf
-    return scores + mask.masked_fill(hidden, 0.0), hidden
 
 
 def edit_weights(attention: AttentionOptions, scores: Tensor, hidden: Tensor | None) -> Tensor:
@@ -295,7 +294,7 @@ def attention_weights(
     weights_mix: Tensor | None = None,
 ) -> Tensor:
     """Return W softmax(L q k^T scale), where the mixes L and W over the heads are optional; `mask` as in `_weigh`."""
-    return _mixed_softmax(*_scores(q, k, scale, mask), logits_mix, weights_mix)
+    return _mixed_softmax(*attention_scores(q, k, scale, mask), logits_mix, weights_mix)
 
 
 def attend_without_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

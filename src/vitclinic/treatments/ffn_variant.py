@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.function_mode import run_under
+from vitclinic.treatments.attention_edit import run_under
 from vitclinic.treatments.parts import examine, layers_in, missing, own_module, own_modules
 from vitclinic.treatments.relu_activation import GeluToRelu, find_gelu_callers, is_gelu
 from vitclinic.treatments.surgery import check_untouched, treatments_of

@@ -13,9 +13,8 @@ from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, AttentionSpec
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import AttentionOptions, edit_attention
-from vitclinic.treatments.neighbourhood import Neighbourhood, neighbourhood_of
+from vitclinic.treatments.neighbourhood import Neighbourhood, SeenNeighbourhood, neighbourhood_of, shares_grid
 from vitclinic.treatments.parts import Attention, examine, find_attentions, missing
-from vitclinic.treatments.seen_masks import SeenNeighbourhood, shares_grid
 from vitclinic.treatments.treatment import Treatment, register
 
 

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.anatomy import Anatomy, Unit, eval_mode
-from vitclinic.anatomy.additions import Removable
-from vitclinic.anatomy.maps import SeenMap
+from vitclinic.anatomy.forward import Removable
+from vitclinic.anatomy.maps import MHA_SIGNATURE, SeenMap
 from vitclinic.anatomy.sites import Site, watch
-from vitclinic.treatments.attention_edit import MHA_SIGNATURE, is_edited, is_softmax_of_map
+from vitclinic.treatments.attention_edit import is_edited, is_softmax_of_map
 
 if TYPE_CHECKING:
     from vitclinic.data import ImageSpec

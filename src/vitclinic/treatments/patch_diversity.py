@@ -2,7 +2,7 @@
 
     task loss + a1 cosine + a2 contrastive + a3 mixing
 
-The formulas, and the hooks that read the patches, are in `patch_losses`; `vitclinic.data.mixup` has the CutMix that
+The formulas, and the hooks that read the patches, are in `patch_losses`; `vitclinic.data.augment` has the CutMix that
 gives every patch its own label.
 """
 
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from vitclinic._core.config import validate
 from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.data import Augment, Batch, ImageSpec
-from vitclinic.data.mixup import PatchMixing, soft_targets
-from vitclinic.treatments.objective import Objective
+from vitclinic.data.augment import PatchMixing, soft_targets
 from vitclinic.treatments.parts import examine, missing
-from vitclinic.treatments.patch_losses import Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
+from vitclinic.treatments.patch_losses import Objective, Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
 from vitclinic.treatments.surgery import image_spec
 from vitclinic.treatments.treatment import Treatment, register
 

@@ -1,7 +1,8 @@
 """The three losses of DiversePatch, which keep patches from becoming alike [gong2021 Sec. 4].
 
 They are plain functions of patch representations, without class and other prefix tokens. All compute in at least
-float32, even under autocast; float64 stays float64.
+float32, even under autocast; float64 stays float64. `Objective` is the base class of a loss that a treatment adds to a
+training.
 
 Shapes: B images, N patches, D channels, K classes.
 """
@@ -13,14 +14,23 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.anatomy import Anatomy, Site, out_of, taps
-from vitclinic.anatomy.additions import Removable
+from vitclinic.anatomy.forward import Removable
 from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
+from vitclinic.data.stream import Batch
 from vitclinic.treatments.parts import run_once
+
+
+class Objective(nn.Module):
+    """An added loss; its parameters are trained and saved in the run's state, not in the exported network."""
+
+    def forward(self, batch: Batch, logits: Tensor) -> Tensor:
+        """Return the loss of this batch, a scalar; hidden states are read by hooks registered in the constructor."""
+        raise TypeError(f"{type(self).__name__} must implement forward().")
 
 
 def cosine_loss(h_bnd: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.function_mode import run_under
+from vitclinic.treatments.attention_edit import run_under
 from vitclinic.treatments.parts import missing, run_once
 from vitclinic.treatments.treatment import Treatment, register
 

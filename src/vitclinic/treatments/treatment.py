@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vitclinic.data import Augment, Batch, ImageSpec
-    from vitclinic.treatments.objective import Objective
+    from vitclinic.treatments.patch_losses import Objective
 
 Losses: TypeAlias = "dict[str, Tensor]"
 BatchTransform: TypeAlias = "Callable[[Batch], Batch]"

@@ -15,9 +15,8 @@ from torch import nn
 from tests.probes import subjects
 from tests.probes.behaviour.trained import cnn, subject, trained, vit
 from vitclinic._core.errors import RecipeError
-from vitclinic._core.perturbation import Ball
 from vitclinic._core.statistics import share_interval
-from vitclinic.data.corruptions.noise import Draws
+from vitclinic.data.corruptions.noise import Ball, Draws
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.behaviour.attacks import Attack, _Outcomes, image_gradient, inside, loss_slope, on_surface
 

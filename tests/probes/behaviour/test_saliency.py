@@ -16,7 +16,7 @@ from tests.probes.behaviour import trained
 from tests.probes.subjects import CLASSES, SIZE, subject, vit
 from vitclinic import functional as F
 from vitclinic.probes import measure, parse_probes
-from vitclinic.probes.behaviour.pixel_removal import blur
+from vitclinic.probes.behaviour.saliency_maps import blur
 
 
 def saliency(patient: Any, **options: Any) -> Any:

@@ -23,9 +23,9 @@ from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Measurement
 from vitclinic.data import Augment
 from vitclinic.probes import Subject, Training, measure, parse_probes
+from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.directions import normalize_direction, random_direction, top_eigenvectors
 from vitclinic.probes.curvature.landscape import Grid
-from vitclinic.probes.curvature.surface import LossSurface
 from vitclinic.probes.guards import Partial
 
 

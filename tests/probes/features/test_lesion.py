@@ -18,7 +18,7 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import recognise
 from vitclinic.probes import Lesion, measure, parse_probes
 from vitclinic.probes.features import lesion
-from vitclinic.probes.features.replay import Replay, stretches
+from vitclinic.probes.features.lesion import Replay, stretches
 from vitclinic.probes.output import read_output
 
 

@@ -6,10 +6,9 @@ import numpy as np
 
 from tests.reports.made import HOSTILE, exact, measurement
 from vitclinic._core.records import UnitRow
-from vitclinic.reports.figure import ExamView
+from vitclinic.reports.figure import KIND_MARKS, ExamView
 from vitclinic.reports.figures import draw
 from vitclinic.reports.page import render
-from vitclinic.reports.theme import KIND_MARKS
 
 
 def made(name="mine", notes=(), **scalars):

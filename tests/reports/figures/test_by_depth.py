@@ -9,9 +9,8 @@ import pytest
 
 from tests.reports.figures.layers import PROBES, changed, exams, measurements
 from vitclinic._core.records import Scalar
-from vitclinic.reports.figure import Figure
+from vitclinic.reports.figure import KINDS, Figure
 from vitclinic.reports.figures import draw
-from vitclinic.reports.theme import KINDS
 
 NETWORK = {"cb_scale": "broadcasting"}
 """Which network has something to draw, if not the plain ViT."""

@@ -3,8 +3,8 @@
 import numpy as np
 
 from tests.reports.figures.layers import changed, exams, measurements
+from vitclinic.reports.figure import KIND_MARKS
 from vitclinic.reports.figures import draw
-from vitclinic.reports.theme import KIND_MARKS
 
 
 def matrices(figure):

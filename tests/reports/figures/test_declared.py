@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.reports.made import HOSTILE, estimate, measurement, units
-from vitclinic._core.facts import FigureSpec, ProbeFacts
+from vitclinic._core.registry import FigureSpec, ProbeFacts
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.figures import draw
 from vitclinic.reports.page import render

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
+from vitclinic.anatomy.families.convnets import ALTERNET, CONVNEXT, PREACT_RESNET, RESNET, TORCHVISION_RESNET
 from vitclinic.anatomy.families.family import Family, list_families, recognise, register_family
 from vitclinic.anatomy.families.huggingface import HUGGINGFACE
-from vitclinic.anatomy.families.preact_resnet import ALTERNET, PREACT_RESNET
-from vitclinic.anatomy.families.timm_convnets import CONVNEXT, RESNET, TORCHVISION_RESNET
 from vitclinic.anatomy.families.timm_transformers import MIXER, PIT, SWIN, SWIN_V2, VIT, VOLO
 from vitclinic.anatomy.families.torchvision import TORCHVISION
 

@@ -22,9 +22,9 @@ from vitclinic.anatomy.families.family import (
     softmax_attention,
     stem,
 )
+from vitclinic.anatomy.maps import Windows
 from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, Size, into, out_of
 from vitclinic.anatomy.units import Unit
-from vitclinic.anatomy.windows import Windows
 
 
 def vit(network: Any) -> list[Unit]:

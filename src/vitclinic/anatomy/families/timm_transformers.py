@@ -31,9 +31,9 @@ from vitclinic.anatomy.families.family import (
     transformer_block,
     unknown_block,
 )
+from vitclinic.anatomy.maps import Windows
 from vitclinic.anatomy.sites import NHWC, OFF_GRID, Layout, Size, into, out_of
 from vitclinic.anatomy.units import Unit
-from vitclinic.anatomy.windows import Windows
 
 _POST_NORM = {"Block": False, "ResPostBlock": True}
 

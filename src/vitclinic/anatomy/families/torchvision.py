@@ -1,4 +1,4 @@
-"""torchvision's ViT, Swin (V1 and V2) and ConvNeXt. Its ResNet shares the walk of timm's (`resnet.py`)."""
+"""torchvision's ViT, Swin (V1 and V2) and ConvNeXt. Its ResNet shares the walk of timm's (`convnets.py`)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from vitclinic.anatomy.families.family import (
     softmax_attention,
     stem,
 )
+from vitclinic.anatomy.maps import Windows
 from vitclinic.anatomy.sites import NHWC, Layout, Size, into, out_of
 from vitclinic.anatomy.units import Residual, Unit
-from vitclinic.anatomy.windows import Windows
 
 
 def vit(network: Any) -> list[Unit]:

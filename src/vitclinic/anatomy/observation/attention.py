@@ -13,8 +13,7 @@ from torch import Tensor
 from vitclinic.anatomy.maps import SeenMap, arrange_map
 from vitclinic.anatomy.observation.locate import Locator
 from vitclinic.anatomy.observation.places import PADDING, Places, renumber
-from vitclinic.anatomy.observation.residuals import MOVES
-from vitclinic.anatomy.observation.stretches import Stretch
+from vitclinic.anatomy.observation.residuals import MOVES, Stretch
 from vitclinic.anatomy.observation.trace import Trace, Value
 from vitclinic.anatomy.sites import Layout, Size
 from vitclinic.anatomy.units import AttentionSpec

@@ -22,12 +22,16 @@ from vitclinic.anatomy.observation.places import (
     Outcome,
     Places,
     Step,
+    convolve,
     full,
     is_constant,
     lose,
     merge,
+    multiply,
+    multiply_linear,
+    pool,
+    resize,
 )
-from vitclinic.anatomy.observation.products import convolve, multiply, multiply_linear, pool, resize
 
 
 def follow(step: Step) -> Outcome:

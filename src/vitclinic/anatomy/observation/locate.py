@@ -1,18 +1,100 @@
-"""Where a value of a recorded pass can be read again in later ones: at a module's end, or at an addition."""
+"""From values of a recorded pass to parts of an anatomy: their layout, where they can be read again, and their names.
+
+The layout says which axes are images, cells and channels, and where tokens off the grid lie. A value is read again at a
+module's end or at an addition. Names, blocks and stages of units follow from the modules that they belong to.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from vitclinic.anatomy.additions import Operand
-from vitclinic.anatomy.observation.layouts import Layouts
+from vitclinic.anatomy.forward import Operand
+from vitclinic.anatomy.observation.places import Places, renumber
 from vitclinic.anatomy.observation.residuals import origin
 from vitclinic.anatomy.observation.trace import Call, End, Trace, Value
-from vitclinic.anatomy.sites import Layout, Site
+from vitclinic.anatomy.sites import Arrangement, Layout, Site, Size
+from vitclinic.anatomy.units import Kind, Unit
+
+NO_GRID = Layout(spatial=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A value's layout, and the way to it if its axes lie otherwise."""
+
+    layout: Layout
+    arrangement: Arrangement | None = None
+
+
+class Layouts:
+    """Layouts of the values of one pass: values that lie alike share one."""
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[object, ...], Layout] = {}
+
+    def of(self, places: Places | None) -> Found:
+        """Return the layout of a value with these places; one without cells has no grid."""
+        if places is None or places.cells.ndim not in (3, 4) or not bool((places.cells >= 0).any()):
+            return Found(NO_GRID)
+        places = renumber(Places(_collapse(places.cells), places.grid))
+        cells = places.cells
+        axes = _axes(cells, places.grid)
+        if axes is None:
+            return Found(NO_GRID)
+        batch, *positions, channel = axes
+        tokens = cells.permute(axes).flatten(1, -2)[0, :, 0]
+        on_grid = tokens >= 0
+        prefix = int((~on_grid).sum())
+        if not torch.equal(tokens[on_grid].sort().values, torch.arange(places.grid[0] * places.grid[1])):
+            return Found(NO_GRID)
+        order = torch.cat((torch.arange(len(tokens))[~on_grid], tokens.clamp(min=-1).argsort()[prefix:]))
+        in_order = bool((order == torch.arange(len(order))).all())
+        if in_order and batch == 0:
+            if tuple(cells.shape[axis] for axis in positions) == places.grid:
+                return Found(self._share(0, channel == 3, places.grid))
+            if positions == [1]:
+                return Found(self._share(prefix, False, places.grid))
+        arrangement = Arrangement(tuple(axes), None if in_order else order)
+        return Found(self._share(prefix, False, places.grid), arrangement)
+
+    def _share(self, prefix: int, channels_last: bool, size: Size) -> Layout:
+        key = (prefix, channels_last, size)
+        if key not in self._shared:
+            self._shared[key] = Layout(prefix=prefix, channels_last=channels_last, size=size)
+        return self._shared[key]
+
+
+def _collapse(cells: Tensor) -> Tensor:
+    """Return the cells with one entry along each axis that repeats them, as channels do."""
+    for axis in range(cells.ndim):
+        if cells.stride(axis) == 0:
+            cells = cells.narrow(axis, 0, 1)
+    return cells
+
+
+def _axes(cells: Tensor, grid: Size) -> list[int] | None:
+    """Return the axes of images, cells and channels, in this order; None if they cannot be told apart."""
+    per_image = grid[0] * grid[1]
+    on_grid = cells >= 0
+    least, most = (torch.where(on_grid, cells // per_image, other) for other in (cells.numel(), -1))
+    constant = [axis for axis in range(cells.ndim) if bool((cells == cells.narrow(axis, 0, 1)).all())]
+    batch = [axis for axis in range(cells.ndim) if bool((most.amax(axis) > least.amin(axis)).any())]
+    if len(batch) != 1:
+        return None
+    free = [axis for axis in constant if axis != batch[0]]
+    if not free:
+        return None
+    last = cells.ndim - 1
+    channel = last if last in free else 1 if cells.ndim == 4 and 1 in free else free[0]
+    if cells.ndim == 4 and 1 in free and last in free:  # a grid of one cell, or one row
+        channel = 1 if cells.shape[2:] == grid else last
+    return [batch[0], *(axis for axis in range(cells.ndim) if axis not in (batch[0], channel)), channel]
 
 
 class Locator:
@@ -116,3 +198,69 @@ class Locator:
         if self._calls[call.module] > 1:
             fields |= {"within": self._entrance, "call": call.number}
         return fields
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A unit without name, block and stage.
+
+    Args:
+        index: The number of the value that the unit ends with.
+        call: The call that it belongs to: of the block that adds, or of its own module.
+        unit: The unit.
+        fixed: Its name, if it does not follow from modules.
+        own: True if the call is that of the unit's own module.
+    """
+
+    index: int
+    call: Call
+    unit: Unit
+    fixed: str | None = None
+    own: bool = False
+
+
+def finish(drafts: list[Draft], record: Trace) -> list[Unit]:
+    """Return the units with their names, blocks and stages."""
+    calls = Counter(call.module for call in {draft.call for draft in drafts})
+    paths = {call.module: call.path for call in record.calls}
+    kinds = Counter((draft.call, draft.unit.kind) for draft in drafts)
+    stages: dict[Size, int] = {}
+    used: Counter[str] = Counter()
+    units = []
+    stage = 0
+    for draft in drafts:
+        size = record_size(draft)
+        if size is not None:
+            stage = stages.setdefault(size, len(stages))
+        block = None if draft.fixed else _block(draft, kinds, paths, calls)
+        name = draft.fixed or (f"{block}.{draft.unit.kind}" if block else draft.unit.kind)
+        used[name] += 1
+        if not (draft.fixed or block) or used[name] > 1:
+            name = f"{name}.{used[name] - 1}"
+        units.append(replace(draft.unit, name=name, block=block, stage=stage))
+    return units
+
+
+def record_size(draft: Draft) -> Size | None:
+    """Return the size of the grid that a unit ends on; the stem's and the head's do not count."""
+    layout = draft.unit.output.layout
+    return layout.size if layout.spatial and draft.unit.kind != "head" else None
+
+
+def _block(
+    draft: Draft, kinds: Counter[tuple[Call, Kind]], paths: dict[nn.Module, str], calls: Counter[nn.Module]
+) -> str | None:
+    call, path = draft.call, draft.call.path
+    if not draft.own and (not path or kinds[call, draft.unit.kind] > 1):
+        own = paths.get(draft.unit.module, "") if draft.unit.module is not None else ""
+        path = _parent(own) if own else path
+    elif draft.own and not path.rpartition(".")[2].isdigit():
+        path = _parent(path) or path
+    number = f"#{call.number + 1}" if calls[call.module] > 1 else ""
+    return f"{path}{number}" or None
+
+
+def _parent(path: str) -> str:
+    """Return the path of the module around; of the layers of a list, that is the entry of the list."""
+    parent, _, _ = path.rpartition(".")
+    return parent

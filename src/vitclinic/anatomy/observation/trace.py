@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitclinic.anatomy.additions import ADDITIONS
-from vitclinic.anatomy.eager import eager, eval_mode, is_looking
+from vitclinic.anatomy.forward import ADDITIONS, eager, eval_mode, is_looking
 from vitclinic.anatomy.maps import ATTENTION
 from vitclinic.anatomy.observation.follow import follow
 from vitclinic.anatomy.observation.places import Mixing, Places, Step, places_of_image

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from vitclinic._core.lazy import make_lazy
+from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic.data.corruptions.corruption import Corruption, corrupt

@@ -25,9 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
-from vitclinic._core.io import sync, write_bytes, write_errors, write_json, write_text
-from vitclinic._core.lock import hold_lock
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint, hold_lock, sync, write_bytes, write_errors, write_json, write_text
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.config import DataConfig
@@ -36,8 +34,7 @@ from vitclinic.data.corruptions.parameters import SMALLEST, list_cells, setting
 from vitclinic.data.dataset import Dataset, Split, open_data
 from vitclinic.data.decoding import as_image, centre_view
 from vitclinic.data.folder import CLASSES_FILE, class_folders
-from vitclinic.data.source import SPLITS
-from vitclinic.data.splits import subset
+from vitclinic.data.source import SPLITS, subset
 
 Form = Literal["parquet", "png"]
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -1,4 +1,7 @@
-"""Noise: Gaussian, shot (Poisson), impulse (salt and pepper), speckle; and the random numbers of all corruptions.
+"""Noise: Gaussian, shot (Poisson), impulse (salt and pepper), speckle; and small perturbations of images.
+
+The random numbers of all corruptions are drawn here. A `Ball` is what lies within epsilon of images, in l_inf or l_2,
+and within [0, 1].
 
 `Draws` gives each image its own numbers, on any device, whatever else is in the batch. Words come from a counter that
 is hashed with the image's key, uniform, normal and integer numbers from words. Poisson numbers are looked up in tables,
@@ -14,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -160,3 +164,49 @@ def speckle_noise(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
     """Apply multiplicative Gaussian noise: x + deviation n x."""
     deviation = setting.parameters
     return draws.normal(*x_bchw.shape[1:]).mul_(deviation).add_(1.0).mul_(x_bchw)
+
+
+Norm = Literal["linf", "l2"]
+
+
+@dataclass(frozen=True)
+class Ball:
+    """Ball of the images in [0, 1] that differ from given ones by at most `epsilon` in a norm.
+
+    Example:
+        >>> x = torch.tensor([[[[0.5, 0.1]]]])
+        >>> Ball("linf", 0.2).nearest(x, x + torch.tensor([1.0, -1.0]))
+        tensor([[[[0.7000, 0.0000]]]])
+        >>> Ball("l2", 0.5).steepest(torch.tensor([[[[3.0, 4.0]]]]))
+        tensor([[[[0.6000, 0.8000]]]])
+    """
+
+    norm: Norm
+    epsilon: float
+
+    def nearest(self, images: Tensor, moved: Tensor) -> Tensor:
+        """Project `moved` images [B, C, height, width] into the ball around `images`, then into [0, 1].
+
+        The second projection can only shorten a difference, so that both constraints hold.
+        """
+        delta = moved - images
+        if self.norm == "linf":
+            delta = delta.clamp(-self.epsilon, self.epsilon)
+        else:
+            delta = delta * (self.epsilon / lengths(delta).clamp_min(1e-30)).clamp_max(1)
+        return (images + delta).clamp(0, 1)
+
+    def steepest(self, gradient: Tensor) -> Tensor:
+        """Return the perturbation of norm 1 along the steepest ascent of a gradient; NaNs count as 0."""
+        if self.norm == "linf":
+            return gradient.sign().nan_to_num(0.0)
+        numbers = gradient.where(gradient.isfinite(), 0.0)
+        largest = numbers.abs().amax((1, 2, 3), keepdim=True)
+        scaled = numbers / largest.where(largest > 0, 1.0)  # its square can then neither vanish nor overflow
+        return scaled / lengths(scaled).clamp_min(1.0)
+
+
+def lengths(delta: Tensor) -> Tensor:
+    """Return the l_2 norm of each difference, [B, 1, 1, 1]."""
+    found: Tensor = torch.linalg.vector_norm(delta, dim=(1, 2, 3), keepdim=True)
+    return found

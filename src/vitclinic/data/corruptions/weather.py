@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic.data.corruptions.blur import along_lines, fill
-from vitclinic.data.corruptions.filtering import floor_to_level, gaussian_smooth, luma, round_to_level
+from vitclinic.data.corruptions.blur import along_lines, fill, floor_to_level, gaussian_smooth, luma, round_to_level
 from vitclinic.data.corruptions.noise import Draws
 from vitclinic.data.corruptions.parameters import Setting
 from vitclinic.data.randomness import generator

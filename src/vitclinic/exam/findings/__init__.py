@@ -18,8 +18,7 @@ from vitclinic.exam.findings.training import healthy
 # isort: off
 import vitclinic.exam.findings.training
 import vitclinic.exam.findings.behaviour
-import vitclinic.exam.findings.curvature
-import vitclinic.exam.findings.representation  # noqa: F401
+import vitclinic.exam.findings.network  # noqa: F401
 # isort: on
 
 __all__ = ["Evidence", "Rule", "Verdict", "find", "known_rules", "rule"]

@@ -13,8 +13,7 @@ from typing import Any
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.errors import DataError, RecipeError, RunError
-from vitclinic._core.io import write_errors
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.io import fingerprint, write_errors
 from vitclinic._core.time import format_duration, parse_budget
 from vitclinic.data import Dataset, open_data
 from vitclinic.experiments.prescribe.ledger import FILE, Costs, DecidedStage, Ledger

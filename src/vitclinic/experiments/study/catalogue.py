@@ -16,9 +16,9 @@ from typing import Any
 
 from vitclinic._core.errors import DataError, RecipeError, did_you_mean
 from vitclinic.data import DataConfig, ImageSpec
+from vitclinic.data.cache import survey
 from vitclinic.data.dataset import open_source
-from vitclinic.data.splits import training_count
-from vitclinic.data.survey import survey
+from vitclinic.data.source import training_count
 from vitclinic.experiments.study.schema import Study, parse_study
 from vitclinic.training import Recipe
 from vitclinic.training.overrides import overlay, parse_yaml

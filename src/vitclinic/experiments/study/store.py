@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic._core.io import write_json
-from vitclinic._core.lock import FOREVER, hold_lock
+from vitclinic._core.io import FOREVER, hold_lock, write_json
 from vitclinic.experiments.study.catalogue import NAMED_DATA, open_study, shipped_studies
 from vitclinic.experiments.study.schema import ScaleName, Study, parse_study
 from vitclinic.reports.frame import write_page

@@ -1,18 +1,20 @@
-"""Code shared by the attention probes: units with attention maps, maps in pieces, and means over images and layers."""
+"""Code shared by the attention probes: units with attention maps, maps in pieces, and tallies of means by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic._core.records import Scalar
+from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.statistics import RunningMean
-from vitclinic.anatomy import Anatomy, Unit
+from vitclinic.anatomy import Anatomy, AttentionMap, Unit
+from vitclinic.data import Batch
+from vitclinic.probes.probe import Result, Tally, mean_scalar
 
 _CACHED = 2**17
 _ON_DEVICE = 2**26
@@ -42,17 +44,6 @@ def by_layer(means: Sequence[RunningMean]) -> NDArray[np.float64]:
     return np.stack([np.pad(mean.mean, (0, heads - mean.mean.size), constant_values=np.nan) for mean in means])
 
 
-class LayerSums(Protocol):
-    """A layer with sums over images."""
-
-    def sums(self) -> dict[str, RunningMean]: ...
-
-
-def sums_by_layer(layers: Mapping[str, LayerSums]) -> dict[str, RunningMean]:
-    """Return the sums of all layers, by the names of layer and sum."""
-    return {f"{layer} {name}": mean for layer, sums in layers.items() for name, mean in sums.sums().items()}
-
-
 class MeanOverLayers:
     """Mean over images of a per-image mean over layers; the layers of a batch are added one by one."""
 
@@ -69,3 +60,60 @@ class MeanOverLayers:
         if self._layers:
             self.running.add(np.mean(self._layers, axis=0))
         self._layers = []
+
+
+class Layer(Protocol):
+    """Sums over the images of one layer, one of them by head."""
+
+    heads: RunningMean
+
+    def sums(self) -> dict[str, RunningMean]:
+        """Return the sums by name."""
+
+    def row(self, unit: Unit) -> UnitRow:
+        """Return the values of the layer's unit."""
+
+
+L = TypeVar("L", bound=Layer)
+
+
+class AttentionTally(Tally, Generic[L]):
+    """Tally of the attention maps of all layers: sums of each layer, and means over layers.
+
+    Args:
+        units: The units with attention.
+        start: Function from the first map of a layer to its sums.
+        means: Names of the means over layers, which `update_attention` adds to.
+    """
+
+    def __init__(self, units: Sequence[Unit], start: Callable[[AttentionMap], L], means: Sequence[str]) -> None:
+        self.units = units
+        self.layers: dict[str, L] = {}
+        self.means = {name: MeanOverLayers() for name in means}
+        self._start = start
+
+    def attention(self) -> Sequence[Unit]:
+        return self.units
+
+    def layer(self, seen: AttentionMap) -> L:
+        """Return the sums of a map's layer."""
+        if seen.unit.name not in self.layers:
+            self.layers[seen.unit.name] = self._start(seen)
+        return self.layers[seen.unit.name]
+
+    def end_batch(self, batch: Batch, logits: Tensor) -> None:
+        for mean in self.means.values():
+            mean.end_batch()
+
+    def sums(self) -> dict[str, RunningMean]:
+        of_layers = {unit: layer.sums() for unit, layer in self.layers.items()}
+        return {name: mean.running for name, mean in self.means.items()} | {
+            f"{unit} {name}": mean for unit, sums in of_layers.items() for name, mean in sums.items()
+        }
+
+    def result(self, heads: str) -> Result:
+        """Return the means over layers, the rows of the layers, and the array `heads`, their values by head."""
+        found = [(unit, self.layers[unit.name]) for unit in self.units if unit.name in self.layers]
+        scalars = {name: mean_scalar(mean.running) for name, mean in self.means.items() if mean.running.n}
+        rows = [layer.row(unit) for unit, layer in found]
+        return Result(scalars, rows, {heads: by_layer([layer.heads for _, layer in found])})

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.anatomy import Unit
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject

@@ -5,26 +5,17 @@ Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
-from vitclinic.data import Batch
-from vitclinic.probes.attention import (
-    MeanOverLayers,
-    attention_units,
-    by_layer,
-    divide_scalar,
-    pieces,
-    sums_by_layer,
-)
+from vitclinic.probes.attention import AttentionTally, attention_units, divide_scalar, pieces
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,
@@ -99,7 +90,7 @@ class AttentionDistance(StreamingProbe):
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
 
     def begin(self, subject: Subject) -> Tally:
-        return _Tally(attention_units(subject.anatomy))
+        return _Tally(attention_units(subject.anatomy), _Layer, ("distance", "relative_distance"))
 
 
 class _Layer:
@@ -128,41 +119,17 @@ class _Layer:
         return unit_row(unit, distance=distance, relative_distance=divide_scalar(distance, self.tokens - 1))
 
 
-class _Tally(Tally):
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
-        self.layers: dict[str, _Layer] = {}
-        self.distance, self.relative = MeanOverLayers(), MeanOverLayers()
-
-    def attention(self) -> Sequence[Unit]:
-        return self.units
-
+class _Tally(AttentionTally[_Layer]):
     def update_attention(self, seen: AttentionMap) -> None:
         pairs = seen.grid != (1, 1) and seen.weights.shape[2] > seen.prefix_queries
         if not pairs:  # a single position, or only the class token has a query
             return
-        layer = self.layers.get(seen.unit.name)
-        if layer is None:
-            layer = self.layers[seen.unit.name] = _Layer(seen)
+        layer = self.layer(seen)
         by_image = layer.add(seen).numpy()
-        self.distance.add(by_image)
-        self.relative.add(by_image / (layer.tokens - 1))
-
-    def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        self.distance.end_batch()
-        self.relative.end_batch()
-
-    def sums(self) -> dict[str, RunningMean]:
-        means = {"distance": self.distance.running, "relative distance": self.relative.running}
-        return means | sums_by_layer(self.layers)
+        self.means["distance"].add(by_image)
+        self.means["relative_distance"].add(by_image / (layer.tokens - 1))
 
     def finish(self) -> Result:
         if not self.layers:
             raise DoesNotApply("no query on the grid has another position to attend to, so there is no distance.")
-        found = [(unit, self.layers[unit.name]) for unit in self.units if unit.name in self.layers]
-        scalars = {
-            "distance": mean_scalar(self.distance.running),
-            "relative_distance": mean_scalar(self.relative.running),
-        }
-        heads = by_layer([layer.heads for _, layer in found])
-        return Result(scalars, [layer.row(unit) for unit, layer in found], {"head_distance": heads})
+        return self.result("head_distance")

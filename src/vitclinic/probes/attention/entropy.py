@@ -5,7 +5,6 @@ Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -13,19 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
-from vitclinic.data import Batch
-from vitclinic.probes.attention import (
-    MeanOverLayers,
-    attention_units,
-    by_layer,
-    divide_scalar,
-    pieces,
-    sums_by_layer,
-)
+from vitclinic.probes.attention import AttentionTally, attention_units, divide_scalar, pieces
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,
@@ -99,7 +90,7 @@ class AttentionEntropy(StreamingProbe):
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
 
     def begin(self, subject: Subject) -> Tally:
-        return _Tally(attention_units(subject.anatomy))
+        return _Tally(attention_units(subject.anatomy), _Layer, ("ratio", "upper_ratio", "class_ratio"))
 
 
 class _Layer:
@@ -151,38 +142,17 @@ class _Layer:
         return unit_row(unit, **values)
 
 
-class _Tally(Tally):
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
-        self.layers: dict[str, _Layer] = {}
-        self.ratio, self.upper_ratio, self.class_ratio = (MeanOverLayers() for _ in range(3))
-
-    def attention(self) -> Sequence[Unit]:
-        return self.units
-
+class _Tally(AttentionTally[_Layer]):
     def update_attention(self, seen: AttentionMap) -> None:
-        layer = self.layers.get(seen.unit.name)
-        if layer is None:
-            layer = self.layers[seen.unit.name] = _Layer(seen)
+        layer = self.layer(seen)
         means, upper, of_class = layer.add(seen)
         if layer.maximum > 0:
-            self.ratio.add(means / layer.maximum)
-            self.upper_ratio.add(upper / layer.maximum)
+            self.means["ratio"].add(means / layer.maximum)
+            self.means["upper_ratio"].add(upper / layer.maximum)
         if of_class is not None and layer.class_maximum > 0:
-            self.class_ratio.add(of_class / layer.class_maximum)
-
-    def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        for ratio in (self.ratio, self.upper_ratio, self.class_ratio):
-            ratio.end_batch()
-
-    def sums(self) -> dict[str, RunningMean]:
-        ratios = {"ratio": self.ratio, "upper ratio": self.upper_ratio, "class ratio": self.class_ratio}
-        return {name: ratio.running for name, ratio in ratios.items()} | sums_by_layer(self.layers)
+            self.means["class_ratio"].add(of_class / layer.class_maximum)
 
     def finish(self) -> Result:
-        if not self.ratio.running.n:
+        if not self.means["ratio"].running.n:
             raise DoesNotApply("every query sees a single key, so the entropy of attention is always 0.")
-        ratios = {"ratio": self.ratio, "upper_ratio": self.upper_ratio, "class_ratio": self.class_ratio}
-        scalars = {name: mean_scalar(ratio.running) for name, ratio in ratios.items() if ratio.running.n}
-        rows = [self.layers[unit.name].row(unit) for unit in self.units]
-        return Result(scalars, rows, {"head_entropy": by_layer([self.layers[u.name].heads for u in self.units])})
+        return self.result("head_entropy")

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.images import Picture, beside
 from vitclinic._core.records import Measurement, Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic.anatomy import AttentionMap, Unit, record_attention
 from vitclinic.probes.attention import attention_units
 from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, register, unit_row

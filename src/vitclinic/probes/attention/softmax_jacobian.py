@@ -5,7 +5,6 @@ Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -13,19 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic._core.facts import FigureSpec, KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
-from vitclinic.data import Batch
-from vitclinic.probes.attention import (
-    MeanOverLayers,
-    attention_units,
-    by_layer,
-    divide_scalar,
-    pieces,
-    sums_by_layer,
-)
+from vitclinic.probes.attention import AttentionTally, attention_units, divide_scalar, pieces
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,
@@ -113,7 +104,7 @@ class SoftmaxJacobian(StreamingProbe):
     needs: ClassVar[frozenset[Need]] = frozenset({"attention"})
 
     def begin(self, subject: Subject) -> Tally:
-        return _Tally(attention_units(subject.anatomy))
+        return _Tally(attention_units(subject.anatomy), _Layer, ("ratio", "nuclear", "frobenius"))
 
 
 class _Layer:
@@ -150,35 +141,16 @@ class _Layer:
         return unit_row(unit, **values)
 
 
-class _Tally(Tally):
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
-        self.layers: dict[str, _Layer] = {}
-        self.means = {name: MeanOverLayers() for name in ("ratio", "nuclear", "frobenius")}
-
-    def attention(self) -> Sequence[Unit]:
-        return self.units
-
+class _Tally(AttentionTally[_Layer]):
     def update_attention(self, seen: AttentionMap) -> None:
-        layer = self.layers.get(seen.unit.name)
-        if layer is None:
-            layer = self.layers[seen.unit.name] = _Layer(seen)
+        layer = self.layer(seen)
         nuclear, frobenius = layer.add(seen).T
         if layer.maximum > 0:
             self.means["ratio"].add(nuclear / layer.maximum)
             self.means["nuclear"].add(nuclear)
             self.means["frobenius"].add(frobenius)
 
-    def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        for mean in self.means.values():
-            mean.end_batch()
-
-    def sums(self) -> dict[str, RunningMean]:
-        return {name: mean.running for name, mean in self.means.items()} | sums_by_layer(self.layers)
-
     def finish(self) -> Result:
         if not self.means["ratio"].running.n:
             raise DoesNotApply("every query sees a single key, so the softmax of attention is constant.")
-        scalars = {name: mean_scalar(mean.running) for name, mean in self.means.items()}
-        rows = [self.layers[unit.name].row(unit) for unit in self.units]
-        return Result(scalars, rows, {"head_nuclear": by_layer([self.layers[u.name].heads for u in self.units])})
+        return self.result("head_nuclear")

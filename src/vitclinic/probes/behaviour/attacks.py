@@ -22,15 +22,22 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
-from vitclinic._core.perturbation import Ball, Norm, lengths
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.data.corruptions.noise import Draws
-from vitclinic.probes.behaviour import BehaviourProbe, check_logits, divide_images, is_correct
-from vitclinic.probes.estimates import Correct, accuracy, drop, share
+from vitclinic.data.corruptions.noise import Ball, Draws, Norm, lengths
+from vitclinic.probes.behaviour import (
+    BehaviourProbe,
+    Correct,
+    check_logits,
+    divide_images,
+    drop,
+    is_correct,
+    share,
+    share_correct,
+)
+from vitclinic.probes.digest import packed_weights
 from vitclinic.probes.output import read_output
-from vitclinic.probes.parameters import packed_weights
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, register
 from vitclinic.probes.subject import Subject
 
@@ -208,10 +215,10 @@ class AttackProbe(BehaviourProbe):
         clean, robust = outcomes.clean, outcomes.robust
         attacked, stuck = int(clean.sum()), int((outcomes.stuck & robust).sum())
         scalars = {
-            "clean_accuracy": accuracy(clean),
-            "robust_accuracy": accuracy(robust),
+            "clean_accuracy": share_correct(clean),
+            "robust_accuracy": share_correct(robust),
             "drop": drop(clean, robust),
-            "noise_accuracy": accuracy(outcomes.in_noise),
+            "noise_accuracy": share_correct(outcomes.in_noise),
             "epsilon": Scalar(value=self.ball.epsilon),
         }
         if attacked:

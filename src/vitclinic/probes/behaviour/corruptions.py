@@ -13,11 +13,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
-from vitclinic.probes.behaviour import BehaviourProbe, is_correct
-from vitclinic.probes.estimates import accuracy, mean_over
+from vitclinic.probes.behaviour import BehaviourProbe, is_correct, mean_over, share_correct
 from vitclinic.probes.guards import Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
@@ -147,12 +146,12 @@ class Corruptions(BehaviourProbe):
         share = corrupted.mean((0, 1), dtype=np.float64)
         scalars = {
             "accuracy": mean_over(share, 0.0, 1.0),
-            "clean_accuracy": accuracy(clean > 0),
+            "clean_accuracy": share_correct(clean > 0),
             "drop": mean_over(clean - share, -1.0, 1.0),
         }
         for name, by_severity in zip(self.corruptions, corrupted, strict=True):
             scalars[f"accuracy_{name}"] = mean_over(by_severity.mean(0, dtype=np.float64), 0.0, 1.0)
-        cells = [[accuracy(row > 0) for row in by_severity] for by_severity in corrupted]
+        cells = [[share_correct(row > 0) for row in by_severity] for by_severity in corrupted]
         table = {key: np.array([[getattr(cell, field) for cell in row] for row in cells]) for key, field in _FIELDS}
         return Result(scalars, arrays={"severity": np.array(SEVERITIES), **table})
 

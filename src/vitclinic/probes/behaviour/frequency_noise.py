@@ -18,13 +18,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
-from vitclinic._core.perturbation import lengths
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.data.corruptions.noise import Draws
-from vitclinic.probes.behaviour import BehaviourProbe, divide_images, is_correct
-from vitclinic.probes.estimates import Correct, accuracy, drop, mean_over
+from vitclinic.data.corruptions.noise import Draws, lengths
+from vitclinic.probes.behaviour import (
+    BehaviourProbe,
+    Correct,
+    divide_images,
+    drop,
+    is_correct,
+    mean_over,
+    share_correct,
+)
 from vitclinic.probes.probe import Result, register
 from vitclinic.probes.subject import Subject
 
@@ -93,7 +99,7 @@ class FrequencyNoise(BehaviourProbe):
         centres = (edges[1:] + edges[:-1]) / 2
         size = subject.dataset.channels * math.prod(subject.dataset.size)
         scalars = {
-            "clean_accuracy": accuracy(clean),
+            "clean_accuracy": share_correct(clean),
             "l2_norm": Scalar(value=self.strength * math.sqrt(size)),
         }
         for name, low, high in (("drop_low", 0.0, 0.5), ("drop_high", 0.5, 1.0)):

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import FigureSpec, KeyScalars
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.probes.behaviour import divide_images, predict
-from vitclinic.probes.estimates import share
+from vitclinic.probes.behaviour import divide_images, predict, share
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

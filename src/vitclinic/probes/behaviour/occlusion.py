@@ -9,11 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import FigureSpec, KeyScalars
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch
 from vitclinic.models import Normalized
-from vitclinic.probes.behaviour import BehaviourProbe, divide_images, is_correct
-from vitclinic.probes.estimates import accuracy, drop
+from vitclinic.probes.behaviour import BehaviourProbe, divide_images, drop, is_correct, share_correct
 from vitclinic.probes.probe import DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
 
@@ -66,7 +65,11 @@ class Occlusion(BehaviourProbe):
             return len(batch)
 
         divide_images(subject, self.name, len(subject), subject.own_batches(), measure_batch, (clean, hidden))
-        scalars = {"accuracy": accuracy(hidden), "clean_accuracy": accuracy(clean), "drop": drop(clean, hidden)}
+        scalars = {
+            "accuracy": share_correct(hidden),
+            "clean_accuracy": share_correct(clean),
+            "drop": drop(clean, hidden),
+        }
         return Result(scalars, arrays={"clean": clean, "occluded": hidden})
 
 

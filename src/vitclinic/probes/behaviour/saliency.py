@@ -15,15 +15,14 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import NoAttentionMapError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.images import Picture, beside
 from vitclinic._core.records import Measurement, UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.randomness import generator
 from vitclinic.probes.attention.maps import as_bytes
-from vitclinic.probes.behaviour import BehaviourProbe, check_logits, divide_images, predict, saliency_maps
-from vitclinic.probes.behaviour.pixel_removal import area_under, deletion_curve, insertion_curve, resize
-from vitclinic.probes.estimates import mean_over
+from vitclinic.probes.behaviour import BehaviourProbe, check_logits, divide_images, mean_over, predict, saliency_maps
+from vitclinic.probes.behaviour.saliency_maps import area_under, deletion_curve, insertion_curve, resize
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, check_finite, register, unit_row
 from vitclinic.probes.subject import Subject
 

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import decode_and_fit
-from vitclinic.probes.behaviour import divide_images, predict
-from vitclinic.probes.estimates import share
+from vitclinic.probes.behaviour import divide_images, predict, share
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -20,12 +20,11 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import DataError, did_you_mean
-from vitclinic._core.facts import FigureSpec, KeyScalars
+from vitclinic._core.io import fingerprint, read_json, read_yaml
 from vitclinic._core.records import Scalar
-from vitclinic._core.serialization import fingerprint, read_json, read_yaml
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour import check_logits, divide_images
-from vitclinic.probes.estimates import share
+from vitclinic.probes.behaviour import check_logits, divide_images, share
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

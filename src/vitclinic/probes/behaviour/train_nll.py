@@ -9,10 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour import check_logits, divide_images
-from vitclinic.probes.estimates import mean_over
+from vitclinic.probes.behaviour import check_logits, divide_images, mean_over
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

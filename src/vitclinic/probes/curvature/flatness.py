@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, CurvatureProbe
-from vitclinic.probes.curvature.surface import Displacement, LossSurface
+from vitclinic.probes.curvature import Clock, CurvatureProbe, Displacement, LossSurface
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vitclinic.data import Batch
-from vitclinic.probes.curvature.surface import LossSurface
+from vitclinic.probes.curvature import LossSurface
 
 _MEMINFO = Path("/proc/meminfo")
 

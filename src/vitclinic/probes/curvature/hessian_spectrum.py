@@ -25,16 +25,15 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.io import fingerprint
 from vitclinic._core.records import Scalar
-from vitclinic._core.serialization import fingerprint
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, build_surface
+from vitclinic.probes.curvature import Clock, LossSurface, Mode, build_surface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
-from vitclinic.probes.curvature.surface import LossSurface, Mode
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, CurvatureProbe
+from vitclinic.probes.curvature import Clock, CurvatureProbe, Displacement, LossSurface
 from vitclinic.probes.curvature.directions import (
     Direction,
     Normalisation,
@@ -27,7 +27,6 @@ from vitclinic.probes.curvature.directions import (
     top_eigenvectors,
 )
 from vitclinic.probes.curvature.hessian import free_memory
-from vitclinic.probes.curvature.surface import Displacement, LossSurface
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import PastWeights, Subject

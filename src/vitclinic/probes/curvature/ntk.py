@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic._core.time import Time
 from vitclinic.data import Split, evaluation_batches

@@ -20,16 +20,16 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import AnatomyError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar, UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Kind
+from vitclinic.anatomy.units import parameters_by_unit
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs, quadrature
 from vitclinic.probes.guards import SAVED_EVERY, Partial
-from vitclinic.probes.parameters import parameters_by_unit
 from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import PastWeights, Subject
 

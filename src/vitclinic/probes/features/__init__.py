@@ -14,7 +14,7 @@ from torch import Tensor
 from vitclinic._core.records import UnitRow
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Anatomy, Kind, Site, Unit
-from vitclinic.anatomy.taps import version_of
+from vitclinic.anatomy.sites import version_of
 from vitclinic.data import Batch
 from vitclinic.probes.probe import DoesNotApply, Result, Tally, check_finite, mean_scalar, unit_row
 

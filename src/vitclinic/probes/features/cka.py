@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vitclinic._core.errors import DataError, ModelError
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import Scalar
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import jackknife_half_width
 from vitclinic.anatomy import Anatomy, Site, Unit, stream
 from vitclinic.data import Batch

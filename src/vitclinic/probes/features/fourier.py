@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
+from vitclinic._core.registry import KeyScalars
 from vitclinic.probes.features import ChangesTally
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject

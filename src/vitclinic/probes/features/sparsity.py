@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vitclinic._core.facts import FigureSpec, KeyScalars
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site, Unit
 from vitclinic.probes.probe import (

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from vitclinic._core.facts import KeyScalars
 from vitclinic._core.records import UnitRow
+from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
 from vitclinic.probes.features import State, spatial_states

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
-from vitclinic._core.facts import FigureSpec, KeyScalars
+from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
 from vitclinic.data import Batch

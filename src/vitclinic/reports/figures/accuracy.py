@@ -8,9 +8,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Scalar
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, network_colour, select_usable, with_opacity
 from vitclinic.reports.figures.canvas import (
+    COLUMNS,
     GREY,
+    Measurements,
+    compare_scalars,
     ends,
     error_bars,
     finite,
@@ -19,10 +22,10 @@ from vitclinic.reports.figures.canvas import (
     line,
     make_canvas,
     marker_style,
+    scalar_table,
+    select_known,
     trace_group,
 )
-from vitclinic.reports.figures.scalars import COLUMNS, Measurements, compare_scalars, scalar_table, select_known
-from vitclinic.reports.theme import network_colour, with_opacity
 
 _ARRAYS = ("bin_edges", "bin_images", "bin_confidence", "bin_accuracy", "bin_accuracy_low", "bin_accuracy_high")
 

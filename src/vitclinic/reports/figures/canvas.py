@@ -1,13 +1,14 @@
-"""Parts that all figures share: an empty plot for light and dark pages, labels, lines with bands, points with bars.
+"""Parts that all figures share: an empty plot, labels, lines with bands, points with bars, scalars side by side.
 
-Nothing here colours texts or backgrounds: the page does. Legends lie below the plot, which has a height but no width,
-so that it also fits a phone.
+Nothing here colours texts or backgrounds: the page does, be it light or dark. Legends lie below the plot, which has a
+height but no width, so that it also fits a phone. Scalars are bars from zero, or points where a logarithmic axis has no
+zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from plotly.subplots import make_subplots
 
 from vitclinic._core.records import Measurement, Scalar
-from vitclinic.reports.formatting import escape_plotly
-from vitclinic.reports.theme import DASHES, MARKERS, network_colour, with_opacity
+from vitclinic.reports.figure import DASHES, MARKERS, Table, escape_plotly, network_colour, with_opacity
 
 GREY = "rgba(128, 128, 128, 0.9)"
 GRID = "rgba(128, 128, 128, 0.22)"
@@ -209,3 +209,88 @@ def ends(scalars: Sequence[Scalar | None]) -> tuple[Floats, Floats, Floats]:
     ]
     values, low, high = np.array(rows, dtype=np.float64).reshape(-1, 3).T
     return values, low, high
+
+
+Measurements = Sequence[tuple[int, str, Measurement]]
+"""Place, name and measurement of each network, as `measured` returns them."""
+
+COLUMNS = ("network", "measure", "value", "low", "high", "n")
+
+
+def select_known(found: Measurements, groups: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the scalars, with their titles, that some network has."""
+    return {key: title for key, title in groups.items() if any(key in one.scalars for _, _, one in found)}
+
+
+def scalar_table(found: Measurements, groups: Mapping[str, str]) -> Table:
+    """Return the scalars of these names with their intervals, as a table."""
+    rows = [
+        (name, key, one.scalars[key].value, one.scalars[key].low, one.scalars[key].high, one.scalars[key].n)
+        for _, name, one in found
+        for key in groups
+        if key in one.scalars
+    ]
+    return Table(COLUMNS, rows)
+
+
+def compare_scalars(found: Measurements, groups: Mapping[str, str], axis: str, share: bool = False) -> go.Figure:
+    """Draw the scalars named by `groups` (with the titles of their rows), a bar a network.
+
+    `axis` is the title of the values' axis; a `share` is shown in percent.
+    """
+    scalars = [[one.scalars.get(key) for key in groups] for _, _, one in found]
+    everything = np.concatenate([np.concatenate(ends(row)) for row in scalars])
+    log = not share and is_wide(everything)
+    figure = make_canvas(64 + len(groups) * (12 + 20 * len(found)), legend=len(found))
+    titles = list(groups.values())
+    for (place, name, one), row in zip(found, scalars, strict=True):
+        if log:
+            figure.add_trace(points(place, label(name, one), titles, row))
+        else:
+            figure.add_traces(bars(place, label(name, one), titles, row, ".1%" if share else ".3g"))
+    figure.update_xaxes(**({"title_text": axis, "tickformat": ".0%"} if share else scale_for(everything, axis)))
+    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
+    figure.update_layout(scattermode="group", bargap=0.25, scattergap=0.25)
+    return figure
+
+
+def bars(
+    place: int, text: str, titles: Sequence[str], scalars: Sequence[Scalar | None], form: str, shown: bool = True
+) -> list[go.Bar | go.Scatter]:
+    """Return a network's bars, light enough for error bars to be seen, and the values as text in the page's colour."""
+    values, low, high = ends(scalars)
+    one = {"y": titles, "orientation": "h", "offsetgroup": str(place)}
+    bar = go.Bar(
+        x=finite(values),
+        error_x=error_bars(values, low, high, place),
+        marker={"color": with_opacity(place, 0.45), "line": {"color": network_colour(place), "width": 1.5}},
+        hovertemplate=f"%{{y}}: %{{x:{form}}}",
+        **one,
+        **trace_group(place, text, shown),
+    )
+    written = go.Scatter(
+        x=np.minimum(np.nan_to_num(finite(values)), 0.0),
+        mode="text",
+        text=["" if scalar is None else f" {format_short(scalar.value, form)}" for scalar in scalars],
+        textposition="middle right",
+        hoverinfo="skip",
+        **one,
+        **trace_group(place, text, shown=False),
+    )
+    return [bar, written]
+
+
+def points(place: int, text: str, titles: Sequence[str], scalars: Sequence[Scalar | None]) -> go.Scatter:
+    """Return a network's values as points, for axes that have no zero."""
+    values, low, high = ends(scalars)
+    return go.Scatter(
+        x=finite(values),
+        y=titles,
+        orientation="h",
+        offsetgroup=str(place),
+        mode="markers",
+        marker=marker_style(place, 9),
+        error_x=error_bars(values, low, high, place),
+        hovertemplate="%{y}: %{x:.4g}",
+        **trace_group(place, text),
+    )

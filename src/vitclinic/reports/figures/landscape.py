@@ -10,11 +10,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import SEQUENTIAL, ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import (
     COLOUR_BAR_HEIGHT,
     PANEL_LONGEST,
     Floats,
+    Measurements,
     finite,
     format_scalar,
     is_wide,
@@ -24,8 +25,6 @@ from vitclinic.reports.figures.canvas import (
     put_colours_below,
     scale_for,
 )
-from vitclinic.reports.figures.scalars import Measurements
-from vitclinic.reports.theme import SEQUENTIAL
 
 Panel = tuple[str, Measurement, Floats]
 """A network's label, its measurement and its losses, [x, y]."""

@@ -8,9 +8,12 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, network_colour, select_usable, with_opacity
 from vitclinic.reports.figures.canvas import (
+    COLUMNS,
     Floats,
+    Measurements,
+    compare_scalars,
     ends,
     error_bars,
     finite,
@@ -19,11 +22,11 @@ from vitclinic.reports.figures.canvas import (
     line,
     line_style,
     make_canvas,
+    scalar_table,
     scale_for,
+    select_known,
     trace_group,
 )
-from vitclinic.reports.figures.scalars import COLUMNS, Measurements, compare_scalars, scalar_table, select_known
-from vitclinic.reports.theme import network_colour, with_opacity
 
 _COMPONENTS = {
     "lambda_max": "whole network",

@@ -7,20 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable, with_opacity
 from vitclinic.reports.figures.canvas import (
     Floats,
+    Measurements,
     band,
+    compare_scalars,
     finite,
     format_scalar,
     label,
     line,
     line_style,
     make_canvas,
+    scalar_table,
+    select_known,
     trace_group,
 )
-from vitclinic.reports.figures.scalars import Measurements, compare_scalars, scalar_table, select_known
-from vitclinic.reports.theme import with_opacity
 
 BINS = 24
 """Of each sign, over all networks."""

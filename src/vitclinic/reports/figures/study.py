@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import Figure, Table
+from vitclinic.reports.figure import Figure, Table, escape_plotly, format_number, network_colour
 from vitclinic.reports.figures.canvas import GREY, error_bars, make_canvas
-from vitclinic.reports.formatting import escape_plotly, format_number
 from vitclinic.reports.study_result import ArmNumbers, StoredComparison, StoredResult
-from vitclinic.reports.theme import network_colour
 
 STATUS_COLOURS = {"as claimed": "#009E73", "opposite": "#D55E00", "undecided": "#7A7A7A"}
 CLAIMED_SIDE = "rgba(0, 158, 115, 0.12)"

@@ -8,12 +8,9 @@ import numpy as np
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import SEQUENTIAL, ExamView, Figure, Table, draws, escape_plotly, select_usable
 from vitclinic.reports.figures.canvas import PANEL_LONGEST, Floats, finite, label, make_canvas, put_colours_below
-from vitclinic.reports.figures.depth import overlay
-from vitclinic.reports.figures.units import collect_series, unit_names, unit_table
-from vitclinic.reports.formatting import escape_plotly
-from vitclinic.reports.theme import SEQUENTIAL
+from vitclinic.reports.figures.depth import collect_series, overlay, unit_names, unit_table
 
 _PAPER = "Darcet et al. 2024 (Fig. 3, 4)"
 _LAST = 2

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, network_colour, select_usable
 from vitclinic.reports.figures.canvas import (
     LEGEND_LINE,
     Floats,
+    Measurements,
     band,
     error_bars,
     finite,
@@ -25,8 +26,6 @@ from vitclinic.reports.figures.canvas import (
     scale_for,
     trace_group,
 )
-from vitclinic.reports.figures.scalars import Measurements
-from vitclinic.reports.theme import network_colour
 
 POINTS = 300
 """At most so many on a curve; of more steps, each point stands for several."""

@@ -1,10 +1,7 @@
-"""Convolutional networks: ResNet and ResNeXt, timm's and torchvision's, and timm's ConvNeXt; one conv unit per block.
+"""Convolutional networks: ResNet and ResNeXt, timm's and torchvision's, timm's ConvNeXt; our ResNet and AlterNet.
 
-A ResNet's post-activation block computes relu(skip + branch): the residual is checked before that activation and the
-unit's output read after it. Both libraries add in place, so branch and sum are overwritten by the network
-itself. Removing a bottleneck replaces its 3 x 3 conv by the identity, or by subsampling if it has a stride
-[park2022]; a basic block, where no conv can be left out alone in general, has its branch set to zero. Blocks that
-vitclinic's build-up rule has turned into MSA blocks are MSA units.
+Of vitclinic's pre-activation ResNet and AlterNet there is one conv or MSA unit per block; the MSA blocks of any ResNet
+are read alike.
 """
 
 from __future__ import annotations
@@ -23,13 +20,76 @@ from vitclinic.anatomy.families.family import (
     is_smoothing,
     pool,
     read_after_blur,
+    softmax_attention,
     stem,
     unknown_block,
 )
-from vitclinic.anatomy.families.preact_resnet import msa_unit
-from vitclinic.anatomy.removal import Bypass
-from vitclinic.anatomy.sites import Site, into, out_of
-from vitclinic.anatomy.units import Residual, Unit
+from vitclinic.anatomy.maps import Windows
+from vitclinic.anatomy.sites import NHWC, Layout, Site, Size, into, out_of
+from vitclinic.anatomy.units import Bypass, Residual, Silence, Unit
+
+_PRE_ACTIVATION = ("PreActBasicBlock", "PreActBottleneck")
+
+
+def preact_units(network: Any) -> list[Unit]:
+    """Return the stem (with its max-pooling) and a unit per block; stages subsample in their first block."""
+    walk = [stem(network.conv1, network, out_of(network.maxpool))]
+    for stage in range(4):
+        for index, block in enumerate(network.stage(stage)):
+            name = f"layer{stage + 1}.{index}"
+            if type(block).__name__ == "MsaBlock":
+                walk.append(msa_unit(name, stage, block, out_of(block.drop_path), out_of(block)))
+            elif is_smoothing(block):
+                walk[-1] = read_after_blur(walk[-1], block)
+            elif type(block).__name__ in _PRE_ACTIVATION:
+                walk.append(_preact_conv(name, stage, block))
+            else:
+                raise unknown_block(name, block)
+    return [*walk, head(network.fc, network, walk[-1], network.norm)]
+
+
+def _preact_conv(name: str, stage: int, block: Any) -> Unit:
+    skip = into(block) if block.downsample is None else out_of(block.downsample)
+    bottleneck = type(block).__name__ == "PreActBottleneck"
+    removal = Bypass(block.conv2) if bottleneck else None
+    activation = out_of(block.act3 if bottleneck else block.act2)
+    residual = Residual(skip, out_of(block.drop_path), out_of(block))
+    return conv_unit(name, stage, block, residual, removal, activation=activation)
+
+
+def msa_unit(name: str, stage: int, block: Any, branch: Site, total: Site) -> Unit:
+    """Return the unit of an MSA block in a ResNet, with all layers of the block; its attention is windowed."""
+    keys = Layout(channels_last=True, grid_at=into(block.attn, NHWC))
+    return Unit(
+        name=f"{name}.msa",
+        kind="msa",
+        stage=stage,
+        module=block,
+        block=name,
+        input=into(block),
+        output=out_of(block),
+        residual=Residual(into(block), branch, total),
+        removal=Silence(branch),
+        attention=softmax_attention(block.attn, keys, partial(_windows, block.attn)),
+    )
+
+
+def _windows(attention: Any, grid: Size) -> Windows:
+    # A window is never longer than the grid's side.
+    return Windows((min(attention.window, grid[0]), min(attention.window, grid[1])))
+
+
+def preact_input_size(network: Any) -> tuple[int, int, int]:
+    """Return a size, as any will do: small if the stem does not subsample."""
+    side = 32 if network.conv1.stride == (1, 1) else 64
+    return (image_channels(network), side, side)
+
+
+PREACT_RESNET = Family(
+    "vitclinic pre-activation ResNet", ("vitclinic.models.preact_resnet.PreActResNet",), preact_units, preact_input_size
+)
+ALTERNET = Family("vitclinic AlterNet", ("vitclinic.models.alternet.AlterNet",), preact_units, preact_input_size)
+
 
 _CONVS = {"BasicBlock": 2, "Bottleneck": 3}
 
