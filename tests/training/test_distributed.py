@@ -45,13 +45,20 @@ def recipe(tiny, tmp_path, picture):
     return make
 
 
+MUON = {
+    "optimizer": {"name": "muon", "lr": 0.005},
+    "treatments": [{"sam": {"start": 0.5, "every": 2, "m": 10}}],
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "tolerance"),
     [
         ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "accumulate": 2}, 1e-10),
         ({"precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.05}}, 1e-6),
+        ({**MUON, "precision": "fp64", "accumulate": 2, "clip": 0.5}, 1e-10),
     ],
-    ids=["float64 AdamW", "float32 SGD"],
+    ids=["float64 AdamW", "float32 SGD", "float64 Muon and late LookSAM"],
 )
 def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, tolerance):
     alone = train(recipe(**changes, out=str(tmp_path / "alone")))

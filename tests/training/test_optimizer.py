@@ -61,7 +61,7 @@ def test_frozen_parameters_are_left_out():
     assert id(network.backbone.conv1.weight) not in {id(p) for g in optimizer.param_groups for p in g["params"]}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "muon"])
 def test_each_optimizer_lowers_a_loss(name):
     network = create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=8, depth=1, num_heads=2)
     optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.02), Learner(network, Classification(), {}), network)

@@ -58,10 +58,10 @@ def whole(tiny, tmp_path):
     return train(tiny(**HARD, out=str(tmp_path / "whole")))
 
 
-def killed_and_resumed(tiny, tmp_path, steps):
+def killed_and_resumed(tiny, tmp_path, steps, hard=HARD):
     """A run in a process of its own, killed at each of `steps`, resumed each time."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps(tiny(**HARD, out=str(tmp_path / "killed"))))
+    recipe.write_text(json.dumps(tiny(**hard, out=str(tmp_path / "killed"))))
     run = Run(tmp_path / "killed")
     process = start([str(recipe)])
     for step in steps:
@@ -75,6 +75,16 @@ def killed_and_resumed(tiny, tmp_path, steps):
 
 def test_killed_once(tiny, tmp_path, whole):
     same(whole, killed_and_resumed(tiny, tmp_path, [random.Random(time.time()).randint(8, 55)]))
+
+
+def test_muon_and_late_looksam_killed_after_sam_has_started(tiny, tmp_path):
+    hard = {**HARD, "optimizer": {"name": "muon", "lr": 0.005}, "treatments": [{"sam": {"start": 0.4, "every": 4}}]}
+    whole = train(tiny(**hard, out=str(tmp_path / "whole")))
+    killed = killed_and_resumed(tiny, tmp_path, [random.Random(time.time()).randint(25, 55)], hard)
+    same(whole, killed)
+    one, other = (run.checkpoints.read("last")[1]["rule"] for run in (whole, killed))
+    assert one["steps"] == other["steps"] == 36
+    assert all(torch.equal(a, b) for a, b in zip(one["direction"], other["direction"], strict=True))
 
 
 @pytest.mark.slow

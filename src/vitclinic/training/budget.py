@@ -20,6 +20,8 @@ from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
 from vitclinic.training.trainer import Trainer
 
 _WARM_UP, _MEASURED = 2, 5
+_PRETENDED = 10_000
+"""The length of the run that a throwaway trainer believes to be in."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Cost:
     """Measured times of one run, in seconds."""
 
     step: float
+    """One step, on average over the run."""
     image: float
     """Evaluating one image, without gradients."""
     start: float = 0.0
@@ -105,24 +108,30 @@ def measure_costs(
 ) -> list[Cost]:
     """Measure the costs of several runs on throwaway trainers, so that the runs themselves start fresh.
 
-    The cost of a step is the median of five, after two warm-up steps. The recipes take turns step by step, so that
-    other load on the machine slows all of them equally.
+    The cost of a step is the median of five, after two warm-up steps; if the steps of a run are of several kinds (SAM's
+    and plain ones), each kind's, weighted by its share of the run. The recipes take turns step by step, so that other
+    load on the machine slows all of them equally.
     """
     trainers, starts = [], []
     for recipe in recipes:
         began = time.perf_counter()
-        trainers.append(Trainer(recipe, dataset, _WARM_UP + _MEASURED, distributed, device))
+        trainers.append(Trainer(recipe, dataset, _PRETENDED, distributed, device))
         starts.append(time.perf_counter() - began)
-    times: list[list[float]] = [[] for _ in trainers]
+    kinds = [trainer.step_kinds() for trainer in trainers]
+    times: list[list[list[float]]] = [[[] for _ in of_run] for of_run in kinds]
     for _ in range(_WARM_UP + _MEASURED):
-        for trainer, taken in zip(trainers, times, strict=True):
-            began = time.perf_counter()
-            trainer.advance()
-            taken.append(time.perf_counter() - began)
+        for trainer, of_run, taken in zip(trainers, kinds, times, strict=True):
+            for (_, rule), of_kind in zip(of_run, taken, strict=True):
+                began = time.perf_counter()
+                trainer.advance(rule)
+                of_kind.append(time.perf_counter() - began)
     images = [_evaluation_cost(trainer, dataset) / distributed.size for trainer in trainers]
     for trainer in trainers:
         trainer.close()
-    steps = [statistics.median(taken[_WARM_UP:]) for taken in times]
+    steps = [
+        sum(share * statistics.median(of_kind[_WARM_UP:]) for (share, _), of_kind in zip(of_run, taken, strict=True))
+        for of_run, taken in zip(kinds, times, strict=True)
+    ]
     return [Cost(*parts) for parts in zip(steps, images, starts, strict=True)]
 
 

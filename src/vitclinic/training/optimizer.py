@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from vitclinic._core.config import Config
 
@@ -81,16 +81,32 @@ class OptimizerConfig(Config):
 
     main_key: ClassVar[str | None] = "name"
 
-    name: Literal["adamw", "sgd", "lamb"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb", "muon"] = Field(
+        "adamw", description="muon: for matrices between the first layer and the head, with adamw for the rest"
+    )
     lr: Annotated[float, Field(ge=0)] = Field(1e-3, description="peak learning rate, never rescaled")
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
-    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field([0.9, 0.999], description="adamw and lamb")
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
+        [0.9, 0.999], description="adamw and lamb, also muon's adamw"
+    )
     momentum: Share = Field(0.9, description="sgd")
     nesterov: bool = Field(False, description="sgd")
 
+    @model_validator(mode="after")
+    def _check_unused_options(self) -> OptimizerConfig:
+        fields = OptimizerConfig.model_fields
+        unused = [key for key in ("momentum", "nesterov") if getattr(self, key) != fields[key].default]
+        if self.name == "muon" and unused:
+            raise ValueError(f"'{unused[0]}' is only for sgd: muon always has Nesterov's momentum, 0.95; remove it")
+        return self
+
 
 def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalized) -> torch.optim.Optimizer:
-    """Build the recipe's optimizer for everything trainable in `task`; weight decay follows `parameter_groups`."""
+    """Build the recipe's optimizer for everything trainable in `task`; weight decay follows `parameter_groups`.
+
+    With `muon`, the hidden matrices of the network (`training.muon.hidden_matrices`) are a group of their own, which
+    comes first; AdamW trains the rest, such as the parameters of added objectives.
+    """
     import torch
 
     groups = parameter_groups(task, network, config.weight_decay)
@@ -99,11 +115,24 @@ def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalize
     betas = (config.betas[0], config.betas[1])
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas)
+    if config.name == "muon":
+        return _build_muon(config.lr, betas, groups, network)
     from timm.optim.lamb import Lamb
 
     # The recipe's `clip` does the clipping; LAMB must not clip again.
     optimizer: torch.optim.Optimizer = Lamb(groups, lr=config.lr, betas=betas, max_grad_norm=None)
     return optimizer
+
+
+def _build_muon(
+    lr: float, betas: tuple[float, float], groups: list[dict[str, Any]], network: Normalized
+) -> torch.optim.Optimizer:
+    from vitclinic.training.muon import Muon, hidden_matrices
+
+    matrices = hidden_matrices(network, weight_decay_parameters(network))
+    chosen = {id(parameter) for parameter in matrices}
+    others = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
+    return Muon([{**groups[0], "params": matrices}], others, lr, betas)
 
 
 def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) -> list[dict[str, Any]]:

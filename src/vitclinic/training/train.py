@@ -69,7 +69,7 @@ def train(
         treatments: Names, `{name: {option: value}}` or `Treatment` objects.
         task: A name from `vitclinic list tasks`, or `{"name": ..., option: value}`.
         loss: `"softmax"` or `"sigmoid"`, for the task classification.
-        optimizer: `"adamw"`, `"sgd"` or `"lamb"`, or `{"name": ..., "lr": ...}`.
+        optimizer: `"adamw"`, `"muon"`, `"sgd"` or `"lamb"`, or `{"name": ..., "lr": ...}`.
         schedule: `"cosine"`, `"linear"` or `"constant"`, or `{"name": ..., "warmup": ...}`.
         epochs: Passes over the training images.
         steps: Optimizer steps, instead of epochs.

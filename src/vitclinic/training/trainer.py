@@ -26,6 +26,7 @@ from vitclinic.treatments import (
     InputAscent,
     Losses,
     LossesAndGradients,
+    MixedSteps,
     Objective,
     StepRule,
     TakesInputAscent,
@@ -157,6 +158,8 @@ class Trainer:
             for treatment in treatments:
                 objectives.update(treatment.objectives(network.backbone, spec))
         self.rule = choose_step_rule(treatments)
+        self.early_rule = choose_early_rule(treatments)
+        self.rule_start = max((t.step_rule_start() for t in treatments if t.step_rule() is not None), default=0.0)
         transforms = (t.batch_transform(network.backbone, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
         augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.backbone, spec)
@@ -191,11 +194,25 @@ class Trainer:
         """The number of completed epochs."""
         return self.step * self.recipe.batch_size // len(self.dataset.train)
 
-    def advance(self) -> Row:
+    @property
+    def due_rule(self) -> StepRule:
+        """The rule of the next step: the treatments' own from a share `rule_start` of the run on."""
+        return self.rule if self.step >= self.rule_start * self.total_steps - 1e-9 else self.early_rule
+
+    def step_kinds(self) -> list[tuple[float, StepRule]]:
+        """Return the kinds of steps that differ in cost: the share of the run's steps, and a rule that makes such."""
+        late = self.rule.kinds() if isinstance(self.rule, MixedSteps) else [(1.0, self.rule)]
+        parts = [(self.rule_start, self.early_rule), *((share * (1 - self.rule_start), rule) for share, rule in late)]
+        return [(share, rule) for share, rule in parts if share > 0]
+
+    def advance(self, rule: StepRule | None = None) -> Row:
         """Make one step (read, differentiate, clip, update) and return its metrics, the same in every process.
 
         If the gradient is not finite (then it is so in every process), only the loss scale changes. Reading the loss
         waits for the device; this is what lets us detect a divergence at the step where it happens.
+
+        Args:
+            rule: The step rule to use instead of the one that is due, to measure what it costs.
         """
         if self._batches is None:
             self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
@@ -203,7 +220,7 @@ class Trainer:
         batches = [self._prepare(next(self._batches)) for _ in range(self.recipe.accumulate)]
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
-        losses = self.rule(batches, self.passes)
+        losses = (rule or self.due_rule)(batches, self.passes)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
         stepped = math.isfinite(norm)
@@ -316,13 +333,19 @@ def choose_step_rule(treatments: Sequence[Treatment]) -> StepRule:
     ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
     if len(rules) > 1 or len(ascents) > 1:
         raise RecipeError("At most one treatment of a run may set the step rule, and at most one may perturb images.")
-    if not ascents:
-        return rules[0] if rules else PlainStep()
     if not rules:
-        return InputAscentStep(ascents[0])
+        return choose_early_rule(treatments)
+    if not ascents:
+        return rules[0]
     if not isinstance(rules[0], TakesInputAscent):
         raise RecipeError(
             "The treatment that sets the step rule has no first pass in which the images could be perturbed as well."
         )
     rules[0].take_input_ascent(ascents[0])
     return rules[0]
+
+
+def choose_early_rule(treatments: Sequence[Treatment]) -> StepRule:
+    """Return the rule of the steps before the treatments' own step rule starts: what a run without it would have."""
+    ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
+    return InputAscentStep(ascents[0]) if ascents else PlainStep()

@@ -8,7 +8,9 @@ the step. Weight decay is left to the optimizer and acts at w.
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -36,6 +38,7 @@ class SharpnessAware(Treatment):
         alpha: LookSAM: weight of the reused component.
         m: Images per ascent; all of a process's micro-batch unless given.
         ascent: One ascent per micro-batch, or one for the whole `batch`.
+        start: Share of the run that is trained with plain steps before.
     """
 
     name: ClassVar[str] = "sam"
@@ -43,7 +46,9 @@ class SharpnessAware(Treatment):
     changes: ClassVar[str] = (
         "the step: the gradient is taken at the worst weights within rho, and applied at the weights"
     )
-    costs: ClassVar[str] = "two forward and backward passes a step (with every=k: 1 + 1/k), and a copy of the weights"
+    costs: ClassVar[str] = (
+        "two forward and backward passes a step (1 + (1 - start) / every on average), and a copy of the weights"
+    )
 
     rho: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.1, description="length of the ascent; 0 is the plain step"
@@ -61,6 +66,9 @@ class SharpnessAware(Treatment):
     )
     ascent: Literal["micro_batch", "batch"] = Field(
         "micro_batch", description="with accumulation: an ascent for every micro-batch, or one for all of them"
+    )
+    start: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of the run that is trained with plain steps before"
     )
 
     @model_validator(mode="after")
@@ -88,8 +96,11 @@ class SharpnessAware(Treatment):
             Ascent(self.rho, self.adaptive, self.eta), reused, m=self.m, together=self.ascent == "batch"
         )
 
+    def step_rule_start(self) -> float:
+        return self.start
+
     def passes(self) -> float:
-        return 1 + 1 / self.every if self.rho else 1.0
+        return 1 + (1 - self.start) / self.every if self.rho else 1.0
 
 
 class SharpnessAwareStep:
@@ -117,6 +128,15 @@ class SharpnessAwareStep:
                 " could perturb the images. Set sam's every to 1."
             )
         self.inputs = inputs
+
+    def kinds(self) -> list[tuple[float, StepRule]]:
+        """Return steps with an ascent and, for LookSAM, those in between."""
+        if self.reused is None:
+            return [(1.0, self)]
+        share, alpha = 1 / self.reused.every, self.reused.alpha
+        always, once = copy.copy(self), copy.copy(self)
+        always.reused, once.reused = OrthogonalPart(1, alpha), OrthogonalPart(sys.maxsize, alpha)
+        return [(share, always), (1 - share, once)]
 
     def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
         parameters = losses_and_gradients.parameters

@@ -64,6 +64,14 @@ class StepRule(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class MixedSteps(Protocol):
+    """A step rule whose steps are of several kinds, which cost different times."""
+
+    def kinds(self) -> Sequence[tuple[float, StepRule]]:
+        """Return each kind: its share of the rule's steps, and a new rule that makes no others once it is under way."""
+
+
 class InputAscent(Protocol):
     """A perturbation of the images towards a higher loss, from a starting point and one backward pass."""
 
@@ -140,12 +148,16 @@ class Treatment(Config):
         """Return the rule that computes a step's gradient; None means plain back-propagation."""
         return None
 
+    def step_rule_start(self) -> float:
+        """Return the share of the run, below 1, that is done without the step rule before it applies."""
+        return 0.0
+
     def input_ascent(self) -> InputAscent | None:
         """Return the perturbation of a step's images, which uses the step rule's first pass or a pass of its own."""
         return None
 
     def passes(self) -> float:
-        """Return the cost of a step in forward-backward passes of the network; a plain step costs one."""
+        """Return the mean cost of a step in forward-backward passes of the network; a plain step costs one."""
         return 1.0
 
 
