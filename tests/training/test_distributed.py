@@ -50,8 +50,9 @@ def recipe(tiny, tmp_path, picture):
     [
         ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "accumulate": 2}, 1e-10),
         ({"precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.05}}, 1e-6),
+        ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "progressive_resizing": 0.5}, 1e-10),
     ],
-    ids=["float64 AdamW", "float32 SGD"],
+    ids=["float64 AdamW", "float32 SGD", "float64 progressive resizing"],
 )
 def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, tolerance):
     alone = train(recipe(**changes, out=str(tmp_path / "alone")))

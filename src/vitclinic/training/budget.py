@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 import time
@@ -16,6 +17,7 @@ from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, evaluation_batches
 from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
+from vitclinic.training.resizing import ImageSizes, Size
 from vitclinic.training.trainer import Trainer
 
 _WARM_UP, _MEASURED = 2, 5
@@ -30,16 +32,21 @@ class Cost:
     """Evaluating one image, without gradients."""
     start: float = 0.0
     """Building the network and its trainer."""
+    smaller: Sequence[float] = ()
+    """A step at each smaller size of `progressive_resizing`, in order; `step` is at full size."""
 
     def seconds(self, steps: int, recipe: Recipe, counts: Mapping[str, int]) -> float:
         """Estimate the time of `steps` steps with their validations and the test; `counts` has the images per split."""
-        interval = max(1.0, in_steps(recipe.validation.every, counts["train"] / recipe.batch_size, steps))
+        epoch = counts["train"] / recipe.batch_size
+        interval = max(1.0, in_steps(recipe.validation.every, epoch, steps))
         validated = math.ceil(steps / interval - 1e-9) * counts["val"]
-        return steps * self.step + self.image * (validated + (counts["test"] if recipe.test else 0))
+        lengths = recipe.progressive_resizing.lengths(epoch, steps)
+        trained = sum(count * cost for count, cost in zip(lengths, [*self.smaller, self.step], strict=True))
+        return trained + self.image * (validated + (counts["test"] if recipe.test else 0))
 
     def steps_within(self, budget: float, recipe: Recipe, counts: Mapping[str, int]) -> int:
         """Return the largest number of steps that fits into `budget` seconds, validations and test included."""
-        lengths = range(1, max(0, int(budget / self.step)) + 1)
+        lengths = range(1, max(0, int(budget / min([*self.smaller, self.step]))) + 1)
         return bisect.bisect_right(lengths, budget, key=lambda steps: self.seconds(steps, recipe, counts))
 
 
@@ -70,25 +77,49 @@ def measure_costs(
 ) -> list[Cost]:
     """Measure the costs of several runs on throwaway trainers, so that the runs themselves start fresh.
 
-    The cost of a step is the median of five, after two warm-up steps. The recipes take turns step by step, so that
-    other load on the machine slows all of them equally.
+    The cost of a step is the median of five, after two warm-up steps. The recipes, and the image sizes of each, take
+    turns step by step, so that other load on the machine slows all of them equally.
     """
     trainers, starts = [], []
     for recipe in recipes:
         began = time.perf_counter()
-        trainers.append(Trainer(recipe, dataset, _WARM_UP + _MEASURED, distributed, device))
+        count = len(recipe.progressive_resizing.shares) + 1
+        trainers.append(Trainer(recipe, dataset, (_WARM_UP + _MEASURED) * count, distributed, device))
+        trainers[-1].sizes = _InTurn(trainers[-1].sizes.sizes)
         starts.append(time.perf_counter() - began)
     times: list[list[float]] = [[] for _ in trainers]
     for _ in range(_WARM_UP + _MEASURED):
         for trainer, taken in zip(trainers, times, strict=True):
-            began = time.perf_counter()
-            trainer.advance()
-            taken.append(time.perf_counter() - began)
+            for _ in trainer.sizes.sizes:
+                began = time.perf_counter()
+                trainer.advance()
+                taken.append(time.perf_counter() - began)
     images = [_evaluation_cost(trainer, dataset) / distributed.size for trainer in trainers]
     for trainer in trainers:
         trainer.close()
-    steps = [statistics.median(taken[_WARM_UP:]) for taken in times]
-    return [Cost(*parts) for parts in zip(steps, images, starts, strict=True)]
+    steps = [_median_by_size(taken, len(trainer.sizes.sizes)) for trainer, taken in zip(trainers, times, strict=True)]
+    return [
+        Cost(full, image, start, smaller) for (*smaller, full), image, start in zip(steps, images, starts, strict=True)
+    ]
+
+
+class _InTurn(ImageSizes):
+    """Every size in turn, one a step."""
+
+    def __init__(self, sizes: Sequence[Size]) -> None:
+        super().__init__(sizes, ends=[])
+
+    def __call__(self, step: int) -> Size:
+        return self.sizes[step % len(self.sizes)]
+
+
+def _median_by_size(taken: Sequence[float], sizes: int) -> list[float]:
+    """Return the median time at each size, from the smallest; none is below that of a smaller size, as noise can be.
+
+    So a longer run is never estimated to take less time, however its steps are divided among the sizes.
+    """
+    medians = [statistics.median(taken[size::sizes][_WARM_UP:]) for size in range(sizes)]
+    return list(itertools.accumulate(medians, max))
 
 
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:
