@@ -50,7 +50,8 @@ def recipe(tiny, tmp_path, picture):
     [
         ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "accumulate": 2}, 1e-10),
         ({"precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.05}}, 1e-6),
-        ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "progressive_resizing": 0.5}, 1e-10),
+        # timm resamples position embeddings, and their gradients, in float32.
+        ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "progressive_resizing": 0.5}, 1e-8),
     ],
     ids=["float64 AdamW", "float32 SGD", "float64 progressive resizing"],
 )

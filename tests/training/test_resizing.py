@@ -174,6 +174,7 @@ CUT = {
     "validation": "4 steps",
     "data": {"source": "digits", "limit": 200, "augment": "deit"},
     "progressive_resizing": {"start": 0.5, "until": "4 steps"},
+    "treatments": ["patch_dropout", "sam"],
     "workers": 0,
 }
 

@@ -237,7 +237,7 @@ def _average_targets(targets_bnk: Tensor, rows: tuple[int, int], columns: tuple[
     import torch
 
     across = [_overlaps(*axis).to(targets_bnk) for axis in (rows, columns)]
-    targets_bhwk = targets_bnk.unflatten(1, (rows[0], columns[0]))
+    targets_bhwk = targets_bnk.reshape(len(targets_bnk), rows[0], columns[0], -1)
     return torch.einsum("ih,jw,bhwk->bijk", *across, targets_bhwk).flatten(1, 2)
 
 

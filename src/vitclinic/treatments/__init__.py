@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitclinic.treatments.no_softmax import NoSoftmax
     from vitclinic.treatments.objective import Objective
     from vitclinic.treatments.patch_diversity import PatchDiversity
+    from vitclinic.treatments.patch_dropout import PatchDropout, PatchDropoutTreatment
     from vitclinic.treatments.patch_losses import contrastive_loss, cosine_loss, mixing_loss
     from vitclinic.treatments.registers import Registers, RegistersTreatment
     from vitclinic.treatments.relu_activation import ReluActivation, gelu_to_relu
@@ -60,6 +61,8 @@ __all__ = [
     "NoSoftmax",
     "Objective",
     "PatchDiversity",
+    "PatchDropout",
+    "PatchDropoutTreatment",
     "Registers",
     "RegistersTreatment",
     "ReluActivation",
