@@ -57,8 +57,10 @@ MUON = {
         ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "accumulate": 2}, 1e-10),
         ({"precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.05}}, 1e-6),
         ({**MUON, "precision": "fp64", "accumulate": 2, "clip": 0.5}, 1e-10),
+        # timm resamples position embeddings, and their gradients, in float32.
+        ({"precision": "fp64", "optimizer": {"name": "adamw", "lr": 1e-3}, "progressive_resizing": 0.5}, 1e-8),
     ],
-    ids=["float64 AdamW", "float32 SGD", "float64 Muon and late LookSAM"],
+    ids=["float64 AdamW", "float32 SGD", "float64 Muon and late LookSAM", "float64 progressive resizing"],
 )
 def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, tolerance):
     alone = train(recipe(**changes, out=str(tmp_path / "alone")))

@@ -76,6 +76,7 @@ FITS: dict[str, tuple[str, ...]] = {
     "gap_head": (*PLAIN, "timm PiT", "timm VOLO", "handwritten"),
     "local_attention": (*ATTENTIVE, "vitclinic AlterNet"),
     "no_softmax": ATTENTIVE,
+    "patch_dropout": (*PLAIN, "handwritten"),
     "registers": (*PLAIN, "handwritten"),
     "relu_activation": (*TOKENS, "timm ConvNeXt", "torchvision ConvNeXt"),
     "spatial_smoothing": (
@@ -278,4 +279,4 @@ def test_it_fits_ten_families_of_three_libraries_and_two_handwritten_networks(na
     assert libraries == {"timm", "torchvision", "Hugging"}
     assert "handwritten" in FITS[name]
     # Few families have a class token, or one sequence of tokens of any length.
-    assert len(FITS[name]) - 1 >= {"gap_head": 5, "registers": 4}.get(name, 10)
+    assert len(FITS[name]) - 1 >= {"gap_head": 5, "registers": 4, "patch_dropout": 4}.get(name, 10)

@@ -31,6 +31,7 @@ COMPANY: list[list[Any]] = [
     ["extra_block", "local_attention", "talking_heads"],
     ["ffn_variant", "context_broadcasting"],
     ["relu_activation", "no_softmax"],
+    ["gap_head", "registers", "patch_dropout", "sam"],
     ["local_attention", {"context_broadcasting": {"position": "both"}}],
     ["extra_block", "squeeze_excitation", {"uniform_heads": {"variant": "adjust"}}],
 ]

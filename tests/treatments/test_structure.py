@@ -63,29 +63,34 @@ SURGERY: dict[str, dict[str, Any]] = {
     "relu_activation": {},
     "ffn_variant": {},
     "registers": {},
+    "patch_dropout": {},
 }
 OF_ATTENTION = ("talking_heads", "uniform_heads", "no_softmax", "local_attention")
 NO_ATTENTION = dict.fromkeys(OF_ATTENTION, "this network has none")
 NO_CLASS_TOKEN = {"gap_head": "this one has no class token"}
-WINDOWS = {"registers": r"\w mixes a fixed number of tokens"}
+WINDOWS = dict.fromkeys(("registers", "patch_dropout"), r"\w mixes a fixed number of tokens")
+NO_SEQUENCE = dict.fromkeys(("registers", "patch_dropout"), "has none")
+PLACES = {"patch_dropout": "know a patch by its place in the sequence"}
 TWO_MAPS = dict.fromkeys((*OF_ATTENTION, "extra_block"), "which computes 2 maps")
 REFUSALS: dict[str, dict[str, str]] = {
-    "timm/beit_base_patch16_224": {"gap_head": "does not read its class token", "registers": "with more tokens"},
-    "timm/eva02_tiny_patch14_224": {
+    "timm/beit_base_patch16_224": PLACES
+    | {"gap_head": "does not read its class token", "registers": "with more tokens"},
+    "timm/eva02_tiny_patch14_224": PLACES
+    | {
         "gap_head": "does not read its class token",
         "relu_activation": "calls none",
         "ffn_variant": "is a GluMlp of another kind",
         "registers": "with more tokens",
     },
-    "timm/cait_xxs24_224": NO_CLASS_TOKEN | {"registers": "has none"},
+    "timm/cait_xxs24_224": NO_CLASS_TOKEN | NO_SEQUENCE,
     "timm/xcit_nano_12_p16_224": WINDOWS
     | {
         "conv_stem": r"patch_embed\.proj\.0\.0 has kernel \(3, 3\)",
         "local_attention": "only its class token attends to the grid",
     },
-    "timm/vit_relpos_small_patch16_224": NO_CLASS_TOKEN | {"registers": "has none"},
+    "timm/vit_relpos_small_patch16_224": NO_CLASS_TOKEN | NO_SEQUENCE,
     "timm/swin_tiny_patch4_window7_224": NO_CLASS_TOKEN | WINDOWS | {"uniform_heads": "its only head"},
-    "timm/pit_ti_224": {"registers": "has none"},
+    "timm/pit_ti_224": NO_SEQUENCE,
     "timm/mixer_s16_224": NO_ATTENTION | NO_CLASS_TOKEN | WINDOWS | {"extra_block": "it has no attention"},
     "transformers/CLIPVisionModel": {"registers": "no module hands on the tokens behind the last block"},
     "transformers/SiglipForImageClassification": NO_CLASS_TOKEN,
@@ -100,8 +105,9 @@ REFUSALS: dict[str, dict[str, str]] = {
     "hand-written/sequence_first_vit": {"registers": "no module hands on the tokens before the first block"},
     "hand-written/functional_vit": TWO_MAPS
     | NO_CLASS_TOKEN
-    | {"conv_stem": "has none", "ffn_variant": "mlp.0 is part of a FunctionalViT", "registers": "has none"},
-    "hand-written/shared_block_vit": NO_CLASS_TOKEN | {"registers": "has none"},
+    | NO_SEQUENCE
+    | {"conv_stem": "has none", "ffn_variant": "mlp.0 is part of a FunctionalViT"},
+    "hand-written/shared_block_vit": NO_CLASS_TOKEN | NO_SEQUENCE,
 }
 """What a network has not, by treatment: the refusal says so."""
 
@@ -152,7 +158,7 @@ def test_it_trains_two_steps_or_names_the_missing_part(treatment: str, network: 
     assert {
         key for key in names - set(treated.state_dict()) if not re.search(REPLACED.get(treatment, "^$"), key)
     } == set()
-    if treatment != "talking_heads":  # starts as the identity
+    if treatment not in ("talking_heads", "patch_dropout"):  # starts as the identity; only acts in training
         assert (answer(treated, images) - before).abs().max() > 1e-7
     added = {key: p for key, p in treated.named_parameters() if key not in names}
     start = {key: p.detach().clone() for key, p in added.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 import time
@@ -17,6 +18,7 @@ from vitclinic.data import Dataset, evaluation_batches
 from vitclinic.models.hybrid import SIZES
 from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
+from vitclinic.training.resizing import ImageSizes
 from vitclinic.training.trainer import Trainer
 
 _WARM_UP, _MEASURED = 2, 5
@@ -29,21 +31,26 @@ class Cost:
     """Measured times of one run, in seconds."""
 
     step: float
-    """One step, on average over the run."""
+    """One step at full size, on average over the kinds of steps that the run makes there."""
     image: float
     """Evaluating one image, without gradients."""
     start: float = 0.0
     """Building the network and its trainer."""
+    smaller: Sequence[float] = ()
+    """A step at each smaller size of `progressive_resizing`, in order; `step` is at full size."""
 
     def seconds(self, steps: int, recipe: Recipe, counts: Mapping[str, int]) -> float:
         """Estimate the time of `steps` steps with their validations and the test; `counts` has the images per split."""
-        interval = max(1.0, in_steps(recipe.validation.every, counts["train"] / recipe.batch_size, steps))
+        epoch = counts["train"] / recipe.batch_size
+        interval = max(1.0, in_steps(recipe.validation.every, epoch, steps))
         validated = math.ceil(steps / interval - 1e-9) * counts["val"]
-        return steps * self.step + self.image * (validated + (counts["test"] if recipe.test else 0))
+        lengths = recipe.progressive_resizing.lengths(epoch, steps)
+        trained = sum(count * cost for count, cost in zip(lengths, [*self.smaller, self.step], strict=True))
+        return trained + self.image * (validated + (counts["test"] if recipe.test else 0))
 
     def steps_within(self, budget: float, recipe: Recipe, counts: Mapping[str, int]) -> int:
         """Return the largest number of steps that fits into `budget` seconds, validations and test included."""
-        lengths = range(1, max(0, int(budget / self.step)) + 1)
+        lengths = range(1, max(0, int(budget / min([*self.smaller, self.step]))) + 1)
         return bisect.bisect_right(lengths, budget, key=lambda steps: self.seconds(steps, recipe, counts))
 
 
@@ -108,31 +115,63 @@ def measure_costs(
 ) -> list[Cost]:
     """Measure the costs of several runs on throwaway trainers, so that the runs themselves start fresh.
 
-    The cost of a step is the median of five, after two warm-up steps; if the steps of a run are of several kinds (SAM's
-    and plain ones), each kind's, weighted by its share of the run. The recipes take turns step by step, so that other
-    load on the machine slows all of them equally.
+    The cost of a step is the median of five, after two warm-up steps. Steps of several kinds (SAM's and plain ones) are
+    weighted by their share of the run, at each size of the images. All take turns step by step, so that other load on
+    the machine slows them equally.
     """
     trainers, starts = [], []
     for recipe in recipes:
         began = time.perf_counter()
         trainers.append(Trainer(recipe, dataset, _PRETENDED, distributed, device))
         starts.append(time.perf_counter() - began)
-    kinds = [trainer.step_kinds() for trainer in trainers]
-    times: list[list[list[float]]] = [[[] for _ in of_run] for of_run in kinds]
-    for _ in range(_WARM_UP + _MEASURED):
-        for trainer, of_run, taken in zip(trainers, kinds, times, strict=True):
-            for (_, rule), of_kind in zip(of_run, taken, strict=True):
-                began = time.perf_counter()
-                trainer.advance(rule)
-                of_kind.append(time.perf_counter() - began)
+    shares = [_kind_shares(trainer) for trainer in trainers]
+    steps = [_mean_by_size(taken, of_run) for taken, of_run in zip(_time_steps(trainers), shares, strict=True)]
     images = [_evaluation_cost(trainer, dataset) / distributed.size for trainer in trainers]
     for trainer in trainers:
         trainer.close()
-    steps = [
-        sum(share * statistics.median(of_kind[_WARM_UP:]) for (share, _), of_kind in zip(of_run, taken, strict=True))
-        for of_run, taken in zip(kinds, times, strict=True)
+    return [
+        Cost(full, image, start, smaller) for (*smaller, full), image, start in zip(steps, images, starts, strict=True)
     ]
-    return [Cost(*parts) for parts in zip(steps, images, starts, strict=True)]
+
+
+def _kind_shares(trainer: Trainer) -> list[list[float]]:
+    """Return, for each size of the images, the share of its steps that each kind of step has; late rules come last."""
+    kinds, late_from = trainer.step_kinds(), trainer.rule_start
+    borders = [0, *trainer.sizes.ends, trainer.total_steps]
+    shares = []
+    for begin, end in itertools.pairwise(borders):
+        early = min(1.0, max(0.0, (late_from * trainer.total_steps - begin) / max(1, end - begin)))
+        late = [(1 - early) * share / max(1e-9, 1 - late_from) for share, _ in (kinds[1:] if late_from else kinds)]
+        shares.append([early, *late] if late_from else late)
+    return shares
+
+
+def _time_steps(trainers: Sequence[Trainer]) -> list[list[list[list[float]]]]:
+    """Return the seconds of steps of each trainer by size and kind, in turn."""
+    kinds = [trainer.step_kinds() for trainer in trainers]
+    sizes = [list(trainer.sizes.sizes) for trainer in trainers]
+    taken = [[[[] for _ in of_run] for _ in pixels] for of_run, pixels in zip(kinds, sizes, strict=True)]
+    for _ in range(_WARM_UP + _MEASURED):
+        for trainer, of_run, pixels, times in zip(trainers, kinds, sizes, taken, strict=True):
+            for size, by_kind in zip(pixels, times, strict=True):
+                trainer.sizes = ImageSizes([size], ends=[])
+                for (_, rule), seconds_taken in zip(of_run, by_kind, strict=True):
+                    began = time.perf_counter()
+                    trainer.advance(rule)
+                    seconds_taken.append(time.perf_counter() - began)
+    return taken
+
+
+def _mean_by_size(taken: Sequence[Sequence[Sequence[float]]], shares: Sequence[Sequence[float]]) -> list[float]:
+    """Return the time of a step at each size, from the smallest; none is below that of a smaller size, as noise can be.
+
+    So a longer run is never estimated to take less time, however its steps are divided among the sizes.
+    """
+    means = [
+        sum(share * statistics.median(times[_WARM_UP:]) for share, times in zip(of_size, by_kind, strict=True))
+        for of_size, by_kind in zip(shares, taken, strict=True)
+    ]
+    return list(itertools.accumulate(means, max))
 
 
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:

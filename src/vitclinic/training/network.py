@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,25 @@ def create_network(
             f" needs {outputs} outputs; remove model.num_classes."
         )
     size = spec.img_size[0] if spec.img_size[0] == spec.img_size[1] else spec.img_size
+    build = partial(create_model, recipe.model.name, img_size=size, pretrained=pretrained, normalize=True, **statistics)
     with torch.random.fork_rng():
-        torch.manual_seed(torch_seed("weights", recipe.seed))
-        network = create_model(
-            recipe.model.name, img_size=size, pretrained=pretrained, normalize=True, **statistics, **keywords
-        )
+        network = _seeded(build, recipe, keywords)
         network.backbone = operate(network.backbone, recipe.treatments, spec)
     return network
+
+
+def _seeded(build: Callable[..., Normalized], recipe: Recipe, keywords: Mapping[str, Any]) -> Normalized:
+    """Build a network with weights drawn from the recipe's seed, which takes smaller images if the recipe has them.
+
+    timm's `dynamic_img_size` lets a network resample its position embedding in the forward pass. A network without
+    this keyword may take any size as it is; the trainer finds out.
+    """
+    seed = torch_seed("weights", recipe.seed)
+    if recipe.progressive_resizing.shares:
+        try:
+            torch.manual_seed(seed)
+            return build(**{"dynamic_img_size": True, **keywords})
+        except ModelError:
+            pass  # if it was for another reason, the same error comes again
+    torch.manual_seed(seed)
+    return build(**keywords)

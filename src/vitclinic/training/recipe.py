@@ -16,6 +16,7 @@ from vitclinic._core.time import Time
 from vitclinic.data import DataConfig
 from vitclinic.tasks import Classification, LossConfig, Task, parse_task
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
+from vitclinic.training.resizing import ResizingConfig
 from vitclinic.treatments import Treatment, Treatments
 
 SCHEMA = 1
@@ -129,6 +130,7 @@ class Recipe(Config):
     loss: LossConfig = Field(LossConfig(), description="for the task classification")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    progressive_resizing: ResizingConfig = ResizingConfig()
     epochs: Annotated[float, Field(gt=0)] | None = Field(
         None, description=f"passes over the training images; {DEFAULT_EPOCHS} unless steps or max_time is given"
     )

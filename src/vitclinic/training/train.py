@@ -15,6 +15,7 @@ from vitclinic.tasks import LossConfig, Task
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.training.overrides import Overrides, build_recipe, default_base
 from vitclinic.training.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, ValidationConfig
+from vitclinic.training.resizing import ResizingConfig
 from vitclinic.training.run import Run
 from vitclinic.treatments import Treatment
 
@@ -35,6 +36,7 @@ def train(
     loss: str | Mapping[str, Any] | LossConfig | None = None,
     optimizer: str | Mapping[str, Any] | OptimizerConfig | None = None,
     schedule: str | Mapping[str, Any] | ScheduleConfig | None = None,
+    progressive_resizing: float | Mapping[str, Any] | ResizingConfig | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     max_time: str | float | None = None,
@@ -71,6 +73,8 @@ def train(
         loss: `"softmax"` or `"sigmoid"`, for the task classification.
         optimizer: `"adamw"`, `"muon"`, `"sgd"` or `"lamb"`, or `{"name": ..., "lr": ...}`.
         schedule: `"cosine"`, `"linear"` or `"constant"`, or `{"name": ..., "warmup": ...}`.
+        progressive_resizing: Side of the first training images, as a share of the full one, or
+            `{"start": 0.5, "until": "70%"}`; full size unless given.
         epochs: Passes over the training images.
         steps: Optimizer steps, instead of epochs.
         max_time: A time such as `"30m"`, instead of epochs.

@@ -21,6 +21,7 @@ from vitclinic.models import Normalized
 from vitclinic.training.network import Learner, adapt_augmentation, build_network
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.recipe import Recipe
+from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.run import Row
 from vitclinic.treatments import (
     InputAscent,
@@ -182,6 +183,12 @@ class Trainer:
         self.stream = TrainingStream(dataset, augment, recipe.seed)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
+        self.cell = augment.cutmix_cell
+        resizing = recipe.progressive_resizing
+        sizes = choose_sizes(resizing.shares, network, spec, self.cell)
+        self.sizes = ImageSizes(sizes, resizing.ends(self.steps_per_epoch, total_steps))
+        if resizing.shares:
+            self.notices.append(self.sizes.describe())
         self._batches: Iterator[Batch] | None = None
 
     @property
@@ -289,11 +296,12 @@ class Trainer:
                 yield range(start, start + self.micro_batch)
 
     def _prepare(self, batch: Batch) -> Batch:
-        """Move a batch to the device and apply the task's reading and the treatments' transforms."""
+        """Move a batch to the device, apply the task's reading and the treatments' transforms, and resize it."""
         batch = self.task.read(batch.to(self.device, self.dtype))
         for transform in self.transforms:
             batch = transform(batch)
-        return batch
+        size = self.sizes(self.step)
+        return batch if size == self.sizes.full else shrink(batch, size, self.cell)
 
     def _wrap_in_ddp(self, learner: Learner) -> DistributedDataParallel | None:
         if self.distributed.size == 1:
@@ -313,6 +321,7 @@ class Trainer:
             "losses": named,
             "lr": self.rate(self.step - 1),
             "grad_norm": float(norm),
+            **({"img_size": list(self.sizes(self.step - 1))} if self.sizes.ends else {}),
             "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
         }
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitclinic.treatments.local_attention import LocalAttention
     from vitclinic.treatments.no_softmax import NoSoftmax
     from vitclinic.treatments.patch_diversity import PatchDiversity
+    from vitclinic.treatments.patch_dropout import PatchDropout, PatchDropoutTreatment
     from vitclinic.treatments.patch_losses import Objective, contrastive_loss, cosine_loss, mixing_loss
     from vitclinic.treatments.registers import Registers, RegistersTreatment
     from vitclinic.treatments.relu_activation import ReluActivation, gelu_to_relu
@@ -61,6 +62,8 @@ __all__ = [
     "NoSoftmax",
     "Objective",
     "PatchDiversity",
+    "PatchDropout",
+    "PatchDropoutTreatment",
     "Registers",
     "RegistersTreatment",
     "ReluActivation",

@@ -93,8 +93,9 @@ class MeanFirst:
 
 def _pool_in_timm(vit: Any) -> nn.Module:
     """Pool a timm ViT by mean, without class and distillation tokens."""
-    if "local_attention" in treatments_of(vit):
-        raise TreatmentError("List gap_head before local_attention, which counts the tokens that gap_head removes.")
+    for later in ("local_attention", "patch_dropout"):
+        if later in treatments_of(vit):
+            raise TreatmentError(f"List gap_head before {later}, which counts the tokens that gap_head removes.")
     if vit.attn_pool is not None or not vit.global_pool:
         found = f"'{vit.global_pool}'"
         raise TreatmentError(f"gap_head replaces a class token or mean or max pooling; this head is {found}.")

@@ -45,7 +45,10 @@ class LocalAttention(Treatment):
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if any(isinstance(module, PatchDropout) for module in network.modules()):
-            raise TreatmentError("local_attention needs the whole grid; build the network with patch_drop_rate=0.")
+            raise TreatmentError(
+                "local_attention needs the whole grid: leave patch_dropout out, and build the network with"
+                " patch_drop_rate=0."
+            )
         anatomy = examine(self, network, spec)
         attentions = find_attentions(self, anatomy, spec)
         specs = {found.module: self._spec_of(anatomy, found) for found in attentions}

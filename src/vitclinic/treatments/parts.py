@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import AnatomyError, TreatmentError
-from vitclinic.anatomy import Anatomy, Unit, eval_mode
+from vitclinic.anatomy import Anatomy, Unit, eval_mode, taps
 from vitclinic.anatomy.forward import Removable
 from vitclinic.anatomy.maps import MHA_SIGNATURE, SeenMap
 from vitclinic.anatomy.sites import Site, watch
@@ -97,6 +97,21 @@ class _Passing:
         replaced = self._act(self._site.pick(values))
         values[item] = replaced if arrangement is None else arrangement.undo(replaced, values[item])
         return values
+
+
+def check_tokens(treatment: Treatment, network: nn.Module, inside: Sequence[Unit], spec: ImageSpec) -> int:
+    """Return the width of the tokens; raise unless one sequence of tokens, of any length, passes the blocks' units."""
+    sites = {(unit.name, end): getattr(unit, end) for unit in inside for end in ("input", "output")}
+    with taps(sites) as seen:
+        run_once(network, spec)
+    shapes = {tuple(activation.shape) for activation in seen.values()}
+    mixing = [unit.name for unit in inside if unit.kind not in ("msa", "mlp")]
+    windowed = [unit.name for unit in inside if unit.attention is not None and unit.attention.windows is not None]
+    if len(shapes) != 1 or any(len(shape) != 3 for shape in shapes) or mixing or windowed:
+        fixed = (mixing or windowed)[:1]
+        raise missing(treatment, network, *(f"{name} mixes a fixed number of tokens" for name in fixed))
+    ((_, _, width),) = shapes
+    return width
 
 
 class Part(nn.Module):

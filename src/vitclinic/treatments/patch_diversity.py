@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from timm.layers import PatchDropout
 from torch import Tensor, nn
 
 from vitclinic._core.config import validate
@@ -135,7 +136,14 @@ class PatchDiversityTreatment(Treatment):
         return self
 
     def objectives(self, network: nn.Module, spec: ImageSpec) -> Mapping[str, Objective]:
-        return self.patch_objectives(self.locate(network, spec), spec.num_classes)
+        objectives = self.patch_objectives(self.locate(network, spec), spec.num_classes)
+        dropping = any(isinstance(module, PatchDropout) and module.prob for module in network.modules())
+        if dropping and objectives.keys() - {"patch_cosine"}:
+            raise TreatmentError(
+                f"{self.name}: the contrastive and the mixing loss need every patch, but this network drops some in"
+                " training: set both weights to 0, or train without dropping patches."
+            )
+        return objectives
 
     def locate(self, network: nn.Module, spec: ImageSpec) -> Patches:
         """Locate the patches of a network.

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Unit, eval_mode, taps
+from vitclinic.anatomy import Unit
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.parts import examine, missing
+from vitclinic.treatments.parts import check_tokens, examine, missing, run_once
+from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
 
@@ -107,15 +108,17 @@ class RegistersTreatment(Treatment):
     count: int = Field(4, ge=1, description="number of registers")
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
+        if "patch_dropout" in treatments_of(network):
+            raise TreatmentError("List registers before patch_dropout, which counts the tokens before the patches.")
         inside = [unit for unit in examine(self, network, spec).units if unit.block is not None]
-        width = _check_tokens(self, network, inside, spec)
+        width = check_tokens(self, network, inside, spec)
         ends = _find_ends(self, network, inside, spec)
         like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
         registers = Registers(self.count, width, inside[0].input.layout.prefix).to(like)
         network.add_module("registers", registers.train(network.training))
         handles = [end.attach(registers, act) for end, act in zip(ends, ("insert", "remove"), strict=True)]
         try:
-            _run_once(network, spec)
+            run_once(network, spec)
         except Exception as error:  # of whatever counts tokens
             for handle in handles:
                 handle.remove()
@@ -124,21 +127,6 @@ class RegistersTreatment(Treatment):
             advice = "if another treatment counts the tokens, as local_attention does, list registers first"
             raise missing(self, network, f"with more tokens this one fails ({reason}); {advice}") from error
         return network
-
-
-def _check_tokens(treatment: Treatment, network: nn.Module, inside: list[Unit], spec: ImageSpec) -> int:
-    """Return the width of the tokens; raise unless one sequence of tokens, of any length, passes all blocks."""
-    sites = {(unit.name, end): getattr(unit, end) for unit in inside for end in ("input", "output")}
-    with taps(sites) as seen:
-        _run_once(network, spec)
-    shapes = {tuple(activation.shape) for activation in seen.values()}
-    mixing = [unit.name for unit in inside if unit.kind not in ("msa", "mlp")]
-    windowed = [unit.name for unit in inside if unit.attention is not None and unit.attention.windows is not None]
-    if len(shapes) != 1 or any(len(shape) != 3 for shape in shapes) or mixing or windowed:
-        fixed = (mixing or windowed)[:1]
-        raise missing(treatment, network, *(f"{name} mixes a fixed number of tokens" for name in fixed))
-    ((_, _, width),) = shapes
-    return width
 
 
 class _End(NamedTuple):
@@ -196,15 +184,8 @@ def _record_calls(network: nn.Module, spec: ImageSpec) -> list[tuple[_End, Any]]
                 module.register_forward_pre_hook(start, with_kwargs=True),
                 module.register_forward_hook(end),
             ]
-        _run_once(network, spec)
+        run_once(network, spec)
     finally:
         for handle in handles:
             handle.remove()
     return events
-
-
-@torch.no_grad()
-def _run_once(network: nn.Module, spec: ImageSpec) -> None:
-    like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-    with eval_mode(network):
-        network(torch.zeros(1, spec.in_chans, *spec.img_size, dtype=like.dtype, device=like.device))

@@ -60,6 +60,12 @@ def test_flops_are_those_of_the_steps_that_treatments_make(treatments):
     assert plan.flops == pytest.approx(3 * cost.flops)
 
 
+def test_smaller_images_count_by_their_area():
+    plan, recipe = plan_of({"progressive_resizing": {"start": 0.5, "until": "50%"}})
+    assert plan.arms[0].flops == pytest.approx(plan_of({})[0].arms[0].flops * 0.625)
+    assert flops_of_training(recipe) == pytest.approx(plan.arms[0].flops, rel=0.1)
+
+
 def test_flops_and_parameters_are_those_of_the_treated_network():
     plain, _ = plan_of({})
     stem, recipe = plan_of({"treatments": ["conv_stem"]}, data={"source": "shapes:40"}, batch_size=20)

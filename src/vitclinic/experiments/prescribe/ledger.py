@@ -174,7 +174,8 @@ class Costs:
                 return measure_cost(recipe, self.dataset, ALONE, self.device)
             plain, treated = measure_costs([self.recipe, recipe], self.dataset, ALONE, self.device)
         speed = self.plain.step / plain.step
-        return Cost(treated.step * speed, treated.image * speed, treated.start)
+        smaller = [step * speed for step in treated.smaller]
+        return Cost(treated.step * speed, treated.image * speed, treated.start, smaller)
 
     def count_own_steps(self) -> int:
         """Return the recipe's own length; with `max_time`, by the measured cost."""

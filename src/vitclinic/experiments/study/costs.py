@@ -45,7 +45,8 @@ class ArmCost:
     images: int
     """Seen in training, all epochs together."""
     flops: float
-    """FLOPs of the training: two for each multiply-add, and three forward passes per image for a plain step."""
+    """FLOPs of the training: two for each multiply-add, three forward passes per image for a plain step, and smaller
+    images (`progressive_resizing`) by their area."""
     gpu_hours: float
     """Estimated by `ASSUMPTION`."""
 
@@ -115,7 +116,8 @@ def _count_cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
     steps = recipe.steps or max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * images / recipe.batch_size - 1e-9))
     seen = steps * recipe.batch_size
     passes = max([treatment.passes() for treatment in recipe.treatments], default=1.0)
-    flops = 3.0 * passes * forward * seen
+    area = recipe.progressive_resizing.mean_area(images / recipe.batch_size, steps)
+    flops = 3.0 * passes * forward * seen * area
     hours = flops / (GPU_PEAK[recipe.precision] * GPU_SHARE) / 3600
     return ArmCost(arm, recipe.model.name, spec.num_classes, spec.img_size, parameters, steps, seen, flops, hours)
 
