@@ -150,7 +150,9 @@ def _time_steps(trainers: Sequence[Trainer]) -> list[list[list[list[float]]]]:
     """Return the seconds of steps of each trainer by size and kind, in turn."""
     kinds = [trainer.step_kinds() for trainer in trainers]
     sizes = [list(trainer.sizes.sizes) for trainer in trainers]
-    taken = [[[[] for _ in of_run] for _ in pixels] for of_run, pixels in zip(kinds, sizes, strict=True)]
+    taken: list[list[list[list[float]]]] = [
+        [[[] for _ in of_run] for _ in pixels] for of_run, pixels in zip(kinds, sizes, strict=True)
+    ]
     for _ in range(_WARM_UP + _MEASURED):
         for trainer, of_run, pixels, times in zip(trainers, kinds, sizes, taken, strict=True):
             for size, by_kind in zip(pixels, times, strict=True):

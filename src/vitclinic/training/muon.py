@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         self._share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step with the gradients found in `.grad`; a closure, if given, makes them first."""
         loss = None
         if closure is not None:

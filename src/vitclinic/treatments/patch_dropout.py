@@ -6,7 +6,7 @@ Shapes: B images, N tokens (P prefix tokens, then the patches), D channels.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import timm.layers
 import torch
@@ -95,7 +95,7 @@ def _find_entry(treatment: Treatment, network: nn.Module, first: Unit) -> tuple[
     axes = (0, 1, 2) if arrangement is None else arrangement.axes
     if site.end != "in" or site.within is not None or len(axes) != 3 or (arrangement and arrangement.order is not None):
         raise missing(treatment, network, "no module is called once with the tokens that enter the first block")
-    return replace(site, arrangement=None), cast(Axes, axes)
+    return replace(site, arrangement=None), axes
 
 
 def _check_positions(
