@@ -1,6 +1,6 @@
-"""A prescription for 3,000 images of CIFAR-10, as a user would ask for it.
+"""A prescription for 5,000 images of CIFAR-10, as a user would ask for it.
 
-    python benchmarks/prescribed.py CIFAR10 OUT [--budget 30m]
+    python benchmarks/prescribed.py CIFAR10 OUT [--budget 60m] [--recipe cifar10] [KEY=VALUE ...]
 
 Writes docs/results/prescribe.json and docs/results/prescribe.md from what `prescribe` measured; nothing in them is
 edited by hand. Interrupted, the same command goes on. Nothing else should run beside it.
@@ -20,10 +20,9 @@ import torch
 from rich.console import Console
 
 from vitclinic import Prescription, prescribe
-from vitclinic.experiments.display import Display, show_prescription
+from vitclinic.experiments.display import PrescriptionDisplay, show_prescription
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
-WORDS = ["model.patch_size=8", "data.limit=3000", "batch_size=100", "epochs=20"]
 
 
 def record(found: Prescription) -> dict[str, Any]:
@@ -36,15 +35,18 @@ def record(found: Prescription) -> dict[str, Any]:
 
 def page(found: dict[str, Any], command: str) -> str:
     timing, final, effect = found["timing"], found["final"], found["effect"]
+    images = found["recipe"]["data"]["limit"]
     machine = f"{found['machine']['cores']} CPU cores ({found['machine']['threads']} threads)"
     lines = [
-        "# A prescription for 3,000 images of CIFAR-10",
+        f"# A prescription for {images:,} images of CIFAR-10",
         "",
         f"`{command}` on {machine}, {found['date']}; written by benchmarks/prescribed.py, all numbers:",
-        "[prescribe.json](prescribe.json). 3,000 training images (JPEG quality 75), crop and flip; val are 5,000 other",
-        "training images, test the 10,000 test images. What the stages are: [docs/prescribe.md](../prescribe.md).",
+        f"[prescribe.json](prescribe.json). {images:,} training images (JPEG quality 75); val are 5,000 other training",
+        "images, test the 10,000 test images. What the stages are: [docs/prescribe.md](../prescribe.md).",
         "",
         f"**{found['statement']}**",
+        "",
+        *(f"- {change}" for change in found["changes"]),
         "",
         f"Budget {timing['budget'] / 60:.0f} minutes, used {timing['used'] / 60:.1f}"
         f" ({timing['used'] / timing['budget']:.0%}).",
@@ -61,6 +63,10 @@ def page(found: dict[str, Any], command: str) -> str:
         "",
         f"Difference {effect['mean']:+.4f}, 95% t interval {effect['low']:+.4f} to {effect['high']:+.4f}"
         f" over {effect['pairs']} pairs, p = {effect['p']:.2g}.",
+        "",
+        "What a stage tells is the smallest difference that stands out from its noise: "
+        + ", ".join(f"{stage['name']} {100 * stage['detectable']:.1f} points" for stage in [*found["rungs"], final])
+        + ".",
         "",
         "## Selection, optimistic: val accuracy",
         "",
@@ -85,15 +91,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--budget", default="30m")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--recipe", default="cifar10")
+    parser.add_argument("--budget", default="60m")
     options = parser.parse_args()
     console = Console()
-    with Display(console) as display:
+    with PrescriptionDisplay(console) as display:
         found = prescribe(
-            "cifar10", WORDS, data=options.data, budget=options.budget, out=options.out, callbacks=[display]
+            options.recipe,
+            options.words,
+            data=options.data,
+            budget=options.budget,
+            out=options.out,
+            callbacks=[display],
         )
     show_prescription(found, console)
-    command = f"vitclinic prescribe cifar10 {' '.join(WORDS)} --data CIFAR10 --budget {options.budget}"
+    words = " ".join([options.recipe, *options.words])
+    command = f"vitclinic prescribe {words} --data CIFAR10 --budget {options.budget}"
     plain = record(found)
     (RESULTS / "prescribe.json").write_text(json.dumps(plain, indent=1) + "\n")
     (RESULTS / "prescribe.md").write_text(page(plain, command))

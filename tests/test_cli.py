@@ -51,7 +51,7 @@ def test_the_surface_grows_on_purpose():
         ),
         "prescribe": sorted(
             [
-                *("words", "--data", "--budget", "--treatments", "--from", "--seed", "--out"),
+                *("words", "--data", "--budget", "--try", "--treatments", "--from", "--seed", "--out"),
                 *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),
@@ -73,7 +73,10 @@ def test_help_names_every_key_of_a_recipe():
 
 
 WITHOUT_TORCH = [
-    *(["list", what] for what in ("probes", "treatments", "studies", "datasets", "recipes", "tasks", "models")),
+    *(
+        ["list", what]
+        for what in ("probes", "treatments", "remedies", "studies", "datasets", "recipes", "tasks", "models")
+    ),
     ["--help"],
     *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report")),
     *([verb, "--help"] for verb in ("corrupt", "list")),
@@ -109,6 +112,10 @@ WITHOUT_TORCH = [
     ["prescribe", "--data", "shapes", "--budget", "5x"],
     ["prescribe", "--data", "shapes", "model=vit_tny"],
     ["prescribe", "--data", "shapes", "--treatments", "samm"],
+    ["prescribe", "--data", "shapes", "--try", "lr x 4"],
+    ["prescribe", "--data", "shapes", "--try", "optimizer.rate=1"],
+    ["prescribe", "--data", "shapes", "--try", "epochs=3"],
+    ["prescribe", "--data", "shapes", "--try", "samm"],
     ["prescribe", "--data", "/no/such/place"],
     ["report", "/no/run"],
     ["corrupt", "/no/such/place", "--out", "copies"],

@@ -126,6 +126,7 @@ def test_names_of_models_read_from_source_are_those_of_the_registry():
 def test_patterns_choose_names():
     assert vitclinic.list_models("vit_tiny_f*") == ["vit_tiny_fitted"]
     assert vitclinic.list_treatments("s?m") == ["sam"]
+    assert vitclinic.list_remedies("lr*") == ["lr x 3", "lr / 3"]
     assert vitclinic.list_probes("nothing*") == []
     assert {"digits", "hf:NAME"} <= set(vitclinic.list_datasets())
     assert vitclinic.list_recipes("dig*") == ["digits"]

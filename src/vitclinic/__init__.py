@@ -69,6 +69,7 @@ __all__ = [
     "list_models",
     "list_probes",
     "list_recipes",
+    "list_remedies",
     "list_studies",
     "list_tasks",
     "list_treatments",
@@ -138,6 +139,21 @@ def list_treatments(pattern: str | None = None) -> list[str]:
     from vitclinic.treatments.treatment import TREATMENTS
 
     return _matching(TREATMENTS.names(), pattern)
+
+
+def list_remedies(pattern: str | None = None) -> list[str]:
+    """Return the names of the remedies that `prescribe` knows, in the order in which it tries them.
+
+    Args:
+        pattern: Only names like this: `"lr*"`.
+
+    Example:
+        >>> list_remedies("lr*")
+        ['lr x 3', 'lr / 3']
+    """
+    from vitclinic.experiments.prescribe.remedies import describe_remedies
+
+    return _matching((row["name"] for row in describe_remedies()), pattern)
 
 
 def list_tasks(pattern: str | None = None) -> list[str]:

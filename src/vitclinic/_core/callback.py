@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from vitclinic._core.records import Measurement
     from vitclinic.exam.timing import Schedule, Step
+    from vitclinic.experiments.prescribe.arms import Arm
     from vitclinic.experiments.prescribe.ledger import DecidedStage
-    from vitclinic.experiments.prescribe.plan import Arm, Stage
+    from vitclinic.experiments.prescribe.plan import Stage
     from vitclinic.experiments.prescribe.prescription import TriedStage
     from vitclinic.experiments.runner import Outcome
     from vitclinic.training.trainer import Trainer

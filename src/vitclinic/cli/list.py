@@ -82,6 +82,13 @@ def describe_treatments() -> Rows:
     return rows
 
 
+def describe_remedies() -> Rows:
+    """Return every remedy of `prescribe` with what it changes, in the order in which they are tried."""
+    from vitclinic.experiments.prescribe.remedies import describe_remedies
+
+    return [dict(row) for row in describe_remedies()]
+
+
 def describe_tasks() -> Rows:
     """Return every task, with its metrics and its options."""
     from vitclinic.tasks.task import TASKS
@@ -142,6 +149,7 @@ LISTINGS: dict[str, Callable[[], Rows]] = {
     "recipes": describe_recipes,
     "models": describe_models,
     "treatments": describe_treatments,
+    "remedies": describe_remedies,
     "tasks": describe_tasks,
     "datasets": describe_datasets,
     "probes": describe_probes,
@@ -155,6 +163,7 @@ class Listed(StrEnum):
     recipes = "recipes"
     models = "models"
     treatments = "treatments"
+    remedies = "remedies"
     tasks = "tasks"
     datasets = "datasets"
     probes = "probes"
@@ -167,11 +176,12 @@ def list_(
     pattern: Annotated[str | None, typer.Argument(help="Only names that match, such as 'vit*'.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List what you can name: recipes, models, treatments, tasks, datasets, probes or studies.
+    """List what you can name: recipes, models, treatments, remedies, tasks, datasets, probes or studies.
 
     \b
     vitclinic list models 'vit_tiny*'     names for model=, timm's and ours
     vitclinic list treatments             what each changes and costs, and its options
+    vitclinic list remedies               what prescribe tries, in its order
     vitclinic list probes --json          for programs
     """
     from fnmatch import fnmatch

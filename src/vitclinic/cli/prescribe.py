@@ -19,9 +19,11 @@ def prescribe(
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="D", help="Your data.")] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time for everything, such as 30m or 2h.")] = "1h",
-    treatments: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Treatments to try; default: all that apply.")
+    tried: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="NAME", help="A remedy to try, or KEY=VALUE; again for more."),
     ] = None,
+    treatments: Annotated[str | None, typer.Option(metavar="A,B", help="Treatments to try.")] = None,
     examined: Annotated[
         Path | None,
         typer.Option("--from", metavar="RUN", help="Try first what the findings of this examined run suggest."),
@@ -31,42 +33,44 @@ def prescribe(
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Try treatments on your own data in short trials, and find out whether one really helps.
+    """Try remedies on your own data in short trials, and find out what really helps.
 
     \b
     vitclinic prescribe --data photos/ --budget 1h
-    vitclinic prescribe --data photos/ --budget 30m --treatments conv_stem,sam
     vitclinic prescribe my.yaml optimizer.lr=3e-4 --budget 4h
     vitclinic prescribe --data photos/ --from runs/a   what it suggests first
+    vitclinic prescribe --data photos/ --try 'lr x 3' --try model.depth=4
+    vitclinic prescribe --data photos/ --treatments conv_stem,sam
 
-    Short trials select a treatment on the validation images. The winner is then
-    compared with the plain recipe on the test images, with new seeds and the same
-    training time. You get a recipe file, or the answer that nothing helped. After
-    an interruption, run the same command to continue. More: docs/prescribe.md.
+    A remedy changes the recipe: the network, its stem, the learning rate, the
+    augmentation, a treatment ... `vitclinic list remedies` has them in the order in
+    which they are tried; the first twelve that apply are, unless you name some.
+
+    Short trials select on the validation images, and combine what helps. The winner
+    is then compared with the plain recipe on the test images, with new seeds and the
+    same training time. You get a recipe file, or the answer that nothing helped.
+    After an interruption, run the same command to continue. More: docs/prescribe.md.
     """
     recipe, changes = recipe_and_changes(words or [])
     if data is None and recipe is None and not any(word.startswith("data") for word in changes):
         raise RecipeError("Which data? Give --data D, or a recipe that names it.")
     check_recipe(recipe, changes, data)
-    tried = _refuse_typos(budget, treatments, examined)
+    named = _refuse_typos(budget, treatments, examined)
+    _refuse_unknown(tried, recipe, changes)
     with resumable("every trial that has ended is stored"):
         from vitclinic.experiments.display import PrescriptionDisplay, show_prescription
-        from vitclinic.experiments.prescribe.conduct import prescribe as try_treatments
+        from vitclinic.experiments.prescribe.conduct import prescribe as try_remedies
 
         console = console_for(verbose, quiet)
-        first: list[str] = []
-        if examined is not None:
-            from vitclinic.experiments.prescribe.plan import suggest_treatments
-
-            first = suggest_treatments(examined)
         with PrescriptionDisplay(console) as display:
-            found = try_treatments(
+            found = try_remedies(
                 recipe,
                 changes,
                 data=data,
                 budget=budget,
-                treatments=tried,
-                first=first,
+                treatments=named,
+                remedies=tried or None,
+                examined=examined,
                 seed=seed,
                 out=out,
                 callbacks=[display],
@@ -91,3 +95,12 @@ def _refuse_typos(budget: str, treatments: str | None, examined: Path | None) ->
         for name, options in entry.items() if isinstance(entry, dict) else [(entry, None)]:
             TREATMENTS.check(name, options)
     return named
+
+
+def _refuse_unknown(remedies: list[str] | None, recipe: str | None, changes: list[str]) -> None:
+    """Raise for a remedy that there is not, before torch is loaded."""
+    from vitclinic.experiments.prescribe.remedies import find_remedy
+    from vitclinic.training import build_recipe
+
+    for name in remedies or ():
+        find_remedy(name, build_recipe(recipe, changes))

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from vitclinic._core.callback import Callback, Display, say
 from vitclinic._core.time import format_duration
+from vitclinic.experiments.prescribe.arms import PLAIN, Arm
 from vitclinic.experiments.prescribe.ledger import DecidedStage
-from vitclinic.experiments.prescribe.plan import PLAIN, Arm, Stage
+from vitclinic.experiments.prescribe.plan import SEED_NOISE, Stage
 from vitclinic.experiments.prescribe.prescription import Prescription, TriedStage
 from vitclinic.experiments.runner import Outcome
 from vitclinic.experiments.study.conduct import StudyResult
@@ -36,17 +37,22 @@ class PrescriptionDisplay(Display, Callback):
         self, plan: Sequence[Stage], arms: Sequence[Arm], left_out: Mapping[str, str], used: float, budget: float
     ) -> None:
         names = ", ".join(escape(arm.name) for arm in arms)
-        self.say(f"[bold]{len(arms)} treatment{'s' * (len(arms) != 1)} to try:[/] {names}")
-        for name, reason in left_out.items():
-            self.say(f"[yellow]left out:[/] {escape(name)} ({escape(reason)})")
+        self.say(f"[bold]{len(arms)} {'remedies' if len(arms) != 1 else 'remedy'} to try:[/] {names}")
+        for reason in dict.fromkeys(left_out.values()):
+            alike = ", ".join(escape(name) for name, why in left_out.items() if why == reason)
+            self.say(f"[yellow]left out:[/] {alike} ({escape(reason)})")
         for stage in plan:
             seeds = f"{stage.seeds} seed{'s' * (stage.seeds != 1)}"
-            what = "fresh seeds, on test" if stage.name == "final" else f"{seeds}, on val"
-            what = f"{stage.seeds} {what}" if stage.name == "final" else what
+            what = f"{stage.seeds} fresh seeds, on test" if stage.final else f"{seeds}, on val"
+            most = "" if stage.final or stage.name.startswith("rung") else "up to "
             self.say(
-                f"  {stage.name}: {stage.arms} arms x {what}, {format_duration(stage.seconds)} per trial,"
-                f" about {format_duration(stage.planned)}"
+                f"  {stage.name}: {most}{stage.arms} arms x {what}, {format_duration(stage.seconds)} per trial, about"
+                f" {format_duration(stage.planned)}; tells {100 * stage.detectable:.1f} points"
             )
+        self.say(
+            "  a stage tells differences that stand out from the noise of its images, at 50% accuracy, and of seeds,"
+            f" assumed to be {100 * SEED_NOISE:g} point"
+        )
         rest = sum(stage.planned for stage in plan)
         self.say(f"about {format_duration(rest)} in total, of a budget of {format_duration(budget)}")
 
@@ -62,8 +68,12 @@ def show_prescription(found: Prescription, console: Console) -> None:
     """Print the verdict first, then the evidence, then where it is."""
     colour = "green" if found.verdict == "helps" else "yellow"
     console.print(f"[{colour}]{escape(found.statement)}[/]", soft_wrap=True, highlight=False)
+    for change in found.changes:
+        say(console, f"  {escape(change)}")
     console.print(_final_table(found))
     console.print(_selection_table(found))
+    if found.reasons:
+        console.print(_reasons_table(found))
     if found.file is not None:
         file = escape(str(found.file))
         say(console, f"recipe: [bold]{file}[/]; train with: vitclinic train {file}")
@@ -106,6 +116,20 @@ def _selection_table(found: Prescription) -> Table:
                 diverged = " diverged" if rung.diverged(arm) else ""
                 cells.append(f"{rung.mean(arm) - rung.mean(PLAIN):+.1%}{diverged}")
         table.add_row(escape(arm), *cells)
+    return table
+
+
+def _reasons_table(found: Prescription) -> Table:
+    """Return what the exam found, the number, the remedy that this suggests, and what it gained here."""
+    table = Table(title="What the exam found, and what its remedies gained", title_justify="left", box=None)
+    for column in ("finding", "number", "remedy", "gain"):
+        table.add_column(column, justify="right" if column == "gain" else "left", overflow="fold")
+    tried = {one.arm.name: one for one in found.tried}
+    for reason in found.reasons:
+        one = tried.get(reason.remedy)
+        gain = f"{one.gain:+.1%} ({one.stage})" if one else found.left_out.get(reason.remedy, "not asked for")
+        number = next((f"{name} {value:.3g}" for name, value in reason.numbers.items()), "")
+        table.add_row(*map(escape, (reason.finding, number, reason.remedy, gain)))
     return table
 
 

@@ -1,14 +1,17 @@
-"""Made treatments, costs and a clock: prescriptions whose outcome is known, in seconds."""
+"""Made treatments, costs, a clock and trials: prescriptions whose outcome is known, in seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from vitclinic.experiments.prescribe import ledger, plan
+from vitclinic.experiments.prescribe import ledger, plan, stages
+from vitclinic.experiments.prescribe.prescription import Trial
 from vitclinic.training.budget import Cost
 from vitclinic.training.trainer import PlainStep, Trainer
 from vitclinic.treatments import Treatment
@@ -67,8 +70,8 @@ class Unfit(Treatment):
         raise ZeroDivisionError("somebody's mistake")
 
 
-MADE = {"helping": 1000.0, "neutral": 1.0, "harmless": 1.0001, "diverging": 1e12}
-STEP_COSTS = {"helping": 2.0, "neutral": 1.0, "harmless": 1.5, "diverging": 0.5}
+MADE = {"helping": 1000.0, "neutral": 1.0, "harmless": 1.0001, "diverging": 1e12, "dear": 1.0}
+STEP_COSTS = {"helping": 2.0, "neutral": 1.0, "harmless": 1.5, "diverging": 0.5, "dear": 25.0}
 """In plain steps."""
 
 
@@ -103,4 +106,29 @@ def made_world() -> Iterator[Clock]:
         patch.setattr(ledger, "time", clock)
         patch.setattr(plan, "SELECTION_SEEDS", 1)
         patch.setattr(plan, "FINAL_SEEDS", (3, 3))
+        patch.setattr(plan, "LARGEST_UNSEEN", 1.0)  # so few seeds will do
         yield clock
+
+
+@contextmanager
+def pretended_trials(gains: Mapping[str, float]) -> Iterator[list[list[str]]]:
+    """Trials that are not run: an accuracy is 0.3 and the gain of each remedy; a gain may be of `a + b` together.
+
+    Yields the names of the arms of every stage that is run.
+    """
+    seen: list[list[str]] = []
+
+    def run(recipes: Any, pool: Any, callbacks: Any) -> list[Any]:
+        seen.append([])
+        return [SimpleNamespace(status="finished", recipe=recipe) for recipe in recipes]
+
+    def read(self: Any, arm: str, seed: int, outcome: Any, split: str) -> Trial:
+        seen[-1].append(arm)
+        parts = set(arm.split(" + "))
+        accuracy = 0.3 + math.fsum(gain for name, gain in gains.items() if set(name.split(" + ")) <= parts)
+        return Trial(arm, seed, outcome.recipe.steps, "finished", accuracy + 1e-3 * (seed % 3), 1.0, "run")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "run_all", run)
+        patch.setattr(stages.Stages, "_read_trial", read)
+        yield seen

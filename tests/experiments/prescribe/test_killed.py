@@ -7,14 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from .made import RECIPE
-
-PROGRAM = """
 from vitclinic.experiments.prescribe import plan
-plan.SELECTION_SEEDS, plan.FINAL_SEEDS = 1, (3, 3)
+from vitclinic.experiments.prescribe.conduct import prescribe
+from vitclinic.treatments.treatment import TREATMENTS
+
+from .made import RECIPE, louder
+
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.experiments.prescribe.made import louder
+from vitclinic.treatments.treatment import TREATMENTS
+TREATMENTS.register(louder("tenfold", 10.0))
+from vitclinic.experiments.prescribe import plan
+plan.SELECTION_SEEDS, plan.FINAL_SEEDS, plan.LARGEST_UNSEEN = 1, (3, 3), 1.0
 from vitclinic.cli import main
 main()
 """
@@ -23,10 +33,10 @@ main()
 
 @pytest.fixture
 def command(tmp_path):
-    """`vitclinic prescribe`, with a recipe of four steps."""
+    """`vitclinic prescribe`, with a recipe that learns too slowly and two remedies that go together."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(json.dumps({**RECIPE, "steps": 4, "optimizer": {"name": "sgd", "lr": 0.1}}))
-    options = ["--budget", "10m", "--treatments", "gap_head,{context_broadcasting: {scaled: true}}"]
+    recipe.write_text(json.dumps({**RECIPE, "steps": 20}))
+    options = ["--budget", "10m", "--treatments", "tenfold", "--try", "optimizer.lr=0.001"]
 
     def make(out):
         return [sys.executable, "-c", PROGRAM, "prescribe", str(recipe), *options, "--out", str(tmp_path / out)]
@@ -38,10 +48,13 @@ def start(command):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
 
 
-def wait_for(condition, process):
-    while process.poll() is None and not condition():
+def kill_when(process, out, runs, how):
+    """Send a signal as soon as so many trials have begun, and return what the command said."""
+    while process.poll() is None and len(list(out.glob("runs/*/metrics.jsonl"))) < runs:
         time.sleep(0.01)
     assert process.poll() is None
+    os.killpg(process.pid, how)
+    return process.communicate(timeout=120)[1]
 
 
 def answer(folder):
@@ -50,31 +63,42 @@ def answer(folder):
     return found
 
 
-def test_killed_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path):
-    out = tmp_path / "killed"
-    process = start(command("killed"))
-    # In the middle of the second trial: the first has ended, and a checkpoint of the second may be half written.
-    wait_for(lambda: len(list(out.glob("runs/*/metrics.jsonl"))) >= 2, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+def finish(command, tmp_path, out):
+    """Let the interrupted command go on, and compare it with a call that was not, by the same measured costs."""
     assert not (out / "prescription.json").exists()
-
-    process = start(command("killed"))
-    wait_for(lambda: len(list(out.glob("runs/*/metrics.jsonl"))) >= 4, process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert error.strip() == "interrupted; every trial that has ended is stored, and the same command goes on"
-
-    done = subprocess.run(command("killed"), capture_output=True, text=True, check=True)
+    done = subprocess.run(command(out.name), capture_output=True, text=True, check=True)
     assert "Selection (optimistic)" in done.stdout
     assert "fresh seeds" in done.stdout
-
-    # Without any interruption, by the same measured costs.
     (tmp_path / "whole").mkdir()
     shutil.copy(out / "plan.json", tmp_path / "whole" / "plan.json")
-    subprocess.run(command("whole"), capture_output=True, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TREATMENTS._known, "tenfold", louder("tenfold", 10.0))
+        patch.setattr(plan, "SELECTION_SEEDS", 1)
+        patch.setattr(plan, "FINAL_SEEDS", (3, 3))
+        patch.setattr(plan, "LARGEST_UNSEEN", 1.0)
+        asked = {"budget": "10m", "treatments": ["tenfold"], "remedies": ["optimizer.lr=0.001"]}
+        prescribe(tmp_path / "recipe.yaml", **asked, out=tmp_path / "whole")
     assert answer(out) == answer(tmp_path / "whole")
+    assert [rung["name"] for rung in answer(out)["rungs"]] == ["rung 1", "growth 1"]
+
+
+# Trials 1 to 3 are the rung's, 4 is the growth's (the others of it have been trained), 5 to 10 are the final's.
+
+
+def test_killed_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path):
+    out = tmp_path / "killed"
+    # In the middle of a trial: the ones before have ended, and a checkpoint may be half written.
+    kill_when(start(command("killed")), out, 4, signal.SIGKILL)
+    finish(command, tmp_path, out)
+
+
+@pytest.mark.slow
+def test_killed_in_every_trial_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path):
+    for runs in range(1, 10):
+        kill_when(start(command("killed")), tmp_path / "killed", runs, signal.SIGKILL)
+    error = kill_when(start(command("killed")), tmp_path / "killed", 9, signal.SIGINT)
+    assert error.strip() == "interrupted; every trial that has ended is stored, and the same command goes on"
+    finish(command, tmp_path, tmp_path / "killed")
 
 
 def test_without_data_it_asks_for_it():

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 
-from vitclinic.experiments.prescribe.plan import Arm, Trials, list_candidates, pair_up
+from vitclinic.experiments.prescribe.arms import Arm, Trials, list_candidates
+from vitclinic.experiments.prescribe.plan import Stage
 from vitclinic.experiments.prescribe.prescription import Trial, TriedStage, judge_effect, measure_effect
+from vitclinic.experiments.prescribe.remedies import find_remedy, treatment_remedy
 from vitclinic.training import build_recipe
+
+STAGE = Stage("rung 1", 3, 1, 1.0, 0.0, 100)
 
 
 def tried(arms, failed=()):
@@ -16,7 +20,7 @@ def tried(arms, failed=()):
         for seed, value in enumerate(row)
     ]
     seeds = range(len(next(iter(arms.values()))))
-    return TriedStage("rung 1", 1.0, seeds, trials, dict.fromkeys(failed, "broke"))
+    return TriedStage(STAGE, seeds, trials, dict.fromkeys(failed, "broke"))
 
 
 def test_the_best_go_on_and_the_plain_recipe_is_not_among_them():
@@ -27,7 +31,7 @@ def test_the_best_go_on_and_the_plain_recipe_is_not_among_them():
 
 def test_a_tie_is_for_the_likelier_one_and_then_for_the_one_listed_first():
     trials = [Trial(arm, 0, 10, "finished", 0.5, nll, "run") for arm, nll in (("a", 2.0), ("b", 1.0), ("c", 1.0))]
-    assert TriedStage("rung 1", 1.0, [0], trials).best(3) == ["b", "c", "a"]
+    assert TriedStage(STAGE, [0], trials).best(3) == ["b", "c", "a"]
 
 
 def test_an_arm_of_which_a_run_failed_is_out():
@@ -64,27 +68,29 @@ def test_a_sure_loss_is_nothing_that_helps():
     )
 
 
-def test_pairs_are_of_different_treatments_in_both_orders():
-    best = [Arm(("sam",)), Arm(({"sam": {"rho": 0.2}},)), Arm(("gap_head",))]
-    assert [[arm.name for arm in orders] for orders in pair_up(best)] == [
-        ["sam + gap_head", "gap_head + sam"],
-        ["sam(rho=0.2) + gap_head", "gap_head + sam(rho=0.2)"],
-    ]
-
-
 def test_candidates_are_what_the_recipe_has_not():
     recipe = build_recipe({"treatments": ["sam"]})
     names = [arm.name for arm in list_candidates(recipe)]
-    assert names[0] == "conv_stem"
-    assert "sam" not in names
-    assert len(names) == len(set(names)) >= 14
-    assert [arm.name for arm in list_candidates(recipe, first=["talking_heads"])][:2] == ["talking_heads", "conv_stem"]
+    assert names.index("conv_stem") < names.index("lr x 3") < names.index("context_broadcasting")
+    assert not {"sam", "crop and flip", "adamw"} & set(names)  # it has them
+    assert len(names) == len(set(names)) >= 20
+    early = [find_remedy(entry, recipe) for entry in ("talking_heads", "ema=0.9", "lr / 3")]
+    assert [arm.name for arm in list_candidates(recipe, first=early)][:3] == ["talking_heads", "ema=0.9", "lr / 3"]
+
+
+def test_candidates_that_are_named_are_all_there_are():
+    recipe = build_recipe()
+    wide = {"wide": {"model.embed_dim": 256}}
+    arms = list_candidates(recipe, ["sam", {"sam": {"rho": 0.2}}], ["lr x 3", wide, "gap_head", "lr x 3"])
+    assert [arm.name for arm in arms] == ["lr x 3", "wide", "gap_head", "sam", "sam(rho=0.2)"]
+    early = [find_remedy(name, recipe) for name in ("sam", "ema")]
+    assert [arm.name for arm in list_candidates(recipe, ["gap_head", "sam"], first=early)] == ["sam", "gap_head"]
 
 
 def test_a_trial_keeps_the_recipe_but_for_its_length_and_its_measures():
     recipe = build_recipe({"epochs": 10, "batch_size": 10, "schedule": {"warmup": "2 epochs"}, "treatments": ["sam"]})
     trials = Trials(recipe, 100, {"train": 100, "val": 50, "test": 50})
-    trial = trials.make_recipe(Arm(("gap_head",)), 30, 7, test=False)
+    trial = trials.make_recipe(Arm((treatment_remedy("gap_head"),)), 30, 7, test=False)
     assert trial.treatments.written == ["sam", "gap_head"]
     assert (trial.steps, trial.epochs, trial.seed, trial.test) == (30, None, 7, False)
     assert trial.schedule.warmup == "20.00%"  # as 2 epochs of 10
@@ -92,3 +98,15 @@ def test_a_trial_keeps_the_recipe_but_for_its_length_and_its_measures():
     changed = {"treatments", "schedule", "epochs", "steps", "validation", "checkpoint", "test", "seed"}
     assert {key for key, value in trial if value != getattr(recipe, key)} == changed
     assert build_recipe(trial.plain()) == trial
+
+
+def test_a_warm_up_is_the_same_share_of_a_trial_whatever_the_arm_changes():
+    recipe = build_recipe({"epochs": 10, "batch_size": 40, "schedule": {"warmup": "2 epochs"}})
+    trials = Trials(recipe, 25, {"train": 100, "val": 50, "test": 50})
+    for entry, share in (
+        ("batch size / 2", "20.00%"),
+        ("warm-up 10%", "10.00%"),
+        ("schedule.warmup=5 steps", "20.00%"),
+    ):
+        trial = trials.make_recipe(Arm((find_remedy(entry, recipe),)), 30, 0, test=False)
+        assert trial.schedule.warmup == share

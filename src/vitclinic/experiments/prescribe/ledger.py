@@ -18,16 +18,20 @@ from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic._core.io import write_json
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset
-from vitclinic.experiments.prescribe.plan import PLAIN, Arm, Stage
-from vitclinic.training import Recipe
+from vitclinic.experiments.prescribe.arms import PLAIN, Arm, Reason, Trials
+from vitclinic.experiments.prescribe.plan import Stage
+from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.budget import Cost, image_counts, measure_cost, measure_costs, total_steps
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
+"""1 had treatments alone for arms."""
 FILE = "plan.json"
 LEAST_STEPS, ENOUGH_STEPS = 10, 100
 """A trial has an epoch, or `ENOUGH_STEPS` if an epoch is longer, and never less than `LEAST_STEPS`."""
+SAME_TIME = 0.05
+"""Times that differ by less are the same, to the precision of measured costs."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,10 @@ class Ledger:
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         self.path = folder / FILE
-        self.identity = dict(identity)
+        self.identity = json.loads(json.dumps(identity))  # as it will be read again
         self.costs: dict[str, Cost] = {}
         self.left_out: dict[str, str] = {}
+        self.reasons: list[Reason] = []
         self.candidates: list[Arm] | None = None
         self.plan: list[Stage] = []
         self.decided: list[DecidedStage] = []
@@ -73,12 +78,13 @@ class Ledger:
                 "used": self.used,
                 "costs": {name: asdict(cost) for name, cost in self.costs.items()},
                 "left_out": self.left_out,
-                "candidates": None if self.candidates is None else [arm.treatments for arm in self.candidates],
+                "reasons": [asdict(reason) for reason in self.reasons],
+                "candidates": None if self.candidates is None else [arm.record() for arm in self.candidates],
                 "plan": [asdict(stage) for stage in self.plan],
                 "decided": [
                     {
                         "stage": asdict(decided.stage),
-                        "arms": [arm.treatments for arm in decided.arms],
+                        "arms": [arm.record() for arm in decided.arms],
                         "steps": dict(decided.steps),
                         "seeds": list(decided.seeds),
                         "began": decided.began,
@@ -110,21 +116,27 @@ class Ledger:
             other = stored["schema"] != SCHEMA or stored["identity"] != self.identity
             if other and not stored["decided"]:
                 return  # nothing was tried, as with a budget that was too small: nothing is lost
+            if stored["schema"] != SCHEMA:
+                raise RunError(
+                    f"'{self.path.parent}' holds a prescription of another version of vitclinic, which cannot go on:"
+                    " choose another `out`."
+                )
             if other:
                 raise RunError(
-                    f"'{self.path.parent}' holds another prescription (other data, recipe, budget, treatments or seed):"
+                    f"'{self.path.parent}' holds another prescription (other data, recipe, budget, remedies or seed):"
                     " choose another `out`."
                 )
             self.used = stored["used"]
             self.costs = {name: Cost(**cost) for name, cost in stored["costs"].items()}
             if stored["candidates"] is not None:
                 self.left_out = stored["left_out"]  # until there is a plan, what could not be tried is tried again
-                self.candidates = [Arm(tuple(treatments)) for treatments in stored["candidates"]]
+                self.reasons = [Reason(**reason) for reason in stored["reasons"]]
+                self.candidates = [Arm.read(changes) for changes in stored["candidates"]]
             self.plan = [Stage(**stage) for stage in stored["plan"]]
             self.decided = [
                 DecidedStage(
                     Stage(**entry["stage"]),
-                    tuple(Arm(tuple(treatments)) for treatments in entry["arms"]),
+                    tuple(Arm.read(changes) for changes in entry["arms"]),
                     entry["steps"],
                     entry["seeds"],
                     entry["began"],
@@ -147,7 +159,7 @@ class Costs:
 
     @property
     def plain(self) -> Cost:
-        """The cost of the recipe without added treatments."""
+        """The cost of the recipe as it was given."""
         return self.ledger.costs[PLAIN]
 
     def measure(self, arm: Arm) -> Cost | None:
@@ -155,7 +167,7 @@ class Costs:
         ledger = self.ledger
         if arm.name not in ledger.costs and arm.name not in ledger.left_out:
             try:
-                ledger.costs[arm.name] = self._measure(self.recipe.add_treatments(arm.treatments))
+                ledger.costs[arm.name] = self._measure(arm.apply(self.recipe))
             except VitclinicError as error:
                 ledger.left_out[arm.name] = str(error)
             except Exception as error:  # a treatment of somebody's own may raise anything, and the others go on
@@ -172,10 +184,10 @@ class Costs:
         with torch.random.fork_rng():
             if PLAIN not in self.ledger.costs:
                 return measure_cost(recipe, self.dataset, ALONE, self.device)
-            plain, treated = measure_costs([self.recipe, recipe], self.dataset, ALONE, self.device)
+            plain, changed = measure_costs([self.recipe, recipe], self.dataset, ALONE, self.device)
         speed = self.plain.step / plain.step
-        smaller = [step * speed for step in treated.smaller]
-        return Cost(treated.step * speed, treated.image * speed, treated.start, smaller)
+        smaller = [step * speed for step in changed.smaller]
+        return Cost(changed.step * speed, changed.image * speed, changed.start, smaller)
 
     def count_own_steps(self) -> int:
         """Return the recipe's own length; with `max_time`, by the measured cost."""
@@ -188,3 +200,24 @@ class Costs:
         """Return the length of the shortest trial that says something about an arm."""
         epoch = math.ceil(len(self.dataset.train) / self.recipe.batch_size)
         return min(self.count_own_steps(), max(LEAST_STEPS, min(epoch, ENOUGH_STEPS)))
+
+    def keep_time(self, arm: Arm) -> Recipe:
+        """Return the recipe of an arm at a length that takes the time of the plain recipe, by the measured costs.
+
+        A length in time stays as it is. Epochs or steps stay where they take the same time, but for `SAME_TIME`.
+        """
+        changed, images, cost = arm.apply(self.recipe), image_counts(self.dataset), self.ledger.costs[arm.name]
+        if changed.max_time is not None:
+            return changed
+        own = self.count_own_steps()
+        whole = self.plain.seconds(own, self.recipe, images)
+        unchanged = total_steps(changed, self.dataset, ALONE, self.device)
+        if abs(cost.seconds(unchanged, changed, images) / whole - 1) <= SAME_TIME:
+            return changed
+        steps = max(1, cost.steps_within(whole, changed, images))
+        epochs = float(f"{steps * changed.batch_size / images['train']:.3g}")
+        length: dict[str, Any] = {"epochs": epochs} if changed.steps is None else {"steps": steps}
+        share = Trials(self.recipe, own, images).warmup_share(changed)
+        if not str(changed.schedule.warmup).endswith("%") and float(share[:-1]) > 0:
+            length["schedule.warmup"] = share  # epochs or steps are those of the old length
+        return build_recipe(changed, length)
