@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vitclinic.reports.study_result import Comparison
     from vitclinic.training.network import load_model
     from vitclinic.training.overrides import build_recipe
+    from vitclinic.training.plan import RunPlan, plan_run
     from vitclinic.training.recipe import Recipe
     from vitclinic.training.run import Checkpoint, Run
     from vitclinic.training.train import resume, train
@@ -59,6 +60,7 @@ __all__ = [
     "Prescription",
     "Recipe",
     "Run",
+    "RunPlan",
     "Study",
     "StudyResult",
     "Verdict",
@@ -81,6 +83,7 @@ __all__ = [
     "models",
     "open_data",
     "open_study",
+    "plan_run",
     "prescribe",
     "probes",
     "report",

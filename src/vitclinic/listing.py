@@ -92,14 +92,14 @@ def list_datasets(pattern: str | None = None) -> list[str]:
 
 
 def list_recipes(pattern: str | None = None) -> list[str]:
-    """Return the names of the shipped recipes.
+    """Return the names of the shipped recipes; those that begin with a paper's key are at that paper's scale.
 
     Args:
-        pattern: Only names like this.
+        pattern: Only names like this: `"chen2022*"`.
 
     Example:
-        >>> list_recipes()
-        ['cifar10', 'digits', 'shapes']
+        >>> list_recipes("wang2022*")
+        ['wang2022-deit-s', 'wang2022-deit-s-convstem']
     """
     from vitclinic.training.overrides import read_shipped_recipes
 
