@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitclinic.data import Batch, evaluation_batches
 from vitclinic.exam import Examination
-from vitclinic.probes.cost import peak_bytes
+from vitclinic.models.cost import peak_bytes
 from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs

@@ -32,7 +32,7 @@ def test_the_surface_grows_on_purpose():
         for name, command in click_app().commands.items()
     }
     assert surface == {
-        "train": ["--quiet", "--resume", "--verbose", "-q", "-v", "words"],
+        "train": ["--dry-run", "--json", "--quiet", "--resume", "--verbose", "-q", "-v", "words"],
         "demo": ["--out", "--quiet", "-q"],
         "anatomy": ["--data", "--json", "target"],
         "examine": sorted(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vitclinic.reports.study_result import Comparison
     from vitclinic.training.network import load_model
     from vitclinic.training.overrides import build_recipe
+    from vitclinic.training.plan import RunPlan, plan_run
     from vitclinic.training.recipe import Recipe
     from vitclinic.training.run import Checkpoint, Run
     from vitclinic.training.train import resume, train
@@ -54,6 +55,7 @@ __all__ = [
     "Prescription",
     "Recipe",
     "Run",
+    "RunPlan",
     "Study",
     "StudyResult",
     "Verdict",
@@ -77,6 +79,7 @@ __all__ = [
     "models",
     "open_data",
     "open_study",
+    "plan_run",
     "prescribe",
     "probes",
     "report",
@@ -187,14 +190,14 @@ def list_datasets(pattern: str | None = None) -> list[str]:
 
 
 def list_recipes(pattern: str | None = None) -> list[str]:
-    """Return the names of the shipped recipes.
+    """Return the names of the shipped recipes; those that begin with a paper's key are at that paper's scale.
 
     Args:
-        pattern: Only names like this.
+        pattern: Only names like this: `"chen2022*"`.
 
     Example:
-        >>> list_recipes()
-        ['cifar10', 'digits', 'shapes']
+        >>> list_recipes("wang2022*")
+        ['wang2022-deit-s', 'wang2022-deit-s-convstem']
     """
     from vitclinic.training.overrides import read_shipped_recipes
 

@@ -6,8 +6,9 @@ import torchvision
 from torch import nn
 
 from tests.probes.subjects import CLASSES, SIZE, Unknown, subject, vit
+from vitclinic.models.cost import peak_bytes
 from vitclinic.probes import measure, parse_probes
-from vitclinic.probes.cost import flops, peak_bytes
+from vitclinic.probes.cost import flops
 
 
 def vit_flops(image, patch, width, depth, classes, ratio=4):

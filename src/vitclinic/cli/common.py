@@ -86,13 +86,18 @@ def recipe_and_changes(words: list[str]) -> tuple[str | None, list[str]]:
     return (recipes[0] if recipes else None), [word for word in words if "=" in word]
 
 
-def check_recipe(recipe: str | None, changes: list[str], data: str | None = None) -> None:
-    """Raise for a recipe that is wrong, and for data or a network that is not there, before torch is loaded."""
+def check_recipe(recipe: str | None, changes: list[str], data: str | None = None, planned: bool = False) -> None:
+    """Raise for a recipe that is wrong, and for data or a network that is not there, before torch is loaded.
+
+    For what is only `planned`, data sets of the papers need not be there.
+    """
     from vitclinic._core.sources import check_model_name
+    from vitclinic.data.named import find_missing_data
     from vitclinic.training import build_recipe
 
     built = build_recipe(recipe, changes)
-    check_data(built.data.source if data is None else data)
+    if not planned or find_missing_data(built.data.source) is None:
+        check_data(built.data.source if data is None else data)
     check_model_name(built.model.name)
 
 

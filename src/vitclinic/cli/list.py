@@ -18,19 +18,33 @@ Rows = list[dict[str, Any]]
 
 
 def describe_recipes() -> Rows:
-    """Return the shipped recipes with what their headers say: a description, then `key: value` lines."""
+    """Return the shipped recipes with what their headers say, first those for two cores, then the papers' own."""
     from vitclinic.training.overrides import read_shipped_recipes
 
-    return [{"name": name, **recipe_header(text)} for name, text in read_shipped_recipes().items()]
+    rows = [{"name": name, **recipe_header(text)} for name, text in read_shipped_recipes().items()]
+    return sorted(rows, key=lambda row: row["scale"] != TWO_CORES)
+
+
+TWO_CORES = "two cores"
 
 
 def recipe_header(text: str) -> dict[str, str]:
-    """Return the comment at the top of a recipe as `about`, `command`, `time` and `expect`."""
+    """Return the comment at the top of a recipe: a description, then `key: value` lines.
+
+    A recipe with a line `paper` is one at the scale of that paper.
+    """
     lines = re.match(r"(?:#.*\n)*", text)
     comment = [line.lstrip("# ").rstrip() for line in lines[0].splitlines()] if lines else []
-    facts = dict(re.findall(r"^(command|time|expect): (.+)$", "\n".join(comment), re.MULTILINE))
+    facts = dict(re.findall(r"^(command|paper|time|expect): (.+)$", "\n".join(comment), re.MULTILINE))
     about = " ".join(line for line in comment if line.partition(":")[0] not in facts)
-    return {"about": about, "command": facts["command"], "time": facts["time"], "expect": facts["expect"]}
+    scale = f"paper: {facts['paper']}" if "paper" in facts else TWO_CORES
+    return {
+        "scale": scale,
+        "about": about,
+        "command": facts["command"],
+        "time": facts["time"],
+        "expect": facts["expect"],
+    }
 
 
 def describe_models() -> Rows:

@@ -99,7 +99,8 @@ def study(
 
 def _refuse_typos(name: str, data: str | None) -> None:
     """Raise for a study or data that is not there, before torch is loaded."""
-    from vitclinic.experiments.study.catalogue import find_missing_data, read_study
+    from vitclinic.data.named import find_missing_data
+    from vitclinic.experiments.study.catalogue import read_study
 
     read_study(name)
     if data is None or find_missing_data(data) is None:

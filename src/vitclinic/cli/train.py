@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +20,9 @@ from vitclinic.cli.common import (
     recipe_and_changes,
 )
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 @app.command()
 def train(
@@ -27,6 +31,10 @@ def train(
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]", help="A recipe's name or file, then changes to it."),
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue an interrupted run.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show network, settings, steps, FLOPs and memory, without training.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -38,6 +46,7 @@ def train(
     vitclinic train shapes epochs=5             a shipped recipe, with a change
     vitclinic train my.yaml optimizer.lr=3e-4   your own recipe file
     vitclinic train data=photos/ max_time=30m   as many steps as fit
+    vitclinic train chen2022-vit-b16-sam --dry-run   what it would take
     vitclinic train --resume runs/photos-...    after Ctrl-C or a crash
     torchrun --nproc-per-node 4 -m vitclinic train data=photos/
 
@@ -55,12 +64,19 @@ def train(
     from vitclinic.training.overrides import WHY_DEFAULT, default_base
     from vitclinic.training.train import NOTHING_TO_TRAIN
 
-    console = console_for(verbose, quiet)
     recipe, changes = recipe_and_changes(words or [])
     if resume is not None and recipe is not None:
         raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
     if resume is None and not words:
         raise RecipeError(NOTHING_TO_TRAIN)
+    if dry_run and resume is not None:
+        raise RecipeError("--dry-run is for a run that has not started; remove --resume.")
+    if as_json and not dry_run:
+        raise RecipeError("--json prints a dry run; add --dry-run.")
+    if dry_run:
+        _plan(recipe, changes, console_for(verbose, quiet or as_json), as_json)
+        return
+    console = console_for(verbose, quiet)
     if resume is not None:  # mistakes are told before torch is loaded
         Run.open(resume)
     else:
@@ -75,3 +91,15 @@ def train(
         else:
             run = train_run(recipe, changes, callbacks=[display])
     finish(run, console)
+
+
+def _plan(recipe: str | None, changes: list[str], console: Console, as_json: bool) -> None:
+    """Print what a run would do and take."""
+    check_recipe(recipe, changes, planned=True)
+    with import_quickly():
+        from vitclinic.training.display import show_plan
+        from vitclinic.training.plan import plan_run
+    plan = plan_run(recipe, changes)
+    if as_json:
+        typer.echo(json.dumps(plan.plain(), indent=2))
+    show_plan(plan, console)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cache
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size
 from vitclinic.data.folder import open_folder
-from vitclinic.data.named import open_digits, open_hub, open_shapes, open_torchvision
+from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
 from vitclinic.data.source import SPLITS, Source, assign, subset
 
 SMALL_SET_BYTES = 2 * 2**30
@@ -178,12 +178,76 @@ def open_data(
     depth = channels or found.channels
     framed = storage_size(wanted, found.shorter_side)
     stores = _stores(source, config, wanted, framed, depth, progress)
-    return _dataset(source, config, stores, wanted, depth)
+    return _dataset(source, config, stores, wanted, depth, Dataset)
+
+
+class DescribedDataset(Dataset):
+    """A data set of which all is known but the pixels."""
+
+    @cached_property
+    def statistics(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation to build a network with, of no particular images."""
+        self.check_trainable()
+        return [0.5] * self.channels, [0.25] * self.channels
+
+
+@dataclass
+class _Undecoded:
+    """Store of images that nobody reads."""
+
+    name: str
+    kept: NDArray[np.int64]
+    digest: str = ""
+    skipped: list[str] = field(default_factory=list)
+
+    def read(self, indices: NDArray[np.int64]) -> Images:
+        raise DataError(f"The images of '{self.name}' were described, not decoded; open the data to read them.")
+
+
+def describe_data(
+    config: DataConfig,
+    *,
+    size: int | Size | None = None,
+    channels: int | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> DescribedDataset:
+    """Return what `open_data` would open, without decoding an image.
+
+    A published data set that is not here is known by its name (`NAMED_DATA`).
+
+    Args:
+        config: The section `data` of a recipe.
+        size: Image size, or (height, width); by default that of the images.
+        channels: 1 (grey) or 3 (RGB); by default those of the images.
+        progress: Called with (what is being done, how many are done, how many there are).
+
+    Raises:
+        DataError: As `open_data`, but for what decoding the images would show.
+
+    Example:
+        >>> imagenet = describe_data(DataConfig(source="imagenet", held_out=0))
+        >>> len(imagenet.train), imagenet.spec
+        (1281167, ImageSpec(num_classes=1000, in_chans=3, img_size=(224, 224)))
+    """
+    named = find_missing_data(config.source)
+    source = open_source(config) if named is None else named.as_source()
+    found = survey(source, progress)
+    wanted = (size, size) if isinstance(size, int) else size or found.size
+    stores: dict[str, Store] = {
+        split: _Undecoded(source.name, np.arange(len(records), dtype=np.int64))
+        for split, records in source.splits.items()
+    }
+    return _dataset(source, config, stores, wanted, channels or found.channels, DescribedDataset)
 
 
 def check_source(config: DataConfig) -> None:
     """Raise a DataError if the path of a source does not exist, without reading anything."""
     spec = config.source
+    if find_missing_data(spec) is not None:
+        raise DataError(
+            f"{NAMED_DATA[spec].title} does not come with vitclinic, and there is no folder '{spec}' here: give your"
+            " copy of it as `data` (a folder of class folders, parquet, or torchvision:NAME@FOLDER)."
+        )
     if spec == "digits" or spec.partition(":")[0] == "shapes" or spec.startswith(("torchvision:", "hf:")):
         return
     path = Path(spec).expanduser()
@@ -239,17 +303,27 @@ def _stores(
     return stores
 
 
-def _dataset(source: Source, config: DataConfig, stores: dict[str, Store], size: Size, channels: int) -> Dataset:
+Kind = TypeVar("Kind", bound=Dataset)
+
+
+def _dataset(
+    source: Source,
+    config: DataConfig,
+    stores: dict[str, Store],
+    size: Size,
+    channels: int,
+    kind: type[Kind],
+) -> Kind:
     labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
     if "train" in labels and not len(labels["train"]):
         raise DataError(f"'{source.name}' has no readable training image.")
     splits: dict[str, Split] = {}
-    for split, (origin, rows) in assign(labels, config.split_seed).items():
+    for split, (origin, rows) in assign(labels, config.split_seed, config.held_out).items():
         splits[split] = Split(stores[origin], rows, labels[origin][rows])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     skipped = [sentence for store in stores.values() for sentence in store.skipped]
-    return Dataset(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
+    return kind(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:

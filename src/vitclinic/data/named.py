@@ -2,7 +2,8 @@
 
 `data=digits` and `data=shapes` come with vitclinic. `data=hf:NAME` is a data set of the Hugging Face hub, or a local
 folder that `datasets` can load; `data=torchvision:NAME@FOLDER` is one of torchvision's, which must already be in that
-folder.
+folder. `data=imagenet`, as the papers' recipes and studies have it, means the published set, wherever the user's copy
+lies: without a copy, a dry run still knows how many images there are, and of what kind.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import inspect
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,47 @@ def _shapes_options(spec: str) -> dict[str, float]:
     if options["n"] < 1 or not 0 <= options["texture"] <= 1:
         raise DataError(f"'{spec}': n must be at least 1 and texture between 0 and 1.")
     return options
+
+
+@dataclass(frozen=True)
+class NamedData:
+    """A published data set of colour images."""
+
+    title: str
+    splits: Mapping[str, int]
+    """How many images each of its own splits has."""
+    classes: int
+    size: int
+    """Pixels a side, as networks are trained on it."""
+
+    def as_source(self) -> Source:
+        """Return its classes and labels as a source without images; the labels are in turn."""
+        splits: dict[str, Records] = {
+            split: AbsentRecords(f"{self.title} {split}", np.arange(count) % self.classes)
+            for split, count in self.splits.items()
+        }
+        classes = tuple(str(number) for number in range(self.classes))
+        return Source(self.title, classes, splits, fingerprint("named", self.title), ((self.size, self.size), 3))
+
+
+NAMED_DATA = {
+    "cifar10": NamedData("CIFAR-10", {"train": 50_000, "test": 10_000}, 10, 32),
+    "cifar100": NamedData("CIFAR-100", {"train": 50_000, "test": 10_000}, 100, 32),
+    "imagenet": NamedData("ImageNet", {"train": 1_281_167, "val": 50_000}, 1000, 224),
+    "imagenet21k": NamedData("ImageNet-21k", {"train": 14_197_122}, 21_843, 224),
+}
+
+
+def find_missing_data(source: str) -> NamedData | None:
+    """Return the published set that a source names, unless there is a file or folder of that name."""
+    return None if Path(source).exists() else NAMED_DATA.get(source)
+
+
+class AbsentRecords(NumberedRecords):
+    """Images that are not here, of which only the labels are known."""
+
+    def read(self, index: int) -> Image.Image:
+        raise DataError(f"{self.name(index)} is not here: only the facts of this data set are known.")
 
 
 _SPLIT_NAMES = {"train": "train", "validation": "val", "val": "val", "valid": "val", "test": "test"}

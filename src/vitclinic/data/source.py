@@ -107,7 +107,7 @@ def describe_unreadable(records: Records, index: int, error: Exception) -> str:
 Indices = NDArray[np.int64]
 
 HELD_OUT = 0.1
-"""The share of the training images that a missing val or test split takes."""
+"""The share of the training images that a missing val or test split takes, unless `data.held_out` says otherwise."""
 
 
 def stratify(labels: NDArray[np.int64], seed: int) -> Indices:
@@ -127,11 +127,13 @@ def stratify(labels: NDArray[np.int64], seed: int) -> Indices:
     return np.lexsort((random.permutation(len(labels)), ranks)).astype(np.int64)
 
 
-def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tuple[str, Indices]]:
+def assign(
+    labels: Mapping[str, NDArray[np.int64]], seed: int, share: float = HELD_OUT
+) -> dict[str, tuple[str, Indices]]:
     """Return, for each of train, val and test, the source split it is drawn from and the indices in it.
 
     Splits that the source has are kept as they are; val and test that it lacks are held out of its training
-    images, `HELD_OUT` of them each. A source without training images (a test set) lacks the others, too.
+    images, a `share` of them each. A source without training images (a test set) lacks the others, too.
     """
     if "train" not in labels:
         first, nothing = next(iter(labels)), np.empty(0, dtype=np.int64)
@@ -139,8 +141,9 @@ def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tupl
             split: (split, np.arange(len(labels[split]), dtype=np.int64)) if split in labels else (first, nothing)
             for split in ("val", "test", "train")
         }
-    order = stratify(labels["train"], seed)
-    held = round(HELD_OUT * len(order))
+    held = round(share * len(labels["train"]))
+    kept = held == 0 or {"val", "test"} <= labels.keys()
+    order = np.arange(len(labels["train"]), dtype=np.int64) if kept else stratify(labels["train"], seed)
     result: dict[str, tuple[str, Indices]] = {}
     for split in ("val", "test"):
         if split in labels:
@@ -152,9 +155,9 @@ def assign(labels: Mapping[str, NDArray[np.int64]], seed: int) -> dict[str, tupl
     return result
 
 
-def training_count(images: int, splits: Collection[str]) -> int:
+def training_count(images: int, splits: Collection[str], share: float = HELD_OUT) -> int:
     """Return how many of `images` training images `assign` leaves for training, if the source has these splits."""
-    return images - round(HELD_OUT * images) * len({"val", "test"}.difference(splits))
+    return images - round(share * images) * len({"val", "test"}.difference(splits))
 
 
 def subset(labels: NDArray[np.int64], count: int, seed: int) -> Indices:

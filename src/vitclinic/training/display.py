@@ -14,7 +14,8 @@ from rich.text import Text
 
 from vitclinic._core import callback
 from vitclinic._core.callback import Callback
-from vitclinic.tasks import Metric, headlines
+from vitclinic.tasks import Classification, Metric, headlines
+from vitclinic.training.plan import HOW, PlannedGroup, RunPlan
 from vitclinic.training.run import Run
 from vitclinic.training.trainer import Trainer
 
@@ -127,3 +128,134 @@ def _results_table(run: Run) -> Table:
             cells += [metric.show(score[metric.name]), *([metric.show_interval(score)] if metric.interval else [])]
         table.add_row(*cells, str(score["count"]))
     return table
+
+
+_PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def format_amount(value: float, unit: str = "") -> str:
+    """Write a number with three digits and the prefix of its size.
+
+    Example:
+        >>> format_amount(86_567_656), format_amount(1.27e20), format_amount(12, "B")
+        ('86.6 M', '127 E', '12 B')
+    """
+    size, prefix = next((pair for pair in _PREFIXES if abs(value) >= pair[0]), (1.0, ""))
+    digits = f"{value / size:#.3g}".rstrip(".") if prefix else f"{value:g}"
+    return f"{digits} {prefix}{unit}".rstrip()
+
+
+def show_plan(plan: RunPlan, console: Console) -> None:
+    """Print the plan of a run, one line for each part."""
+    for name, text in describe_plan(plan).items():
+        console.print(f"[bold]{name:<13}[/]{escape(text)}", soft_wrap=True)
+    for note in plan.notes:
+        console.print(f"[yellow]{'note':<13}[/]{escape(note)}", soft_wrap=True)
+
+
+def describe_plan(plan: RunPlan) -> dict[str, str]:
+    """Return the lines of a plan: name and text."""
+    recipe = plan.recipe
+    counts = ", ".join(f"{plan.images[split]:,} {split}" for split in ("train", "val", "test") if plan.images[split])
+    absent = "" if plan.data_is_here else " (not here; its published facts)"
+    treated = [f"{name} ({_describe_options(options)})" for name, options in plan.treatments.items()]
+    task = recipe.resolved_task
+    loss = f", {task.loss.name} loss" if isinstance(task, Classification) else ""
+    averaged = f", weights averaged with decay {recipe.ema:g}" if recipe.ema else ""
+    return {
+        "data": f"{plan.data}{absent}: {counts} images; {plan.classes:,} classes,"
+        f" {plan.channels} x {plan.size[0]} x {plan.size[1]}",
+        "network": _describe_network(plan),
+        "treatments": "; ".join(treated) or "none",
+        "task": f"{task.name}{loss}",
+        "augmentation": _describe_augmentation(plan.augmentation),
+        "optimizer": _describe_optimizer(plan),
+        "schedule": _describe_schedule(plan),
+        "length": _describe_length(plan),
+        "precision": f"{recipe.precision}{averaged}",
+        "FLOPs": _describe_flops(plan),
+        "memory": _describe_memory(plan),
+    }
+
+
+def _describe_network(plan: RunPlan) -> str:
+    config = plan.recipe.model
+    keywords = "".join(f", {name} {value}" for name, value in config.keywords.items())
+    trained = "all trained" if plan.trainable == plan.parameters else f"{plan.trainable:,} of them trained"
+    added = f"; losses add {plan.objective_parameters:,}" if plan.objective_parameters else ""
+    start = ", from published weights" if config.pretrained else ""
+    return f"{config.name} ({plan.network}{keywords}{start}): {plan.parameters:,} parameters, {trained}{added}"
+
+
+def _describe_options(options: Mapping[str, Any]) -> str:
+    """Write options in a line, without those that are not set."""
+    return ", ".join(f"{name} {value}" for name, value in options.items() if value is not None) or "no options"
+
+
+_OFF = {"mix_probability": 1.0, "repeats": 1}
+"""Values of an augmentation's parts that change nothing, besides none, off and 0."""
+
+
+def _describe_augmentation(parts: Mapping[str, Any]) -> str:
+    """Write the level of an augmentation, and those of its parts that are on."""
+    on = {name: value for name, value in parts.items() if value not in (None, "off", 0, _OFF.get(name))}
+    level = on.pop("level")
+    return f"{level}: {_describe_options(on)}" if on else str(level)
+
+
+def _describe_optimizer(plan: RunPlan) -> str:
+    config, clip = plan.recipe.optimizer, plan.recipe.clip
+    momentum = f"momentum {config.momentum:g}" if config.name == "sgd" else f"betas {config.betas}"
+    clipped = "nothing clipped" if clip is None else f"clipped at {clip:g}"
+    groups = "; ".join(_describe_group(group) for group in plan.optimizer)
+    return f"{config.name}, lr {config.lr:g}, {momentum}, {clipped}; {groups}"
+
+
+def _describe_group(group: PlannedGroup) -> str:
+    decay = f"weight decay {group.weight_decay:g}" if group.weight_decay else "no weight decay"
+    return f"{decay} on {group.parameters:,} parameters in {group.tensors} tensors"
+
+
+def _describe_schedule(plan: RunPlan) -> str:
+    schedule = plan.recipe.schedule
+    warmup = str(schedule.warmup) if plan.warmup_steps is None else f"{plan.warmup_steps:,.0f} steps"
+    fall = "" if schedule.name == "constant" else f" to {schedule.final * plan.recipe.optimizer.lr:g}"
+    return f"{warmup} of warm-up, then {schedule.name}{fall}"
+
+
+def _describe_length(plan: RunPlan) -> str:
+    recipe = plan.recipe
+    accumulated = f", {recipe.accumulate} x {plan.micro_batch:,} at a time" if recipe.accumulate > 1 else ""
+    batch = f"{recipe.batch_size:,} images{accumulated}"
+    if plan.steps is None or plan.images_seen is None:
+        return f"{recipe.max_time}, in steps of {batch}; how many fit is measured when the run starts"
+    epochs = plan.steps / plan.steps_per_epoch
+    return f"{plan.steps:,} steps of {batch}: {epochs:.4g} epochs, {plan.images_seen:,} images seen"
+
+
+def _describe_flops(plan: RunPlan) -> str:
+    if plan.forward_flops is None or plan.step_flops is None:
+        return "not known"
+    total = "" if plan.total_flops is None else f"; {format_amount(plan.total_flops)} in all"
+    passes = f" x {plan.passes:.3g} passes" if plan.passes != 1 else ""
+    return (
+        f"{format_amount(plan.forward_flops)} for the forward pass of an image; {format_amount(plan.step_flops)} a"
+        f" step (3 x forward{passes} x {plan.recipe.batch_size:,} images){total}"
+    )
+
+
+def _describe_memory(plan: RunPlan) -> str:
+    memory = plan.memory
+    parts = {
+        "weights": memory.weights,
+        "averaged weights": memory.averaged,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "step rule": memory.step_rule,
+        "images": memory.images,
+        f"activations of {memory.pass_images:,} images": memory.activations,
+    }
+    listed = " + ".join(f"{name} {format_amount(value, 'B')}" for name, value in parts.items() if value)
+    fewer = "" if memory.pass_images < plan.micro_batch else "; accumulate=N, or N processes, divide them by N"
+    traced = "" if memory.activations is None else f" (activations: {HOW}{fewer})"
+    return f"{format_amount(memory.total, 'B')} in one process: {listed}{traced}"

@@ -68,7 +68,7 @@ class Passes:
         # Seed dropout and stochastic depth from the samples, so that a second pass repeats the masks.
         torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
         with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
-            with self._autocast():
+            with self.autocast():
                 losses: Losses = self._outer()(batch)
             total = sum(losses.values(), torch.zeros((), device=self.device)) * (weight / self.accumulate)
             self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
@@ -87,7 +87,8 @@ class Passes:
         if self.ddp is not None:
             average_over_processes(tensors, self.ddp.process_group)
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass at the recipe's precision."""
         dtype = _AUTOCAST.get(self.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 

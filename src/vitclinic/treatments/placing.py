@@ -7,15 +7,16 @@ state dict stay the same, weights load before or after the surgery, and the part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+import torch
 from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, Block, Site, Unit, into, out_of, taps
+from vitclinic.anatomy import Anatomy, Block, Site, Unit, into, out_of, stream
 from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.parts import (
@@ -51,6 +52,7 @@ LAYERS = "which blocks: upper (the upper half), all, or a list of block numbers 
 PART = "an MLP over channels that sees all tokens"
 
 Maker = Callable[[int], nn.Module]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class _Place(NamedTuple):
@@ -89,7 +91,7 @@ def place(
     if not anatomy.of_kind("msa", "mlp"):
         raise missing(treatment, network)
     places = _places(anatomy, position, layers, treatment, spec)
-    found = [_measure(anatomy, one, treatment, spec) for one in places]
+    found = _measure(anatomy, places, treatment, spec)
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
     placed: dict[nn.Module, list[Any]] = {}
     for one, (width, axes) in zip(places, found, strict=True):
@@ -139,7 +141,8 @@ def _places(
             chosen = select_blocks(having, layers, treatment.name)  # the last blocks see a class token alone (CaiT)
     found = [(each, unit) for block in chosen for each in positions if (unit := _unit(block, each)) is not None]
     ran = layers_in(anatomy, [unit for _, unit in found], spec)
-    return [_place_in(anatomy, unit, each, ran[unit.name], treatment, spec) for each, unit in found]
+    ending = _end_at_width(anatomy, [unit for each, unit in found if each.endswith("_end")], spec)
+    return [_place_in(anatomy, unit, each, ran[unit.name], treatment, unit.name in ending) for each, unit in found]
 
 
 def _blocks_without_modules(anatomy: Anatomy) -> list[Block]:
@@ -158,9 +161,12 @@ def _lacking(block: Block, position: Position) -> str:
 
 
 def _place_in(
-    anatomy: Anatomy, unit: Unit, position: Position, ran: list[nn.Module], treatment: Treatment, spec: ImageSpec
+    anatomy: Anatomy, unit: Unit, position: Position, ran: list[nn.Module], treatment: Treatment, at_width: bool
 ) -> _Place:
-    """Return the place of `position` in a unit whose layers are `ran`, in this order."""
+    """Return the place of `position` in a unit whose layers are `ran`, in this order.
+
+    `at_width` says that the unit is a module that returns to the network's width.
+    """
     name, layout = treatment.name, unit.output.layout
     if position == "msa_end" and unit.attention is not None and unit.attention.windows is not None:
         raise _one_window(unit, position, name)
@@ -174,7 +180,7 @@ def _place_in(
         if whole is None and not linear:
             raise TreatmentError(f"{name} does not fit at mlp_front: {unit.name} has no linear layer; use mlp_end.")
         return _Place(unit, into(linear[0] if whole is None else _unwrap_sequential(whole, 0), layout))
-    if whole is not None and _ends_at_width(anatomy, unit, whole, spec):
+    if whole is not None and at_width:
         return _Place(unit, out_of(_unwrap_sequential(whole, -1), layout))
     assert unit.branch is not None  # checked when it was chosen
     return _Place(unit, unit.branch, branch=True)
@@ -187,11 +193,25 @@ def _one_window(unit: Unit, position: Position, name: str) -> TreatmentError:
     )
 
 
-def _ends_at_width(anatomy: Anatomy, unit: Unit, module: nn.Module, spec: ImageSpec) -> bool:
-    """Return True if the unit's module returns to the network's width; in transformers 4 an MLP is two modules."""
-    with taps({"module": out_of(module, unit.output.layout), "state": unit.output}) as seen:
-        run_once(anatomy.network, spec)
-    return seen["module"].shape[-1] == seen["state"].shape[-1] or seen["module"].shape == seen["state"].shape
+def _end_at_width(anatomy: Anatomy, units: Sequence[Unit], spec: ImageSpec) -> set[str]:
+    """Return the names of the units whose own module returns to the network's width.
+
+    In transformers 4 an MLP is two modules, the first of which does not.
+    """
+    owned = [(unit, module) for unit in units if (module := own_module(anatomy, unit)) is not None]
+    sites = {(unit.name, "module"): out_of(module, unit.output.layout) for unit, module in owned}
+    shapes = _shapes(anatomy, sites | {(unit.name, "state"): unit.output for unit, _ in owned}, spec)
+    pairs = {unit.name: (shapes[unit.name, "module"], shapes[unit.name, "state"]) for unit, _ in owned}
+    return {name for name, (module, state) in pairs.items() if module[-1] == state[-1] or module == state}
+
+
+def _shapes(anatomy: Anatomy, sites: Mapping[Key, Site], spec: ImageSpec, batch: int = 1) -> dict[Key, torch.Size]:
+    """Return the shapes at these sites, from one pass of `batch` images."""
+    shapes: dict[Key, torch.Size] = {}
+    if sites:
+        with stream(sites, lambda key, x: shapes.update({key: x.shape})):
+            run_once(anatomy.network, spec, batch)
+    return shapes
 
 
 def _unwrap_sequential(module: nn.Module, which: int) -> nn.Module:
@@ -206,20 +226,23 @@ def _host(module: nn.Module) -> nn.Module:
     return _unwrap_sequential(module, -1)
 
 
-def _measure(anatomy: Anatomy, one: _Place, treatment: Treatment, spec: ImageSpec) -> tuple[int, _Axes]:
-    """Return the number of channels at a place, and the axes there, from passes of one image and of two."""
-    shapes = []
-    for batch in (1, 2):
-        with taps({"part": one.site}) as seen:
-            run_once(anatomy.network, spec, batch)
-        shapes.append(seen["part"].shape)
-    changing = [axis for axis, (alone, both) in enumerate(zip(*shapes, strict=True)) if alone != both]
-    if len(changing) != 1 or shapes[0][changing[0]] != 1:
+def _measure(
+    anatomy: Anatomy, places: Sequence[_Place], treatment: Treatment, spec: ImageSpec
+) -> list[tuple[int, _Axes]]:
+    """Return the number of channels at each place, and the axes there, from a pass of one image and one of two."""
+    sites = {number: one.site for number, one in enumerate(places)}
+    alone, both = (_shapes(anatomy, sites, spec, batch) for batch in (1, 2))
+    return [_find_axes(one, alone[number], both[number], treatment) for number, one in enumerate(places)]
+
+
+def _find_axes(one: _Place, alone: torch.Size, both: torch.Size, treatment: Treatment) -> tuple[int, _Axes]:
+    """Return channels and axes of a place, from the shapes there for one image and for two."""
+    changing = [axis for axis, (of_one, of_two) in enumerate(zip(alone, both, strict=True)) if of_one != of_two]
+    if len(changing) != 1 or alone[changing[0]] != 1:
         raise _one_window(one.unit, "msa_end" if one.unit.kind == "msa" else "mlp_end", treatment.name)
-    layout = one.site.layout
-    channels_first = isinstance(one.site.module, nn.Conv2d) or (len(shapes[0]) == 4 and not layout.channels_last)
-    axes = _Axes(changing[0], 1 if channels_first else len(shapes[0]) - 1)
-    return int(shapes[0][axes.channel]), axes
+    channels_first = isinstance(one.site.module, nn.Conv2d) or (len(alone) == 4 and not one.site.layout.channels_last)
+    axes = _Axes(changing[0], 1 if channels_first else len(alone) - 1)
+    return int(alone[axes.channel]), axes
 
 
 def _hook(one: _Place, host: nn.Module, name: str, axes: _Axes) -> None:

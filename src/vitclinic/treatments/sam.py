@@ -102,6 +102,15 @@ class SharpnessAware(Treatment):
     def passes(self) -> float:
         return 1 + (1 - self.start) / self.every if self.rho else 1.0
 
+    def pass_images(self, images: int) -> int:
+        return min(images, self.m) if self.rho and self.m and self.every == 1 else images
+
+    def copies(self) -> float:
+        """Return 1, for w while the weights are at w + eps; LookSAM also keeps the first gradient and its component."""
+        if not self.rho:
+            return 0.0
+        return 1.0 if self.every == 1 else 3.0
+
 
 class SharpnessAwareStep:
     """The step rule of SAM, for the training loop.

@@ -160,6 +160,14 @@ class Treatment(Config):
         """Return the mean cost of a step in forward-backward passes of the network; a plain step costs one."""
         return 1.0
 
+    def pass_images(self, images: int) -> int:
+        """Return how many images of a process's micro-batch of `images` go through the network at a time."""
+        return images
+
+    def copies(self) -> float:
+        """Return the memory that a step needs beyond a plain one, in copies of the trained weights."""
+        return 0.0
+
 
 TREATMENTS: Registry[Treatment] = Registry("treatment", "vitclinic.treatments", (Treatment,))
 register = TREATMENTS.register

@@ -1,14 +1,9 @@
-"""The catalogue: the studies that come with the package, and the data sets of the papers that they name.
-
-`data: {source: cifar10}` in a study means the published set, wherever the user's copy lies (`--data`). Without a copy,
-a dry run still knows how many images there are, and of what kind.
-"""
+"""The catalogue: the studies that come with the package, on data sets of the papers that they name."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -18,37 +13,11 @@ from vitclinic._core.errors import DataError, RecipeError, did_you_mean
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.data.cache import survey
 from vitclinic.data.dataset import open_source
+from vitclinic.data.named import find_missing_data
 from vitclinic.data.source import training_count
 from vitclinic.experiments.study.schema import Study, parse_study
 from vitclinic.training import Recipe
 from vitclinic.training.overrides import overlay, parse_yaml
-
-
-@dataclass(frozen=True)
-class NamedData:
-    """A published data set of colour images."""
-
-    title: str
-    images: int
-    """In its training split."""
-    classes: int
-    size: int
-    """Pixels a side, as networks are trained on it."""
-    held_out: tuple[str, ...]
-    """Its other splits."""
-
-
-NAMED_DATA = {
-    "cifar10": NamedData("CIFAR-10", 50_000, 10, 32, ("test",)),
-    "cifar100": NamedData("CIFAR-100", 50_000, 100, 32, ("test",)),
-    "imagenet": NamedData("ImageNet", 1_281_167, 1000, 224, ("val",)),
-    "imagenet21k": NamedData("ImageNet-21k", 14_197_122, 21_843, 224, ()),
-}
-
-
-def find_missing_data(source: str) -> NamedData | None:
-    """Return the published set that a source names, unless there is a file or folder of that name."""
-    return None if Path(source).exists() else NAMED_DATA.get(source)
 
 
 def require_data(claim: str, recipes: Iterable[Recipe]) -> None:
@@ -65,12 +34,10 @@ def require_data(claim: str, recipes: Iterable[Recipe]) -> None:
 def data_facts(config: DataConfig) -> tuple[int, ImageSpec]:
     """Return how many training images a source has before `limit`, and their kind, without decoding all of them."""
     named = find_missing_data(config.source)
-    if named is not None:
-        return training_count(named.images, named.held_out), ImageSpec(named.classes, 3, (named.size, named.size))
-    source = open_source(config)
+    source = open_source(config) if named is None else named.as_source()
     found = survey(source, lambda what, done, total: None)
     training = source.splits.get("train")
-    images = 0 if training is None else training_count(len(training.labels), source.splits)
+    images = 0 if training is None else training_count(len(training.labels), source.splits, config.held_out)
     return images, ImageSpec(len(source.classes), found.channels, found.size)
 
 

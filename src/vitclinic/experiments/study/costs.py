@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import ImageSpec
 from vitclinic.experiments.study.catalogue import data_facts, open_study
 from vitclinic.experiments.study.schema import Scale, ScaleName, Study
+from vitclinic.models.cost import count_flops
 from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.network import create_network
 from vitclinic.training.overrides import Overrides
@@ -144,9 +143,6 @@ def _build(recipe: str, spec: ImageSpec) -> tuple[int, int]:
 
 def forward_flops(network: torch.nn.Module, spec: ImageSpec) -> int:
     """Return the FLOPs of a forward pass of one image, counted on the meta device, which computes nothing."""
-    network = network.to("meta").eval().requires_grad_(False)
+    network = network.to("meta").eval()
     image = torch.zeros(1, spec.in_chans, *spec.img_size, device="meta")
-    # torch's counter does not know every fused attention
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        network(image)
-    return int(counter.get_total_flops())
+    return count_flops(lambda: network(image), network)

@@ -18,7 +18,8 @@ from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.io import FOREVER, hold_lock, write_json
-from vitclinic.experiments.study.catalogue import NAMED_DATA, open_study, shipped_studies
+from vitclinic.data.named import NAMED_DATA
+from vitclinic.experiments.study.catalogue import open_study, shipped_studies
 from vitclinic.experiments.study.schema import ScaleName, Study, parse_study
 from vitclinic.reports.frame import write_page
 from vitclinic.reports.study_page import Claim, Entry, list_entries, render_study, write_index, write_study
