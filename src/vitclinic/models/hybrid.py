@@ -25,6 +25,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "base": {"embed_dim": 320, "depth": 6, "num_heads": 10, "mlp_ratio": 3.0},
 }
 """Widths and depths by size; a step of each costs about three times one of the size before."""
+AUTO = "auto"
+"""The size of a recipe whose run chooses one; without data and time it is the smallest."""
 _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
@@ -123,10 +125,11 @@ def fit_stride(side: int) -> int:
 
 
 @register_model  # type: ignore[untyped-decorator]
-def hybrid_vit(size: Literal["tiny", "small", "base"] = "tiny", **keywords: Any) -> VisionTransformer:
+def hybrid_vit(size: Literal["auto", "tiny", "small", "base"] = "tiny", **keywords: Any) -> VisionTransformer:
     """Build a hybrid ViT; `size` is tiny, small or base, and `patch_size` is derived from `img_size` unless given."""
     if keywords.get("pretrained"):
         raise ModelError("'hybrid_vit' has no published weights.")
+    size = "tiny" if size == AUTO else size
     if size not in SIZES:
         raise ModelError(f"model.size is {size!r}; choose one of {', '.join(SIZES)}.")
     for name in _TIMM_ONLY:

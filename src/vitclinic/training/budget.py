@@ -15,7 +15,7 @@ import torch
 from vitclinic._core.distributed import Distributed
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, evaluation_batches
-from vitclinic.models.hybrid import SIZES
+from vitclinic.models.hybrid import AUTO
 from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
 from vitclinic.training.resizing import ImageSizes
@@ -87,18 +87,23 @@ def fit_size(
     With `max_time` that is the largest size that sees every image `WANTED_EPOCHS` times, from the measured cost of the
     smallest; otherwise it depends on the number of images.
     """
-    if recipe.model.keywords.get("size") != "auto":
+    if recipe.model.keywords.get("size") != AUTO:
         return recipe, []
     images = len(dataset.train)
-    sized = {size: _with_size(recipe, size) for size in SIZES}
     if recipe.max_time is None:
-        size = [size for size, least in _LEAST_IMAGES.items() if images >= least][-1]
-        return sized[size], [f"model.size is {size}, for {images:,} training images"]
-    smallest = sized["tiny"]
-    epochs = total_steps(smallest, dataset, distributed, device) * recipe.batch_size / images
+        fitted = fit_size_to_images(recipe, images)
+        return fitted, [f"model.size is {fitted.model.keywords['size']}, for {images:,} training images"]
+    epochs = total_steps(_with_size(recipe, "tiny"), dataset, distributed, device) * recipe.batch_size / images
     size = [size for size, cost in _COSTS.items() if cost == 1 or epochs / cost >= WANTED_EPOCHS][-1]
     reason = f"{recipe.max_time} allow about {epochs / _COSTS[size]:.0f} epochs of it on {images:,} training images"
-    return sized[size], [f"model.size is {size}: {reason}"]
+    return _with_size(recipe, size), [f"model.size is {size}: {reason}"]
+
+
+def fit_size_to_images(recipe: Recipe, images: int) -> Recipe:
+    """Return the recipe with `model.size: auto` replaced by the size for so many training images, whatever the time."""
+    if recipe.model.keywords.get("size") != AUTO:
+        return recipe
+    return _with_size(recipe, [size for size, least in _LEAST_IMAGES.items() if images >= least][-1])
 
 
 def _with_size(recipe: Recipe, size: str) -> Recipe:

@@ -25,7 +25,7 @@ from vitclinic.data.augment import PatchMixing
 from vitclinic.data.dataset import describe_data
 from vitclinic.data.named import find_missing_data
 from vitclinic.models.cost import count_flops, peak_bytes
-from vitclinic.training.budget import image_counts, total_steps
+from vitclinic.training.budget import fit_size_to_images, image_counts, total_steps
 from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.trainer import Trainer
@@ -167,6 +167,7 @@ def plan_run(
     built = build_recipe(recipe, overrides)
     check_model_name(built.model.name)
     dataset = describe_data(built.data, size=built.image_size, channels=built.model.in_chans)
+    built = fit_size_to_images(built, len(dataset.train))
     alone = Distributed()
     steps = None if built.max_time is not None else total_steps(built, dataset, alone, _CPU)
     trainer = Trainer(built.model_copy(update={"compile": False}), dataset, steps or 1, alone, _CPU)

@@ -48,8 +48,8 @@ from vitclinic.experiments.prescribe.remedies import Entry, Remedy, find_remedy
 from vitclinic.experiments.prescribe.stages import Stages
 from vitclinic.experiments.runner import Pool
 from vitclinic.training import Recipe, Run, build_recipe
-from vitclinic.training.budget import image_counts
-from vitclinic.training.overrides import Overrides
+from vitclinic.training.budget import fit_size_to_images, image_counts
+from vitclinic.training.overrides import Overrides, default_base
 
 LEAST_IMAGES = 50
 """The fewest val and test images: fewer cannot tell arms apart."""
@@ -58,7 +58,9 @@ LEAST_IMAGES = 50
 def build_plain_recipe(
     recipe: Recipe | str | Path | Mapping[str, Any] | None, overrides: Overrides | None, data: str | Path | None
 ) -> Recipe:
-    """Return the recipe to compare with, without a seed of its own."""
+    """Return the recipe to compare with, without a seed of its own; `plain` unless a recipe or a network is named."""
+    if recipe is None and default_base(overrides) is not None:
+        recipe = PLAIN
     resolved = build_recipe(recipe, overrides)
     if data is not None:
         resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"source": str(data)})})
@@ -160,6 +162,7 @@ def prescribe(
         resolved.data, size=resolved.image_size, channels=resolved.model.in_chans, progress=callback.on_progress
     )
     check_data(dataset)
+    resolved = fit_size_to_images(resolved, len(dataset.train))
     identity = {
         "recipe": resolved.digest(dataset.digest),
         "budget": time,
