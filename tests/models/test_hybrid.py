@@ -74,3 +74,8 @@ def test_the_residual_convolutions_start_as_the_identity():
 def test_what_cannot_be_built_is_a_sentence(keywords, message):
     with pytest.raises(ModelError, match=message):
         create_model("hybrid_vit", img_size=32, **keywords)
+
+
+def test_without_data_and_time_an_automatic_size_is_the_smallest():
+    sizes = [create_model("hybrid_vit", size=size, img_size=32) for size in ("auto", "tiny")]
+    assert len({sum(p.numel() for p in network.parameters()) for network in sizes}) == 1
