@@ -1,4 +1,4 @@
-"""Patch dropout: in training, a random share of the patches does not enter the blocks (Liu et al. 2022).
+"""Patch dropout: in training, a random share of the patches does not enter the blocks (Liu et al. 2023).
 
 Shapes: B images, N tokens (P prefix tokens, then the patches), D channels.
 """
@@ -55,14 +55,14 @@ class PatchDropout(timm.layers.PatchDropout):  # type: ignore[misc]
 
 @register
 class PatchDropoutTreatment(Treatment):
-    """A random share of the patches is left out of every training pass (Liu et al. 2022).
+    """A random share of the patches is left out of every training pass (Liu et al. 2023).
 
     Attributes:
         rate: The share of the patches to drop.
     """
 
     name: ClassVar[str] = "patch_dropout"
-    paper: ClassVar[str] = "liu2022 Sec. 3"
+    paper: ClassVar[str] = "liu2023 (PatchDropout)"
     changes: ClassVar[str] = "in training, a random share of the patches does not enter the blocks"
     costs: ClassVar[str] = "no parameters; less time: the blocks see the kept patches alone"
     part: ClassVar[str] = "one sequence of tokens that carry their positions with them through all blocks"
