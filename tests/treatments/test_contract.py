@@ -23,7 +23,11 @@ from vitclinic.data import ImageSpec
 from vitclinic.treatments import Treatment, known_treatments, parse_treatments, treat, treatments_of
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
-    "conv_stem": [{"components": "1Proj+1BN+1ReLU"}, {"components": "3Conv+1Proj+1ReLU", "act": "gelu", "hidden": 8}],
+    "conv_stem": [
+        {"components": "1Proj+1BN+1ReLU"},
+        {"components": "3Conv+1Proj+1ReLU", "act": "gelu", "hidden": 8},
+        {"preset": "residual", "hidden": 8},
+    ],
     "ffn_variant": [{"variant": "no_norm"}, {"variant": "relu"}, {"variant": "conv_gelu"}],
     "context_broadcasting": [
         {"scaled": True, "position": "mlp_mid", "layers": [0]},
@@ -88,7 +92,10 @@ FITS: dict[str, tuple[str, ...]] = {
     "uniform_heads": ATTENTIVE,
 }
 """The families that have the part that a treatment changes; all others have not."""
-ONLY: dict[tuple[str, int], tuple[str, ...]] = {("uniform_heads", 1): ("timm ViT", "timm PiT")}
+ONLY: dict[tuple[str, int], tuple[str, ...]] = {
+    ("uniform_heads", 1): ("timm ViT", "timm PiT"),
+    ("conv_stem", 3): tuple(family for family in FITS["conv_stem"] if family != "timm PiT"),
+}
 """Where some settings of a treatment fit less."""
 SOMETIMES = {("relu_activation", "vitclinic AlterNet"), ("no_softmax", "vitclinic AlterNet")}
 """Fits that depend on how a network of the family was built, or on weights that do not overflow without a softmax."""

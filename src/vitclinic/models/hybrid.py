@@ -72,6 +72,9 @@ class ConvTokenizer(PatchEmbed):  # type: ignore[misc]
         torch.Size([2, 16, 64])
     """
 
+    is_stem = True
+    """Read by the anatomy: one unit, residual convolutions included."""
+
     def __init__(
         self, img_size: int | tuple[int, int], patch_size: int, in_chans: int = 3, embed_dim: int = 128, **keywords: Any
     ) -> None:

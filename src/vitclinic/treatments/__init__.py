@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vitclinic.treatments.sam_optimizer import SAM
     from vitclinic.treatments.spatial_smoothing import Blur, SpatialSmoothing
     from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
+    from vitclinic.treatments.stems import PoolingStem, ResidualStem
     from vitclinic.treatments.surgery import image_spec, operate, treat, treatments_of
     from vitclinic.treatments.talking_heads import TalkingHeads
     from vitclinic.treatments.treatment import (
@@ -64,9 +65,11 @@ __all__ = [
     "PatchDiversity",
     "PatchDropout",
     "PatchDropoutTreatment",
+    "PoolingStem",
     "Registers",
     "RegistersTreatment",
     "ReluActivation",
+    "ResidualStem",
     "ScaledContextBroadcasting",
     "SharpnessAware",
     "SharpnessAwareStep",

@@ -6,15 +6,16 @@ Shapes: B images, C image channels, D the network's width, H x W pixels, h x w t
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 from timm.models.volo import PatchEmbed as VoloStem
-from torch import Tensor, nn
+from torch import nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.parts import examine, missing, run_once
+from vitclinic.treatments.stems import Act, Pair, PoolingStem, ResidualStem, Stem, activation
 from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -30,12 +31,13 @@ Components = Literal[
 ]
 """The rows of Table 2, in the paper's notation. Layers after 1Proj follow the projection."""
 
-Pair = tuple[int, int]
+FULL: Components = "3Conv+3BN+3ReLU+1Proj"
+Preset = Literal["paper", "small", "residual"]
 Four = tuple[int, int, int, int]
 KERNELS = (7, 3, 3)
 
 
-class ConvStem(nn.Module):
+class ConvStem(Stem):
     """Convolutional stem from images [B, C, H, W] to features [B, D, h, w], on the grid of the stem it replaces.
 
     The full stem is 3 x (Conv + BatchNorm + ReLU) + 1 projection [wang2022]. For patch size 16 its kernels are
@@ -73,15 +75,13 @@ class ConvStem(nn.Module):
         kernel: Pair,
         stride: Pair,
         *,
-        components: Components = "3Conv+3BN+3ReLU+1Proj",
-        act: Literal["relu", "gelu"] = "relu",
+        components: Components = FULL,
+        act: Act = "relu",
         strides: Four | None = None,
         hidden: int = 64,
         bias: bool = True,
     ) -> None:
-        super().__init__()
-        self.in_channels, self.kernel_size, self.stride = channels, kernel, stride
-        self.layers = nn.Sequential()
+        super().__init__(channels, kernel, stride)
         before, after = components.split("1Proj")
         geometry = [(size, step, 0) for size, step in zip(kernel, stride, strict=True)]
         entering = channels
@@ -97,32 +97,12 @@ class ConvStem(nn.Module):
         proj = nn.Conv2d(entering, width, sizes, steps, paddings, bias=bias and "BN" not in after)
         self._append("", proj, after, act)
 
-    def _append(self, place: str, conv: nn.Conv2d, followed_by: str, act: str) -> None:
+    def _append(self, place: str, conv: nn.Conv2d, followed_by: str, act: Act) -> None:
         self.layers.add_module(f"conv{place}" if place else "proj", conv)
         if "BN" in followed_by:
             self.layers.add_module(f"norm{place}", nn.BatchNorm2d(conv.out_channels))
         if "ReLU" in followed_by:
-            # In place, as in VOLO: these are the largest maps of the network.
-            self.layers.add_module(f"act{place}", nn.ReLU(inplace=True) if act == "relu" else nn.GELU())
-
-    @property
-    def out_channels(self) -> int:
-        """The width D, read from the projection, which another treatment may have widened."""
-        return cast(nn.Conv2d, self.layers.proj).out_channels
-
-    @property
-    def weight(self) -> Tensor:
-        """The projection's weight: Hugging Face's networks cast images to the precision of their convolution's."""
-        return cast(nn.Conv2d, self.layers.proj).weight
-
-    def forward(self, x_bchw: Tensor) -> Tensor:
-        """Return the features, ignoring incomplete patches at the border as the replaced convolution did."""
-        height, width = (
-            (length - size) // step * step + size
-            for length, size, step in zip(x_bchw.shape[-2:], self.kernel_size, self.stride, strict=True)
-        )
-        features: Tensor = self.layers(x_bchw[..., :height, :width])
-        return features
+            self.layers.add_module(f"act{place}", activation(act))
 
 
 def _strides(total: int, given: Four | None) -> Four:
@@ -158,6 +138,7 @@ class ConvStemTreatment(Treatment):
     """The patchify stem replaced by convolutions with BatchNorm and ReLU, on the same token grid [wang2022].
 
     Attributes:
+        preset: The paper's stem, or a tokenizer for small images, after CCT or of residual blocks.
         components: A row of Table 2, in the paper's notation.
         act: The activation used for `ReLU`.
         strides: Strides of the four convolutions; derived from the patch stride unless given.
@@ -172,15 +153,29 @@ class ConvStemTreatment(Treatment):
     )
     part: ClassVar[str] = "a convolution that cuts the image into patches"
 
-    components: Components = Field("3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's notation")
+    preset: Preset = Field(
+        "paper",
+        description="paper: the stem of the paper; for images of 16 to 64 pixels also small (convolutions and"
+        " max-pooling, as in CCT) and residual (a convolution, two residual blocks and a projection)",
+    )
+    components: Components = Field(
+        "3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's notation; of preset paper"
+    )
     act: Literal["relu", "gelu"] = Field("relu", description="activation used for ReLU")
     strides: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=4, max_length=4)] | None = Field(
-        None, description="of the four convolutions, multiplying to the patch stride p; by default [2, 1, 1, p/2]"
+        None,
+        description="of the four convolutions of preset paper, multiplying to the patch stride p; by default"
+        " [2, 1, 1, p/2]",
     )
-    hidden: int = Field(64, ge=1, description="channels of the three convolutions")
+    hidden: int = Field(64, ge=1, description="channels of the convolutions before the projection; not of preset small")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ConvStemTreatment:
+        idle = {"components": self.components != FULL, "strides": self.strides is not None}
+        idle["hidden"] = self.preset == "small" and self.hidden != 64
+        for option, given in idle.items():
+            if given and self.preset != "paper":
+                raise ValueError(f"{option} has no effect with preset {self.preset}: remove one of the two")
         if self.act != "relu" and "ReLU" not in self.components:
             raise ValueError(f"act {self.act} has no effect: {self.components} has no ReLU")
         if self.strides is None:
@@ -200,21 +195,26 @@ class ConvStemTreatment(Treatment):
             check_untouched(self.name, conv, "the stem's convolution")
         first, last = convs[0], convs[-1]
         stride = cast(Pair, tuple(math.prod(conv.stride[axis] for conv in convs) for axis in (0, 1)))
-        made = ConvStem(
-            first.in_channels,
-            last.out_channels,
-            kernel=stride if volo is not None else cast(Pair, first.kernel_size),
-            stride=stride,
-            components=self.components,
-            act=self.act,
-            strides=None if self.strides is None else cast(Four, tuple(self.strides)),
-            hidden=self.hidden,
-            bias=last.bias is not None,
-        )
+        kernel = stride if volo is not None else cast(Pair, first.kernel_size)
+        made = self._build(first.in_channels, last.out_channels, kernel, stride, bias=last.bias is not None)
         network.set_submodule(anatomy.path(last), made.to(last.weight).train(last.training))
         if volo is not None:  # the new stem has its own convolutions before the projection
             volo.register_module("conv", None)
         return network
+
+    def _build(self, channels: int, width: int, kernel: Pair, stride: Pair, *, bias: bool) -> Stem:
+        if self.preset == "paper":
+            strides = None if self.strides is None else cast(Four, tuple(self.strides))
+            layers: dict[str, Any] = {"components": self.components, "strides": strides}
+            return ConvStem(channels, width, kernel, stride, act=self.act, hidden=self.hidden, bias=bias, **layers)
+        if kernel != stride:
+            raise TreatmentError(
+                f"conv_stem: preset {self.preset} needs patches side by side, but those of this network overlap (kernel"
+                f" {kernel}, stride {stride}); use preset paper."
+            )
+        if self.preset == "small":
+            return PoolingStem(channels, width, stride, act=self.act)
+        return ResidualStem(channels, width, stride, act=self.act, hidden=self.hidden, bias=bias)
 
     def _patch_convolution(self, network: nn.Module, spec: ImageSpec) -> nn.Conv2d:
         """Return the convolution that sees the image first, if that one cuts it into patches."""

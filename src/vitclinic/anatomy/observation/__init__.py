@@ -77,7 +77,8 @@ class _Observer:
     def __init__(self, record: Trace, entrance: nn.Module) -> None:
         self.record = record
         self.locator = Locator(record, entrance, Layouts())
-        self.steps = [step for step in find_steps(record) if not _is_lost(record.values[step.total].places)]
+        steps = [step for step in find_steps(record) if not _is_lost(record.values[step.total].places)]
+        self.steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
         self.settled = {step.total: self._settle(step) for step in self.steps}
         outputs = [index for index in record.outputs if record.values[index].places is not None]
         if not outputs:
@@ -323,6 +324,11 @@ class _Observer:
 def _is_lost(places: Places | None) -> bool:
     """Return True if a value describes no cell and no token, as a pooled feature does."""
     return places is None or bool((places.cells == MIXED).all())
+
+
+def _is_of_stem(value: Value) -> bool:
+    """Return True inside a module that says it is a stem (`is_stem`): it is one unit, whatever its layers."""
+    return any(getattr(call.module, "is_stem", False) for call in value.call.chain())
 
 
 def _has_cells(value: Value) -> bool:
