@@ -23,8 +23,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        weights = self.after((query @ key.mT).softmax(-1))
-        return self.out((weights @ value).transpose(1, 2).flatten(2))
+        self.applied = self.after((query @ key.mT).softmax(-1))
+        return self.out((self.applied @ value).transpose(1, 2).flatten(2))
 
 
 class QueriesFirst(Attention):
@@ -33,7 +33,61 @@ class QueriesFirst(Attention):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
         weights = torch.einsum("bqhd,bkhd->bqhk", query, key).softmax(-1)
+        self.applied = weights.transpose(1, 2)
         return self.out(torch.einsum("bqhk,bkhd->bqhd", weights, value).flatten(2))
+
+
+class KeysFirst(Attention):
+    """Attention whose map is [B, H, K, Q], as some code has it that works on columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 4, 1)
+        weights = (key.mT @ query).softmax(-2)
+        self.applied = weights.mT
+        return self.out((value @ weights).flatten(1, 2).mT)
+
+
+class HeadByHead(Attention):
+    """Attention with a softmax for each head; `cascade` gives each head what the one before it found as well."""
+
+    def __init__(self, cascade: float = 0.0) -> None:
+        super().__init__()
+        self.cascade = cascade
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        maps = []
+        for query, key, value in zip(*(part.chunk(HEADS, -1) for part in self.qkv(x).chunk(3, -1)), strict=True):
+            start = query + self.cascade * found[-1] if found and self.cascade else query
+            maps.append((start @ key.mT).softmax(-1))
+            found.append(maps[-1] @ value)
+        self.applied = torch.stack(maps, 1)
+        return self.out(torch.cat(found, -1))
+
+
+class InTurn(Attention):
+    """Two attentions one after the other, with nothing between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class OverQueries(Attention):
+    """Slots that compete for tokens: the softmax is over queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(((query @ key.mT).softmax(-2) @ value).transpose(1, 2).flatten(2))
+
+
+class Rectified(Attention):
+    """Attention without a softmax whose rows sum to 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = (query @ key.mT).relu() + 1e-3
+        self.applied = scores / scores.sum(-1, keepdim=True)
+        return self.out((self.applied @ value).transpose(1, 2).flatten(2))
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -114,14 +168,67 @@ def keep_largest(weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "attention",
-    [QueriesFirst(), Attention(keep_largest), Attention(lambda weights: weights + torch.eye(16))],
-    ids=["queries before heads", "changed after softmax", "identity added"],
+    [
+        Attention(),
+        QueriesFirst(),
+        KeysFirst(),
+        HeadByHead(),
+        HeadByHead(cascade=0.5),
+        Attention(keep_largest),
+        Attention(lambda weights: 0.3 * weights + 0.7 * torch.eye(16)),
+        Rectified(),
+    ],
+    ids=["plain", "queries first", "keys first", "by head", "cascade", "largest", "gated", "rectified"],
+)
+def test_the_map_is_what_the_values_are_multiplied_with(attention: Attention, images: Tensor) -> None:
+    network = Net(Block(attention)).eval()
+    units = Anatomy.of(network, images).of_kind("msa")
+    for grad in (False, True):
+        found = []
+        with record_attention(units, found.append, grad=grad):
+            output = network(images)
+        (seen,) = found
+        torch.testing.assert_close(seen.weights, attention.applied.detach())
+        assert seen.visible().all()
+    gradients = torch.autograd.grad(output.square().sum(), seen.source, retain_graph=True)
+    arranged = seen.arrange(gradients)
+    assert arranged.shape == seen.weights.shape
+    # Down a map's gradient the output falls, by the square of its length.
+    step = sum((g * g).sum() for g in gradients)
+    torch.testing.assert_close(arranged.square().sum(), step)
+    assert arranged.abs().amax((0, 2, 3)).min() > 0
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [Attention(lambda weights: weights + torch.eye(16)), InTurn(), OverQueries()],
+    ids=["identity added", "in turn", "over queries"],
 )
 def test_a_softmax_that_is_not_the_map_is_not_recorded(attention: nn.Module, images: Tensor) -> None:
     anatomy = Anatomy.of(Net(Block(attention)).eval(), images)
     (unit,) = anatomy.of_kind("msa")
     assert unit.attention is None
     assert any("no map of it" in note for note in anatomy.notes)
+
+
+def test_talking_heads_are_told_and_their_maps_are_those_before(images: Tensor) -> None:
+    class Talking(Attention):
+        def __init__(self) -> None:
+            super().__init__(self.talk)
+            self.mix = nn.Linear(HEADS, HEADS)
+
+        def talk(self, weights: Tensor) -> Tensor:
+            self.before = weights
+            return self.mix(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    attention = Talking()
+    network = Net(Block(attention)).eval()
+    anatomy = Anatomy.of(network, images)
+    found = []
+    with torch.no_grad(), record_attention(anatomy.of_kind("msa"), found.append):
+        network(images)
+    torch.testing.assert_close(found[0].weights, attention.before)
+    assert anatomy.notes == ("the heads of blocks.0.msa are mixed after the softmax; maps are those before.",)
 
 
 def test_weights_that_vanish_for_some_images_are_no_mask(images: Tensor) -> None:

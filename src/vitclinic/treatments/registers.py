@@ -133,7 +133,7 @@ def _check_tokens(treatment: Treatment, network: nn.Module, inside: list[Unit], 
         _run_once(network, spec)
     shapes = {tuple(activation.shape) for activation in seen.values()}
     mixing = [unit.name for unit in inside if unit.kind not in ("msa", "mlp")]
-    windowed = [unit.name for unit in inside if unit.attention is not None and unit.attention.windows is not None]
+    windowed = [unit.name for unit in inside if unit.attention is not None and unit.attention.is_windowed]
     if len(shapes) != 1 or any(len(shape) != 3 for shape in shapes) or mixing or windowed:
         fixed = (mixing or windowed)[:1]
         raise missing(treatment, network, *(f"{name} mixes a fixed number of tokens" for name in fixed))

@@ -92,18 +92,19 @@ class Locator:
         value = self.record.values[index]
         if value.op != "add" or not value.numbers:
             return None
-        call, number, _ = self.find_call(value)
+        call, (number,), _ = self.find_call(value)
         fields = self._fields(index if of is None else of, call)
         return Site(call.module, operand, addition=number, additions=call.counts["addition"], **fields)
 
-    def find_call(self, value: Value) -> tuple[Call, int, nn.Module | None]:
-        """Return the innermost call around an addition or attention, its number there, and what to count calls within.
+    def find_call(self, value: Value, *others: Value) -> tuple[Call, tuple[int, ...], nn.Module | None]:
+        """Return the innermost call around additions or attentions, their numbers there, and what to count calls in.
 
         A module that is called once is better than an inner one that is called several times.
         """
-        around = list(reversed(value.numbers.items()))
-        call, number = next((found for found in around if self._calls[found[0].module] == 1), around[0])
-        return call, number, self._entrance if self._calls[call.module] > 1 else None
+        around = [call for call in reversed(value.numbers) if all(call in other.numbers for other in others)]
+        call = next((found for found in around if self._calls[found.module] == 1), around[0])
+        numbers = tuple(one.numbers[call] for one in (value, *others))
+        return call, numbers, self._entrance if self._calls[call.module] > 1 else None
 
     def _fields(self, index: int, call: Call) -> dict[str, Any]:
         value = self.record.values[index]

@@ -99,7 +99,10 @@ class _Observer:
             yield "parts of the network run more than once for each image; the first run is read, and none is removed."
         plain = [unit.name for unit in units if unit.kind == "msa" and unit.attention is None]
         if plain:
-            yield f"no single softmax over tokens is the attention of {', '.join(plain)}, so there is no map of it."
+            yield f"no softmax over tokens, or several that differ, are the attention of {', '.join(plain)}: no map of it."
+        maps = {unit.name: unit.attention.seen for unit in units if unit.attention is not None}
+        if mixed := [name for name, seen in maps.items() if seen is not None and seen.mixed_later]:
+            yield f"the heads of {', '.join(mixed)} are mixed after the softmax; maps are those before."
         bare = [unit.name for unit in units if unit.kind in ("msa", "mlp", "token_mlp") and unit.residual is None]
         if bare:
             yield f"no residual addition was seen at {', '.join(bare)}; what follows there may be missed."

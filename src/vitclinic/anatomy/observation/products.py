@@ -109,10 +109,19 @@ def _contract(left: Places | None, right: Places | None, output: Tensor) -> Outc
     keyed = left.keys is not None or right.keys is not None
     mixing: Mixing = "attention" if keyed or 1 not in output.shape[-2:] else "context"
     if right.keys is None and (along[0] or left.keys is not None):
+        left = _rows(left, -1)
         return [Places(joined(left.cells, -1).expand(output.shape), left.grid)], mixing
     if left.keys is None and (along[1] or right.keys is not None):
+        right = _rows(right, -2)
         return [Places(joined(right.cells, -2).expand(output.shape), right.grid)], mixing
     return [Places(full(output.shape, MIXED), left.grid)], mixing
+
+
+def _rows(places: Places, axis: int) -> Places:
+    """Return which of the two places of weights a product along `axis` keeps: queries, which may be columns."""
+    if places.keys is None or places.key_grid is None or is_constant(places.cells, axis):
+        return places
+    return Places(places.keys, places.key_grid)
 
 
 def _score(left: Places, right: Places, output: Tensor) -> Outcome:

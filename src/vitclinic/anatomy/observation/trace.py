@@ -24,13 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitclinic.anatomy.additions import ADDITIONS
 from vitclinic.anatomy.eager import eager, eval_mode, is_looking
-from vitclinic.anatomy.maps import ATTENTION
+from vitclinic.anatomy.maps import ATTENTION, PRODUCTS
 from vitclinic.anatomy.observation.follow import follow
 from vitclinic.anatomy.observation.places import Mixing, Places, Step, places_of_image
 
 NORMS = frozenset(("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm"))
 LAYERS = frozenset(("convolution", "mm", "addmm", "bmm", "baddbmm", "linear"))
 """Operations of normalization, and of layers with weights or attention."""
+_COUNTED = {"addition": ADDITIONS, "attention": ATTENTION, "product": PRODUCTS}
+"""Functions by whose number inside a module's call a place is found again."""
 
 
 @dataclass(eq=False)
@@ -46,7 +48,7 @@ class Call:
     """Number of operations before it."""
     end: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """Additions and attentions so far, those of inner modules included."""
+    """Additions, attentions and products so far, those of inner modules included."""
 
     def chain(self) -> Iterator[Call]:
         """Yield this call and all around it, the innermost first."""
@@ -77,7 +79,7 @@ class Value:
     function: Callable[..., Any] | None
     """The function of the network's code that led to the operation."""
     numbers: dict[Call, int]
-    """For an addition or an attention: which one it is inside each call around it."""
+    """For an addition, an attention or a product: which one it is inside each call around it."""
     ancestors: int = 0
     """Bit set of the values that it is computed from, itself included."""
     places: Places | None = None
@@ -87,6 +89,8 @@ class Value:
     """The tensor, for a parameter, a buffer or a constant."""
     tensor: Tensor | None = None
     """The values themselves, of a softmax."""
+    operands: tuple[tuple[int, Tensor], ...] = ()
+    """Numbers and tensors that the network's own code multiplies, if that led to the operation."""
     ends: list[End] = field(default_factory=list)
     overwritten: bool = False
     """True if the network later wrote into the tensor."""
@@ -175,6 +179,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record = record
         self.function: Callable[..., Any] | None = None
         self.numbers: dict[Call, int] = {}
+        self.operands: tuple[tuple[int, Tensor], ...] = ()
         self.stack = [Call(entrance, "", 0, None, 0)]
         self._known: dict[int, int] = {}
         self._alive: list[Tensor] = []
@@ -255,6 +260,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = Value(
             len(values), op, parents, tuple(tensor.shape), self.stack[-1], self.function, self.numbers, ancestors
         )
+        value.operands = self.operands
         values.append(value)
         if id(tensor) not in self._known:
             self._alive.append(tensor)
@@ -282,18 +288,18 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
-        counted = (
-            None if is_looking() else "addition" if func in ADDITIONS else "attention" if func in ATTENTION else None
-        )
-        recorder.function, recorder.numbers = func, {}
-        if counted is not None and not is_looking():
+        counted = None if is_looking() else next((kind for kind, known in _COUNTED.items() if func in known), None)
+        recorder.function, recorder.numbers, recorder.operands = func, {}, ()
+        if counted == "product":
+            recorder.operands = tuple((recorder.index(tensor), tensor) for tensor in _tensors((args, kwargs)))
+        if counted is not None:
             recorder.numbers = {call: call.counts[counted] for call in recorder.stack}
             for call in recorder.stack:
                 call.counts[counted] += 1
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            recorder.function, recorder.numbers = None, {}
+            recorder.function, recorder.numbers, recorder.operands = None, {}, ()
 
 
 def _tensors(tree: Any) -> list[Tensor]:
