@@ -54,7 +54,7 @@ def vit_units(network: Any) -> list[Unit]:
         if is_extra(block):
             walk += extra_step(name, 0, block, tokens)
             continue
-        if kind not in _POST_NORM:
+        if kind not in _POST_NORM or type(block.attn).__name__ == "DiffAttention":  # two softmaxes
             raise unknown_block(name, block)
         attention = softmax_attention(block.attn, tokens)
         walk += transformer_block(name, 0, block, tokens, attention=attention, post_norm=_POST_NORM[kind])

@@ -60,7 +60,9 @@ def _keep(step: Step) -> Outcome:
     for other in found:
         if other is not best and other.keys is None and best.keys is None:
             combined = _combine(cells, other.cells.expand(shape))
-            if step.name in ("add", "add_") and bool(((combined == MIXED) & (cells >= 0)).any()):
+            if step.name.removesuffix("_") in ("add", "sub", "lerp", "addcmul") and bool(
+                ((combined == MIXED) & (cells >= 0)).any()
+            ):
                 # A sum with features of a coarser grid, or of other windows: the finer state goes on.
                 finer = max((best, other), key=lambda places: len(torch.unique(places.cells)))
                 best, combined = finer, finer.cells.expand(shape)

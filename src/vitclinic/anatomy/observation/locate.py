@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -75,6 +76,12 @@ class Locator:
             return self._at(index, (single or outputs)[-1])
         return place
 
+    def read_change(self, skip: int, total: int, place: int) -> tuple[Site | None, Site | None]:
+        """Return the sites at `total` of the state that it changes, an operand at this place, and of the change."""
+        sites = (self._at_addition(total, "left", skip), self._at_addition(total, "change"))
+        before, change = (None if site is None else replace(site, item=place) for site in sites)
+        return before, change
+
     def _operand(self, index: int, total: int) -> Site | None:
         operands = self.record.values[total].parents[:2]
         return (
@@ -90,7 +97,7 @@ class Locator:
     def _at_addition(self, index: int, operand: Operand = "sum", of: int | None = None) -> Site | None:
         """Return the site at the sum `index`, or at its operand `of`; None if the network's code does not show it."""
         value = self.record.values[index]
-        if value.op != "add" or not value.numbers:
+        if (value.op != "add" and not value.joined) or not value.numbers:
             return None
         call, (number,), _ = self.find_call(value)
         fields = self._fields(index if of is None else of, call)

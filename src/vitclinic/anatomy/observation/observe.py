@@ -140,7 +140,13 @@ class _Observer:
         owner, end = self.record.values[step.total].call, self.settled[step.total]
         stretch = Stretch(self.record, step.source, step.branch, owner)
         before, after = self.locator.read(self._enter(step), [owner]), self.locator.read(end, [owner])
-        skip, branch = self.locator.read_operand(step.skip, step.total), self.locator.replace(step.branch, step.total)
+        if step.state is None:
+            skip, branch = (
+                self.locator.read_operand(step.skip, step.total),
+                self.locator.replace(step.branch, step.total),
+            )
+        else:
+            skip, branch = self.locator.read_change(step.skip, step.total, step.state)
         total = self.locator.read_exactly(step.total, [owner])
         if before is None or after is None:
             return None

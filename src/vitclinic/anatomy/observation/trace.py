@@ -31,6 +31,8 @@ from vitclinic.anatomy.observation.places import Mixing, Places, Step, places_of
 NORMS = frozenset(("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm"))
 LAYERS = frozenset(("convolution", "mm", "addmm", "bmm", "baddbmm", "linear"))
 """Operations of normalization, and of layers with weights or attention."""
+CHANGES = frozenset(("sub", "addcmul", "addcdiv", "addmm", "baddbmm"))
+"""Operations that may change a state, their first argument, and of which the branch is no argument."""
 _COUNTED = {"addition": ADDITIONS, "attention": ATTENTION, "product": PRODUCTS}
 """Functions by whose number inside a module's call a place is found again."""
 
@@ -94,6 +96,10 @@ class Value:
     ends: list[End] = field(default_factory=list)
     overwritten: bool = False
     """True if the network later wrote into the tensor."""
+    joined: tuple[int, ...] = ()
+    """States that it may change, where it adds otherwise than by a plain sum; of a stack, its entries."""
+    axis: int = 0
+    """Axis of a stack."""
 
 
 class Trace:
@@ -244,9 +250,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value.places = places[number] if number < len(places) else None
             value.mixing = mixing
             value.tensor = output if "softmax" in value.op else None
+            value.joined, value.axis = self._join(step, value)
             if written and old is not None:
                 self._spread(output, old)
         return result
+
+    def _join(self, step: Step, value: Value) -> tuple[tuple[int, ...], int]:
+        """Return the states that an operation may change, and the axis on which a stack has them."""
+        if value.op == "stack":
+            axis = step.args[1] if len(step.args) > 1 else 0
+            return tuple(self.index(tensor) for tensor in step.args[0]), axis % len(value.shape)
+        first = self.record.values[value.parents[0]] if value.parents else value
+        if value.op in ("sum", "mean") and first.op == "stack" and len(step.args) > 1:
+            axes = step.args[1] if isinstance(step.args[1], list | tuple) else [step.args[1]]
+            along = len(axes) == 1 and axes[0] % len(first.shape) == first.axis
+            return (first.joined, 0) if along and value.shape == self.record.values[first.joined[0]].shape else ((), 0)
+        scaled = value.op == "add" and step.kwargs.get("alpha", 1) != 1
+        states = 2 if value.op == "lerp" else int(value.op in CHANGES or scaled)
+        return value.parents[: sum(isinstance(tensor, Tensor) for tensor in step.args[:states])], 0
 
     def _places(self, value: Any) -> Places | None:
         known = self._known.get(id(value)) if isinstance(value, Tensor) else None
