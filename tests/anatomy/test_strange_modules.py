@@ -235,7 +235,7 @@ def test_a_softmax_that_is_not_the_map_is_not_recorded(attention: nn.Module, ima
     anatomy = Anatomy.of(Net(Block(attention)).eval(), images)
     (unit,) = anatomy.of_kind("msa")
     assert unit.attention is None
-    assert any("no map of it" in note for note in anatomy.notes)
+    assert any("no map." in note for note in anatomy.notes)
 
 
 def test_talking_heads_are_told_and_their_maps_are_those_before(images: Tensor) -> None:
@@ -329,3 +329,65 @@ def test_a_token_made_from_the_image_is_off_the_grid(images: Tensor) -> None:
     network = MeanToken(Block()).eval()
     (unit,) = Anatomy.of(network, images).of_kind("msa")
     assert unit.attention.keys.prefix == unit.output.layout.prefix == 1
+
+
+class Tokens(Net):
+    """A class token at any place among registers and patches; `read` is what the head takes."""
+
+    def __init__(self, before: int, behind: int, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(Block())
+        self.before, self.behind = (nn.Parameter(torch.randn(1, count, WIDTH)) for count in (before, behind))
+        self.read = read
+
+    def tokens(self, images: Tensor) -> Tensor:
+        x = super().tokens(images)
+        added = [part.expand(len(x), -1, -1) for part in (self.before, self.behind)]
+        return torch.cat((added[0], x, added[1]), 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.read(self.blocks[0](self.tokens(images))))
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "read", "place"),
+    [
+        (1, 0, lambda x: x[:, 0], 0),
+        (0, 1, lambda x: x[:, -1], 16),
+        (2, 1, lambda x: x[:, 1], 1),
+        (0, 3, lambda x: x.split((16, 1, 2), 1)[1].squeeze(1), 16),
+        (2, 0, lambda x: (x[:, 1] + x[:, 0]) / 2, 1),
+        (2, 0, lambda x: torch.cat((x[:, 1], x[:, 2:].mean(1)), -1).unflatten(-1, (2, -1)).mean(1), 1),
+        (3, 0, lambda x: x[:, 3:].mean(1), None),
+        (1, 2, lambda x: x.mean(1), None),
+    ],
+    ids=["first", "last", "second", "split", "two", "with the mean", "registers", "mean of all"],
+)
+def test_the_class_token_is_the_one_that_the_head_reads(
+    before: int, behind: int, read: Callable[[Tensor], Tensor], place: int | None, images: Tensor
+) -> None:
+    network = Tokens(before, behind, read).eval()
+    anatomy = Anatomy.of(network, images)
+    (unit,) = anatomy.of_kind("msa")
+    assert unit.output.layout.prefix == before + behind
+    assert unit.output.layout.has_class == unit.attention.keys.has_class == (place is not None)
+    maps = []
+    with torch.no_grad(), record_attention([unit], maps.append), taps({"state": unit.output}) as seen:
+        network(images)
+    assert maps[0].has_class == (place is not None)
+    on_grid = slice(before, before + 16)
+    applied = network.blocks[0].attn.applied
+    torch.testing.assert_close(
+        maps[0].weights[..., before + behind :],
+        applied[..., [*_others(place, before, behind), *range(25)[on_grid]], on_grid],
+    )
+    if place is not None:
+        torch.testing.assert_close(maps[0].weights[:, :, 0, 0], applied[:, :, place, place])
+        with torch.no_grad():
+            state = network.tokens(images) + network.blocks[0].attn(network.blocks[0].norm1(network.tokens(images)))
+        torch.testing.assert_close(seen["state"][:, 0], state[:, place])
+
+
+def _others(place: int | None, before: int, behind: int) -> list[int]:
+    """Return the tokens off the grid in order, the class token first."""
+    off = [*range(before), *range(before + 16, before + 16 + behind)]
+    return off if place is None else [place, *(token for token in off if token != place)]

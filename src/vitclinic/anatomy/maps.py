@@ -134,7 +134,7 @@ class AttentionMap:
     @property
     def has_class(self) -> bool:
         """True if the first query is the class token."""
-        return self.prefix > 0 and self.unit.attention is not None and self.unit.attention.keys.has_class
+        return self.prefix_queries > 0 and self.unit.attention is not None and self.unit.attention.keys.has_class
 
     def by_image(self) -> Tensor:
         """Return the weights as [B, windows, H, Q, K]."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from vitclinic.anatomy.maps import SeenMap, arrange_map
+from vitclinic.anatomy.observation.layouts import Layouts
 from vitclinic.anatomy.observation.locate import Locator
 from vitclinic.anatomy.observation.places import PADDING, Places, renumber
 from vitclinic.anatomy.observation.residuals import MOVES
@@ -66,12 +67,13 @@ def find_attention(stretch: Stretch, locator: Locator) -> AttentionSpec | None:
     if not maps or not all(_are_side_by_side(one, other, stretch) for one in maps for other in maps):
         return None
     call, numbers, within = locator.find_call(*(one.counted for one in maps))
-    spread = [_spread(one, stretch.record.images) for one in maps]
+    spread = [_spread(one, stretch.record.images, locator.layouts) for one in maps]
     first = spread[0]
     if first is None or not all(other is not None and _is_alike(first, other) for other in spread):
         return None
     found = replace(first, numbers=numbers, within=within, call=call.number)
-    layout = Layout(prefix=found.prefix[1], size=found.grids[1])
+    has_class = bool(maps[0].places.keys is None or locator.layouts.has_class(maps[0].places.keys))
+    layout = Layout(prefix=found.prefix[1], size=found.grids[1], has_class=has_class)
     return AttentionSpec(call.module, layout, seen=found)
 
 
@@ -207,7 +209,7 @@ def _tail(places: Places) -> tuple[int, int] | None:
     return (-2, -1) if fixed[0][-1] and fixed[1][-2] else None
 
 
-def _spread(one: _Map, images: int) -> SeenMap | None:
+def _spread(one: _Map, images: int, layouts: Layouts) -> SeenMap | None:
     """Return how a map lies, without its place in the network; None if that cannot be told."""
     places, tail = one.places, _tail(one.places)
     if tail is None or places.keys is None or not _is_distribution(one):
@@ -217,7 +219,7 @@ def _spread(one: _Map, images: int) -> SeenMap | None:
     split = _split(places, images)
     if split is None or not _is_same_everywhere(places, *split):
         return None
-    described = _describe(places, *split, tensor)
+    described = _describe(places, *split, tensor, layouts)
     return SeenMap((), None, 0, *split, *described, tail=tail, operand=one.operand, mixed_later=one.mixed_later)
 
 
@@ -300,7 +302,12 @@ def _cut(rows: Tensor, length: int) -> tuple[int, int] | None:
 
 
 def _describe(
-    places: Places, splits: tuple[tuple[int, ...], ...], axes: tuple[int, ...], windows: int, tensor: Tensor
+    places: Places,
+    splits: tuple[tuple[int, ...], ...],
+    axes: tuple[int, ...],
+    windows: int,
+    tensor: Tensor,
+    layouts: Layouts,
 ) -> tuple[Tensor, Tensor, tuple[int, int], tuple[Tensor | None, Tensor | None], tuple[Size, Size], Tensor | None]:
     """Return places of queries and keys, how many are off the grid, their order, their grids and what they see."""
     assert places.keys is not None  # so has a map its keys
@@ -309,7 +316,7 @@ def _describe(
     keys = arrange_map(places.keys, splits, axes, windows)[:windows, 0, 0]
     spread = [renumber(Places(queries, places.grid)), renumber(Places(keys, places.key_grid))]
     grids = (spread[0].grid, spread[1].grid)
-    parts = [_positions(part.cells, part.grid) for part in spread]
+    parts = [_positions(part.cells, part.grid, layouts) for part in spread]
     orders = (parts[0][2], parts[1][2])
     weights = arrange_map(tensor, splits, axes, windows)
     attended = weights.reshape(-1, windows, *weights.shape[1:]) > _ATTENDED
@@ -321,11 +328,12 @@ def _describe(
     return parts[0][0], parts[1][0], (parts[0][1], parts[1][1]), orders, grids, None if bool(seen.all()) else seen
 
 
-def _positions(cells: Tensor, grid: Size) -> tuple[Tensor, int, Tensor | None]:
+def _positions(cells: Tensor, grid: Size, layouts: Layouts) -> tuple[Tensor, int, Tensor | None]:
     """Return (row, column) of the spatial tokens of each window, how many others there are, and the order of all."""
     off = ((cells < 0) & (cells != PADDING)).all(0)
     prefix = int(off.sum())
-    order = None if bool(off[:prefix].all()) else torch.argsort(~off, stable=True)
+    order: Tensor | None = layouts.in_order(torch.where(off, cells[0], 0))
+    order = None if torch.equal(order, torch.arange(len(order))) else order
     spatial = (cells if order is None else cells[:, order])[:, prefix:]
     inside = spatial % math.prod(grid)
     positions = torch.stack((inside // grid[1], inside % grid[1]), -1)

@@ -26,6 +26,7 @@ from vitclinic.anatomy.observation.places import (
     is_constant,
     lose,
     merge,
+    off_grid_tokens,
 )
 from vitclinic.anatomy.observation.products import convolve, multiply, multiply_linear, pool, resize
 
@@ -113,6 +114,7 @@ def _move(step: Step) -> Outcome:
     if len({places.grid for places in step.tracked if bool((places.cells >= 0).any())}) > 1:
         return lose(step)  # cells of two grids side by side
     keyed = any(places.keys is not None for places in step.tracked)
+    added = _added_tokens(step) if step.name == "cat" else {}
 
     def moved(keys: bool) -> list[Tensor]:
         def stand_in(value: Any) -> Any:
@@ -121,7 +123,7 @@ def _move(step: Step) -> Outcome:
             places = step.of(value)
             if places is not None:
                 return places.keys if keys and places.keys is not None else places.cells
-            return full(value.shape, OFF_GRID)
+            return added[id(value)] if id(value) in added else full(value.shape, OFF_GRID)
 
         args = pytree.tree_map(stand_in, list(step.args))
         kwargs = {key: stand_in(value) for key, value in step.kwargs.items()}
@@ -132,6 +134,13 @@ def _move(step: Step) -> Outcome:
     if keys is None:
         return [Places(part, best.grid) for part in cells], None
     return [Places(part, best.grid, key, best.key_grid) for part, key in zip(cells, keys, strict=True)], None
+
+
+def _added_tokens(step: Step) -> dict[int, Tensor]:
+    """Return the places of what a concatenation adds to features of the image, such as class tokens."""
+    axis = step.args[1] if len(step.args) > 1 else 0
+    fixed = [value for value in step.args[0] if step.of(value) is None]
+    return {id(value): off_grid_tokens(value.shape, axis, step.tokens) for value in fixed}
 
 
 def _join_alike(step: Step) -> Places | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vitclinic.anatomy.observation.places import Places, renumber
+from vitclinic.anatomy.observation.places import PADDING, Places, renumber
 from vitclinic.anatomy.sites import Arrangement, Layout, Size
 
 NO_GRID = Layout(spatial=False)
@@ -22,9 +23,15 @@ class Found:
 
 
 class Layouts:
-    """Layouts of the values of one pass: values that lie alike share one."""
+    """Layouts of the values of one pass: values that lie alike share one.
 
-    def __init__(self) -> None:
+    Args:
+        read: Numbers of the tokens off the grid that the head reads, class tokens, which come first of all.
+        known: False if that cannot be told; then the first token off the grid is taken for the class token.
+    """
+
+    def __init__(self, read: Sequence[int] = (), known: bool = False) -> None:
+        self._read, self._known = read, known
         self._shared: dict[tuple[object, ...], Layout] = {}
 
     def of(self, places: Places | None) -> Found:
@@ -39,23 +46,35 @@ class Layouts:
         batch, *positions, channel = axes
         tokens = cells.permute(axes).flatten(1, -2)[0, :, 0]
         on_grid = tokens >= 0
-        prefix = int((~on_grid).sum())
+        prefix, has_class = int((~on_grid).sum()), self.has_class(tokens)
         if not torch.equal(tokens[on_grid].sort().values, torch.arange(places.grid[0] * places.grid[1])):
             return Found(NO_GRID)
-        order = torch.cat((torch.arange(len(tokens))[~on_grid], tokens.clamp(min=-1).argsort()[prefix:]))
+        off_grid = self.in_order(tokens)[:prefix]
+        order = torch.cat((off_grid, tokens.clamp(min=-1).argsort()[prefix:]))
         in_order = bool((order == torch.arange(len(order))).all())
         if in_order and batch == 0:
             if tuple(cells.shape[axis] for axis in positions) == places.grid:
-                return Found(self._share(0, channel == 3, places.grid))
+                return Found(self._share(0, channel == 3, places.grid, True))
             if positions == [1]:
-                return Found(self._share(prefix, False, places.grid))
+                return Found(self._share(prefix, False, places.grid, has_class))
         arrangement = Arrangement(tuple(axes), None if in_order else order)
-        return Found(self._share(prefix, False, places.grid), arrangement)
+        return Found(self._share(prefix, False, places.grid, has_class), arrangement)
 
-    def _share(self, prefix: int, channels_last: bool, size: Size) -> Layout:
-        key = (prefix, channels_last, size)
+    def has_class(self, tokens: Tensor) -> bool:
+        """Return True if the first of the tokens off the grid is the class token, or may be it."""
+        return not self._known or any(bool((tokens == token).any()) for token in self._read)
+
+    def in_order(self, tokens: Tensor) -> Tensor:
+        """Return which token comes where: class tokens, others off the grid, and the rest in order."""
+        ranks = torch.where((tokens < 0) & (tokens != PADDING), len(self._read), len(self._read) + 1)
+        for rank, token in enumerate(self._read):
+            ranks = torch.where(tokens == token, rank, ranks)
+        return torch.argsort(ranks, stable=True)
+
+    def _share(self, prefix: int, channels_last: bool, size: Size, has_class: bool) -> Layout:
+        key = (prefix, channels_last, size, has_class)
         if key not in self._shared:
-            self._shared[key] = Layout(prefix=prefix, channels_last=channels_last, size=size)
+            self._shared[key] = Layout(prefix=prefix, channels_last=channels_last, size=size, has_class=has_class)
         return self._shared[key]
 
 

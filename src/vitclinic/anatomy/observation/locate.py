@@ -28,7 +28,7 @@ class Locator:
     def __init__(self, record: Trace, entrance: nn.Module, layouts: Layouts) -> None:
         self.record = record
         self._entrance = entrance
-        self._layouts = layouts
+        self.layouts = layouts
         self._calls = Counter(call.module for call in record.calls)
         self._uses = Counter(parent for value in record.values for parent in value.parents)
         self._shown: defaultdict[int, list[int]] = defaultdict(list)
@@ -115,7 +115,7 @@ class Locator:
 
     def _fields(self, index: int, call: Call) -> dict[str, Any]:
         value = self.record.values[index]
-        found = self._layouts.of(value.places)
+        found = self.layouts.of(value.places)
         fields: dict[str, Any] = {
             "layout": found.layout,
             "arrangement": found.arrangement,

@@ -19,7 +19,7 @@ from vitclinic.anatomy.observation.attention import find_attention
 from vitclinic.anatomy.observation.layouts import NO_GRID, Layouts
 from vitclinic.anatomy.observation.locate import Locator
 from vitclinic.anatomy.observation.naming import Draft, finish
-from vitclinic.anatomy.observation.places import MIXED, Places
+from vitclinic.anatomy.observation.places import MIXED, PADDING, Places
 from vitclinic.anatomy.observation.residuals import MOVES, Step, find_steps, origin
 from vitclinic.anatomy.observation.stretches import ACTIVATIONS, Stretch, weights_behind
 from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Call, Trace, Value, trace
@@ -29,6 +29,10 @@ from vitclinic.anatomy.wrappers import reason
 
 _LIGHT = MOVES | NORMS | ACTIVATIONS
 """Operations that may stand between a residual sum and the state that the next unit reads."""
+_SELECTIONS = frozenset(
+    ("select", "slice", "index", "index_select", "gather", "split", "split_with_sizes", "unbind", "narrow")
+)
+"""Operations that take some tokens out of many."""
 _LONG_STEM = 6
 """A stem with more convolutions than this is a network of its own, whose parts are units."""
 
@@ -72,7 +76,6 @@ class _Observer:
 
     def __init__(self, record: Trace, entrance: nn.Module) -> None:
         self.record = record
-        self.locator = Locator(record, entrance, Layouts())
         self.steps = [step for step in find_steps(record) if not _is_lost(record.values[step.total].places)]
         self.settled = {step.total: self._settle(step) for step in self.steps}
         outputs = [index for index in record.outputs if record.values[index].places is not None]
@@ -82,6 +85,23 @@ class _Observer:
         self.root = record.calls[0]
         entering = record.ends_of.get((self.root, "in"), [])
         self.image = next((value.index for value in entering if _has_cells(value)), 0)
+        self.locator = Locator(record, entrance, self._layouts(outputs))
+
+    def _layouts(self, outputs: list[int]) -> Layouts:
+        """Return the layouts of the pass, with the tokens off the grid that the head takes out of the last state."""
+        last = max(self.settled.values(), default=self.image)
+        read: dict[int, None] = {}
+        for value in self.record.values[last + 1 : self.output + 1]:
+            if not self.record.depends(self.output, value.index):
+                continue
+            chosen = value.op in _SELECTIONS and any(_has_cells(self.record.values[parent]) for parent in value.parents)
+            if value.places is not None and not _has_cells(value) and (chosen or value.index == self.output):
+                tokens = value.places.cells[value.places.cells > PADDING]
+                read |= dict.fromkeys(sorted(tokens.unique().tolist(), reverse=True))
+                if chosen and not len(tokens):
+                    return Layouts()  # a token that was made from the image
+        whole = any(_has_cells(self.record.values[index]) for index in outputs)
+        return Layouts(tuple(read), known=bool(read) or not whole)
 
     def drafts(self) -> list[Draft]:
         """Return the units in the order of their ends."""
@@ -99,7 +119,7 @@ class _Observer:
             yield "parts of the network run more than once for each image; the first run is read, and none is removed."
         plain = [unit.name for unit in units if unit.kind == "msa" and unit.attention is None]
         if plain:
-            yield f"no softmax over tokens, or several that differ, are the attention of {', '.join(plain)}: no map of it."
+            yield f"no softmax over tokens, or several that differ, make the attention of {', '.join(plain)}: no map."
         maps = {unit.name: unit.attention.seen for unit in units if unit.attention is not None}
         if mixed := [name for name, seen in maps.items() if seen is not None and seen.mixed_later]:
             yield f"the heads of {', '.join(mixed)} are mixed after the softmax; maps are those before."

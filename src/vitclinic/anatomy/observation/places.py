@@ -7,7 +7,7 @@ and grids are read off rather than guessed, in any layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +19,11 @@ Mixing = Literal["attention", "matrix", "conv", "pool", "context"]
 """`context` is one vector of all cells by softmax or by a product of features, which says nothing of any one cell."""
 Size = tuple[int, int]
 
-OFF_GRID, PADDING, MIXED = -1, -2, -3
-"""Instead of a cell: a number that comes from no image (a class token), from padding, or from several cells."""
+OFF_GRID, PADDING, MIXED = -1, 1 - 2**20, -(2**20)
+"""Instead of a cell: a number that comes from no image, from padding, or from several cells.
+
+The numbers from OFF_GRID down to PADDING tell tokens apart that come from no image, such as class tokens and registers.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +60,8 @@ class Step:
     """Returns the places of an argument; None if it does not depend on the image."""
     images: int
     """Number of images that pass."""
+    tokens: Iterator[int]
+    """Gives a new number to each token that comes from no image."""
 
     @property
     def tracked(self) -> list[Places]:
@@ -118,6 +123,13 @@ def merge(places: Places, axis: int) -> Places | None:
     cells = flat[:, 0].clone()
     cells[on_grid] = numbers
     return Places(cells.reshape(rows.shape[:-1]), grid)
+
+
+def off_grid_tokens(shape: torch.Size, axis: int, tokens: Iterator[int]) -> Tensor:
+    """Return the places of tokens along an axis that come from no image."""
+    numbers = torch.tensor([OFF_GRID - next(tokens) for _ in range(shape[axis])], dtype=torch.long)
+    aligned = [-1 if other == axis % len(shape) else 1 for other in range(len(shape))]
+    return numbers.view(aligned).expand(shape)
 
 
 def is_constant(cells: Tensor, axis: int) -> bool:

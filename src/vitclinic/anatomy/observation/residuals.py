@@ -1,8 +1,8 @@
 """Residual steps of a recorded forward pass: additions of a state and of what a branch makes of it.
 
 An addition is residual if one operand is computed from the other (total = skip + branch), or if both are computed from
-the same state and one of them only by linear layers (the projected skip of a ResNet). What lies between is a unit. Where
-the code adds by another function (`lerp`, `addcmul`, a difference), the branch is what changes the state.
+the same state and one of them only by linear layers (the projected skip of a ResNet). What lies between is a unit.
+Where the code adds by another function (`lerp`, `addcmul`, a difference), the branch is what changes the state.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ module's call.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -192,6 +193,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Every tensor seen, so that no address is used twice."""
         self._sharing: dict[int, list[Tensor]] = {}
         """Tensors by their storage."""
+        self._tokens = itertools.count()
 
     @contextmanager
     def watch(self, network: nn.Module) -> Iterator[None]:
@@ -240,7 +242,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         parents = tuple(dict.fromkeys(self.index(tensor) for tensor in _tensors((args, kwargs))))
         written = _written(func, args, kwargs)
-        step = Step(func.overloadpacket.__name__, func, args, kwargs, [], self._places, self.record.images)
+        name = func.overloadpacket.__name__
+        step = Step(name, func, args, kwargs, [], self._places, self.record.images, self._tokens)
         result = func(*args, **kwargs)
         step.outputs.extend(written or _tensors(result))
         places, mixing = follow(step)
