@@ -23,8 +23,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        weights = self.after((query @ key.mT).softmax(-1))
-        return self.out((weights @ value).transpose(1, 2).flatten(2))
+        self.applied = self.after((query @ key.mT).softmax(-1))
+        return self.out((self.applied @ value).transpose(1, 2).flatten(2))
 
 
 class QueriesFirst(Attention):
@@ -33,7 +33,61 @@ class QueriesFirst(Attention):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
         weights = torch.einsum("bqhd,bkhd->bqhk", query, key).softmax(-1)
+        self.applied = weights.transpose(1, 2)
         return self.out(torch.einsum("bqhk,bkhd->bqhd", weights, value).flatten(2))
+
+
+class KeysFirst(Attention):
+    """Attention whose map is [B, H, K, Q], as some code has it that works on columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 4, 1)
+        weights = (key.mT @ query).softmax(-2)
+        self.applied = weights.mT
+        return self.out((value @ weights).flatten(1, 2).mT)
+
+
+class HeadByHead(Attention):
+    """Attention with a softmax for each head; `cascade` gives each head what the one before it found as well."""
+
+    def __init__(self, cascade: float = 0.0) -> None:
+        super().__init__()
+        self.cascade = cascade
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        maps = []
+        for query, key, value in zip(*(part.chunk(HEADS, -1) for part in self.qkv(x).chunk(3, -1)), strict=True):
+            start = query + self.cascade * found[-1] if found and self.cascade else query
+            maps.append((start @ key.mT).softmax(-1))
+            found.append(maps[-1] @ value)
+        self.applied = torch.stack(maps, 1)
+        return self.out(torch.cat(found, -1))
+
+
+class InTurn(Attention):
+    """Two attentions one after the other, with nothing between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class OverQueries(Attention):
+    """Slots that compete for tokens: the softmax is over queries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(((query @ key.mT).softmax(-2) @ value).transpose(1, 2).flatten(2))
+
+
+class Rectified(Attention):
+    """Attention without a softmax whose rows sum to 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = (query @ key.mT).relu() + 1e-3
+        self.applied = scores / scores.sum(-1, keepdim=True)
+        return self.out((self.applied @ value).transpose(1, 2).flatten(2))
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -92,8 +146,35 @@ def kinds(anatomy: Anatomy) -> list[str]:
         lambda x, y: torch.add(x, other=y),
         lambda x, y: torch.add(input=x, other=y * 1.0),
         lambda x, y: y * 1.0 + x,
+        lambda x, y: x - y,
+        lambda x, y: x.clone().sub_(y),
+        lambda x, y: torch.add(x, y, alpha=0.5),
+        lambda x, y: torch.lerp(x, x + y, 0.5),
+        lambda x, y: torch.addcmul(x, y, torch.tensor(0.7)),
+        lambda x, y: torch.addcmul(input=x, tensor1=y, tensor2=torch.tensor(0.7)),
+        lambda x, y: x.clone().addcmul_(y, torch.full((WIDTH,), 0.7)),
+        lambda x, y: torch.stack((y, x)).sum(0),
+        lambda x, y: torch.stack([x, y], dim=-1).sum(dim=-1),
+        lambda x, y: torch.baddbmm(x, y, torch.eye(WIDTH).expand(len(x), -1, -1)),
     ],
-    ids=["+", "add_", "sum", "other=", "input=", "right"],
+    ids=[
+        "+",
+        "add_",
+        "sum",
+        "other=",
+        "input=",
+        "right",
+        "-",
+        "sub_",
+        "alpha",
+        "lerp",
+        "addcmul",
+        "named",
+        "addcmul_",
+        "stack",
+        "last",
+        "baddbmm",
+    ],
 )
 def test_a_removed_branch_is_as_if_its_last_layer_were_zero(join: Callable[..., Tensor], images: Tensor) -> None:
     network = Net(Block(join=join), Block(join=join)).eval()
@@ -114,14 +195,67 @@ def keep_largest(weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "attention",
-    [QueriesFirst(), Attention(keep_largest), Attention(lambda weights: weights + torch.eye(16))],
-    ids=["queries before heads", "changed after softmax", "identity added"],
+    [
+        Attention(),
+        QueriesFirst(),
+        KeysFirst(),
+        HeadByHead(),
+        HeadByHead(cascade=0.5),
+        Attention(keep_largest),
+        Attention(lambda weights: 0.3 * weights + 0.7 * torch.eye(16)),
+        Rectified(),
+    ],
+    ids=["plain", "queries first", "keys first", "by head", "cascade", "largest", "gated", "rectified"],
+)
+def test_the_map_is_what_the_values_are_multiplied_with(attention: Attention, images: Tensor) -> None:
+    network = Net(Block(attention)).eval()
+    units = Anatomy.of(network, images).of_kind("msa")
+    for grad in (False, True):
+        found = []
+        with record_attention(units, found.append, grad=grad):
+            output = network(images)
+        (seen,) = found
+        torch.testing.assert_close(seen.weights, attention.applied.detach())
+        assert seen.visible().all()
+    gradients = torch.autograd.grad(output.square().sum(), seen.source, retain_graph=True)
+    arranged = seen.arrange(gradients)
+    assert arranged.shape == seen.weights.shape
+    # Down a map's gradient the output falls, by the square of its length.
+    step = sum((g * g).sum() for g in gradients)
+    torch.testing.assert_close(arranged.square().sum(), step)
+    assert arranged.abs().amax((0, 2, 3)).min() > 0
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [Attention(lambda weights: weights + torch.eye(16)), InTurn(), OverQueries()],
+    ids=["identity added", "in turn", "over queries"],
 )
 def test_a_softmax_that_is_not_the_map_is_not_recorded(attention: nn.Module, images: Tensor) -> None:
     anatomy = Anatomy.of(Net(Block(attention)).eval(), images)
     (unit,) = anatomy.of_kind("msa")
     assert unit.attention is None
-    assert any("no map of it" in note for note in anatomy.notes)
+    assert any("no map." in note for note in anatomy.notes)
+
+
+def test_talking_heads_are_told_and_their_maps_are_those_before(images: Tensor) -> None:
+    class Talking(Attention):
+        def __init__(self) -> None:
+            super().__init__(self.talk)
+            self.mix = nn.Linear(HEADS, HEADS)
+
+        def talk(self, weights: Tensor) -> Tensor:
+            self.before = weights
+            return self.mix(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    attention = Talking()
+    network = Net(Block(attention)).eval()
+    anatomy = Anatomy.of(network, images)
+    found = []
+    with torch.no_grad(), record_attention(anatomy.of_kind("msa"), found.append):
+        network(images)
+    torch.testing.assert_close(found[0].weights, attention.before)
+    assert anatomy.notes == ("the heads of blocks.0.msa are mixed after the softmax; maps are those before.",)
 
 
 def test_weights_that_vanish_for_some_images_are_no_mask(images: Tensor) -> None:
@@ -195,3 +329,65 @@ def test_a_token_made_from_the_image_is_off_the_grid(images: Tensor) -> None:
     network = MeanToken(Block()).eval()
     (unit,) = Anatomy.of(network, images).of_kind("msa")
     assert unit.attention.keys.prefix == unit.output.layout.prefix == 1
+
+
+class Tokens(Net):
+    """A class token at any place among registers and patches; `read` is what the head takes."""
+
+    def __init__(self, before: int, behind: int, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(Block())
+        self.before, self.behind = (nn.Parameter(torch.randn(1, count, WIDTH)) for count in (before, behind))
+        self.read = read
+
+    def tokens(self, images: Tensor) -> Tensor:
+        x = super().tokens(images)
+        added = [part.expand(len(x), -1, -1) for part in (self.before, self.behind)]
+        return torch.cat((added[0], x, added[1]), 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.read(self.blocks[0](self.tokens(images))))
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "read", "place"),
+    [
+        (1, 0, lambda x: x[:, 0], 0),
+        (0, 1, lambda x: x[:, -1], 16),
+        (2, 1, lambda x: x[:, 1], 1),
+        (0, 3, lambda x: x.split((16, 1, 2), 1)[1].squeeze(1), 16),
+        (2, 0, lambda x: (x[:, 1] + x[:, 0]) / 2, 1),
+        (2, 0, lambda x: torch.cat((x[:, 1], x[:, 2:].mean(1)), -1).unflatten(-1, (2, -1)).mean(1), 1),
+        (3, 0, lambda x: x[:, 3:].mean(1), None),
+        (1, 2, lambda x: x.mean(1), None),
+    ],
+    ids=["first", "last", "second", "split", "two", "with the mean", "registers", "mean of all"],
+)
+def test_the_class_token_is_the_one_that_the_head_reads(
+    before: int, behind: int, read: Callable[[Tensor], Tensor], place: int | None, images: Tensor
+) -> None:
+    network = Tokens(before, behind, read).eval()
+    anatomy = Anatomy.of(network, images)
+    (unit,) = anatomy.of_kind("msa")
+    assert unit.output.layout.prefix == before + behind
+    assert unit.output.layout.has_class == unit.attention.keys.has_class == (place is not None)
+    maps = []
+    with torch.no_grad(), record_attention([unit], maps.append), taps({"state": unit.output}) as seen:
+        network(images)
+    assert maps[0].has_class == (place is not None)
+    on_grid = slice(before, before + 16)
+    applied = network.blocks[0].attn.applied
+    torch.testing.assert_close(
+        maps[0].weights[..., before + behind :],
+        applied[..., [*_others(place, before, behind), *range(25)[on_grid]], on_grid],
+    )
+    if place is not None:
+        torch.testing.assert_close(maps[0].weights[:, :, 0, 0], applied[:, :, place, place])
+        with torch.no_grad():
+            state = network.tokens(images) + network.blocks[0].attn(network.blocks[0].norm1(network.tokens(images)))
+        torch.testing.assert_close(seen["state"][:, 0], state[:, place])
+
+
+def _others(place: int | None, before: int, behind: int) -> list[int]:
+    """Return the tokens off the grid in order, the class token first."""
+    off = [*range(before), *range(before + 16, before + 16 + behind)]
+    return off if place is None else [place, *(token for token in off if token != place)]

@@ -10,6 +10,9 @@ cases:
    `need_weights=True`;
 3. any other attention ends in a softmax over its last axis, whose result is the map.
 
+A unit that was observed may also say that a matrix product applies the map, changed since its softmax (gated, or cut
+to the largest weights), or that several softmaxes compute its groups of heads, which are shown as one map.
+
 Heads of uniform attention, which need no softmax, come last in a map: an attention module with such heads gives their
 number in its attribute `uniform_heads`.
 
@@ -31,12 +34,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from vitclinic._core.errors import AnatomyError, NoAttentionMapError
 from vitclinic.anatomy.forward import Removable, eager, is_looking, is_recomputing, look
 from vitclinic.anatomy.maps import (
     ATTENTION,
     MHA_SIGNATURE,
+    PRODUCTS,
     AttentionMap,
     attention_scores,
     hidden_by,
@@ -113,6 +118,8 @@ class _Recorder(TorchFunctionMode):
         self._calls = 0
         self._attentions = 0
         self._maps_in_call = 0
+        self._groups: list[tuple[Tensor, Tensor]] = []
+        """Maps of this call so far, as computed and arranged, if groups of heads have a softmax each."""
         self._on = 0
 
     @contextmanager
@@ -155,6 +162,7 @@ class _Recorder(TorchFunctionMode):
             return
         self._attentions = 0
         self._maps_in_call = 0
+        self._groups = []
         self.called = True
         self._on += 1
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -173,10 +181,14 @@ class _Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in ATTENTION or is_looking():
+        by_product = self._seen is not None and self._seen.operand is not None
+        if func not in (PRODUCTS if by_product else ATTENTION) or is_looking():
             return func(*args, **kwargs)
         self._attentions += 1
-        if self._seen is not None and self._attentions != self._seen.number + 1:
+        if self._seen is not None and self._attentions - 1 not in self._seen.numbers:
+            return func(*args, **kwargs)
+        if by_product:
+            self._show_operand(args, kwargs)
             return func(*args, **kwargs)
         if self._grad and func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
@@ -218,22 +230,42 @@ class _Recorder(TorchFunctionMode):
             self._emit(weights, hidden)
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
-        elif is_over_last_axis(result, args, kwargs):
-            version = version_of(result)
-            self._emit(result if self._grad else result.detach(), _hidden(args[0]) if args else None)
-            if version_of(result) != version:
-                raise AnatomyError(
-                    f"the attention map of {self.unit.name} was modified, but the network still uses it; modify a copy "
-                    "instead (weights.clone())."
-                )
+        elif self._seen is not None or is_over_last_axis(result, args, kwargs):
+            self._show_own(result, _hidden(args[0]) if args else None)
+
+    def _show_operand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Show the map that a matrix product is about to apply."""
+        assert self._seen is not None
+        assert self._seen.operand is not None
+        operands = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        with look():
+            self._show_own(operands[self._seen.operand])
+
+    def _show_own(self, weights: Tensor, hidden: Tensor | None = None) -> None:
+        """Show a map that is the network's own tensor, to which nobody may write."""
+        version = version_of(weights)
+        self._emit(weights if self._grad else weights.detach(), hidden)
+        if version_of(weights) != version:
+            raise AnatomyError(
+                f"the attention map of {self.unit.name} was modified, but the network still uses it; modify a copy "
+                "instead (weights.clone())."
+            )
 
     def _emit(self, weights: Tensor, hidden: Tensor | None = None) -> None:
         if self._grid is None:
             raise AnatomyError(f"{self.unit.name} ran before its grid was known: its family does not fit the network.")
-        source = weights if self._grad else None
-        weights = weights.detach()
+        computed, weights = weights, weights.detach()
+        source: Tensor | tuple[Tensor, ...] | None = computed if self._grad else None
         if self._seen is not None:
             weights, hidden = self._seen.arrange(weights), None
+            if len(self._seen.numbers) > 1:
+                # A copy: the network may write to this map before the last group is there.
+                self._groups.append((computed, weights.clone()))
+                if len(self._groups) < len(self._seen.numbers):
+                    return
+                source = None if source is None else tuple(group for group, _ in self._groups)
+                weights = torch.cat([arranged for _, arranged in self._groups], dim=1)
+                self._groups = []
         self._maps_in_call += 1
         if self._maps_in_call > 1 or weights.ndim != 4:
             raise NoAttentionMapError(

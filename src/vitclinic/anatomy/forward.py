@@ -3,6 +3,9 @@
 A network runs in eval mode, uncompiled, or twice differentiable. A residual addition is often written between modules,
 `x = x + self.gamma * self.attn(x)`, where no hook sees it. A torch function mode does, while the module that adds is
 running; the addition is the n-th inside its call. All readers of one module share one mode.
+
+Some code adds by other functions: `x - y`, `x.lerp(y, w)`, `torch.addcmul(x, gate, y)`, `torch.stack((x, y)).sum(0)`.
+There the branch is no operand; it is the change, the result minus the state.
 """
 
 from __future__ import annotations
@@ -87,12 +90,16 @@ def double_differentiable() -> Iterator[None]:
         yield
 
 
-Operand = Literal["left", "right", "sum"]
+Operand = Literal["left", "right", "sum", "change"]
 Act = Callable[[Tensor], Tensor | None]
 
-ADDITIONS = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
+_ADDING = frozenset((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__))
+_CHANGING = ("sub", "subtract", "lerp", "addcmul", "addcdiv", "addmm", "baddbmm")
+_REDUCING = frozenset((torch.sum, Tensor.sum, torch.mean, Tensor.mean))
+ADDITIONS = _ADDING | _REDUCING | {getattr(torch, name) for name in _CHANGING}
+ADDITIONS |= {getattr(Tensor, name + end) for name in _CHANGING for end in ("", "_")}
 """Functions that add, as a function mode sees them."""
-_IN_PLACE = frozenset((Tensor.add_, Tensor.__iadd__))
+_IN_PLACE = {Tensor.add_, Tensor.__iadd__} | {getattr(Tensor, f"{name}_") for name in _CHANGING}
 
 
 class Removable(Protocol):
@@ -102,7 +109,14 @@ class Removable(Protocol):
 
 
 def watch_addition(
-    module: nn.Module, call: int, number: int, of: int | None, operand: Operand, within: nn.Module | None, act: Act
+    module: nn.Module,
+    call: int,
+    number: int,
+    of: int | None,
+    operand: Operand,
+    within: nn.Module | None,
+    act: Act,
+    state: int = 0,
 ) -> Removable:
     """Call `act` with an operand or the result of an addition; if it returns a tensor, that replaces it.
 
@@ -111,16 +125,17 @@ def watch_addition(
         call: Which call of the module in one call of `within`, from 0; ignored without `within`.
         number: Which addition inside the call, from 0.
         of: How many additions the call has; another number is an error, since the n-th is then another one.
-        operand: `left` or `right`, or `sum` for the result.
+        operand: `left` or `right`, `sum` for the result, or `change` for the result minus the state.
         within: The network, if it calls the module several times.
         act: The function to call.
+        state: Which operand is the state, of a function that only changes it; of a stack, which entry.
 
     Returns:
         A handle; removing it stops it.
     """
     if module not in _modes:
         _modes[module] = _Additions(module)
-    return _Watch(_modes[module], call, number, of, operand, within, act)
+    return _Watch(_modes[module], call, number, of, operand, within, act, state)
 
 
 class _Watch:
@@ -135,8 +150,10 @@ class _Watch:
         operand: Operand,
         within: nn.Module | None,
         act: Act,
+        state: int,
     ) -> None:
         self.call, self.number, self.of, self.operand, self.act = call, number, of, operand, act
+        self.state = state
         self.counted = within is not None
         self.calls = 0
         self._restart = within.register_forward_pre_hook(self._begin) if within is not None else None
@@ -214,6 +231,8 @@ class _Additions(TorchFunctionMode):
         due = [watch for watch in self._watches if watch.is_due(number)]
         if not due:
             return func(*args, **kwargs)
+        if func not in _ADDING or any(watch.operand == "change" for watch in due):
+            return _change(func, args, kwargs, due)
         named = [kwargs.pop(name) for name in ("input", "other") if name in kwargs]
         operands = [*args, *named]
         for watch in due:
@@ -221,11 +240,41 @@ class _Additions(TorchFunctionMode):
             if place is not None and (replaced := watch.act(operands[place])) is not None:
                 written = place == 0 and func in _IN_PLACE  # the caller may go on with the tensor, not with the result
                 operands[place] = operands[place].copy_(replaced) if written else replaced
-        result = func(*operands, **kwargs)
-        for watch in due:
-            if watch.operand == "sum" and (replaced := watch.act(result)) is not None:
-                result = result.copy_(replaced) if func in _IN_PLACE else replaced
-        return result
+        return _end(func, func(*operands, **kwargs), due)
+
+
+def _end(func: Any, result: Tensor, due: list[_Watch]) -> Tensor:
+    """Show the result of an addition, and return what replaces it."""
+    for watch in due:
+        if watch.operand == "sum" and (replaced := watch.act(result)) is not None:
+            result = result.copy_(replaced) if func in _IN_PLACE else replaced
+    return result
+
+
+def _change(func: Any, args: Any, kwargs: dict[str, Any], due: list[_Watch]) -> Tensor:
+    """Call a function that changes a state, and show state and change to their readers."""
+    states = {watch.state: _state(func, args, kwargs, watch.state) for watch in due}
+    for watch in due:
+        if watch.operand == "left":
+            watch.act(states[watch.state])
+    if func in _IN_PLACE:
+        states = {place: state.clone() for place, state in states.items()}
+    result: Tensor = func(*args, **kwargs)
+    for watch in due:
+        if watch.operand == "change":
+            state = states[watch.state].reshape(result.shape)
+            if (replaced := watch.act(result - state)) is not None:
+                result = result.copy_(state + replaced) if func in _IN_PLACE else state + replaced
+    return _end(func, result, due)
+
+
+def _state(func: Any, args: Any, kwargs: dict[str, Any], place: int) -> Tensor:
+    """Return the operand, or the entry of a stack, that a function changes."""
+    first: Tensor = args[0] if args else kwargs["input"]
+    if func in _REDUCING:
+        axis: Any = args[1] if len(args) > 1 else kwargs["dim"]
+        return first.select(axis if isinstance(axis, int) else axis[0], place)
+    return first if place == 0 else args[1] if len(args) > 1 else kwargs["end"]  # of `lerp`
 
 
 _modes: dict[nn.Module, _Additions] = {}

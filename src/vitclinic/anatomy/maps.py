@@ -80,6 +80,8 @@ class Windows:
 SOFTMAX = frozenset((F.softmax, torch.softmax, Tensor.softmax))
 ATTENTION = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 """Functions that compute an attention map, as a function mode sees them."""
+PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum))
+"""Functions that multiply a map by the values."""
 MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -143,7 +145,7 @@ class SeenMap:
     """One attention map of a recorded pass: where to find it in later passes, and how its axes lie.
 
     Args:
-        number: Which attention it is inside a call of its module, from 0.
+        numbers: Which attention it is inside a call of its module, from 0; several of them are groups of heads.
         within: The network, if it calls the module several times.
         call: Which of these calls is meant, from 0.
         splits: Lengths into which each axis before Q and K falls; -1 is that of images.
@@ -155,9 +157,12 @@ class SeenMap:
         orders: Which query and which key comes where, with those off the grid first; None if they are in order.
         grids: Size of the grid of queries and of keys.
         visible: Which keys each query may attend to, bool [W, Q, K]; None if all.
+        tail: The axes of queries and keys, from the end.
+        operand: None for what a softmax returns; else `numbers` count matrix products, and the map is this operand.
+        mixed_later: True if the network mixes the heads of the map before it is applied, as talking heads do.
     """
 
-    number: int
+    numbers: tuple[int, ...]
     within: nn.Module | None
     call: int
     splits: tuple[tuple[int, ...], ...]
@@ -169,10 +174,13 @@ class SeenMap:
     orders: tuple[Tensor | None, Tensor | None]
     grids: tuple[Size, Size]
     visible: Tensor | None
+    tail: tuple[int, int] = (-2, -1)
+    operand: int | None = None
+    mixed_later: bool = False
 
     def arrange(self, weights: Tensor) -> Tensor:
-        """Return a map of this attention as [B * W, H, Q, K]."""
-        arranged = arrange_map(weights, self.splits, self.axes, self.windows)
+        """Return a map of this attention, of one group of heads if there are several, as [B * W, H, Q, K]."""
+        arranged = arrange_map(weights.movedim(self.tail, (-2, -1)), self.splits, self.axes, self.windows)
         for axis, order in zip((-2, -1), self.orders, strict=True):
             if order is not None:
                 arranged = arranged.index_select(axis, order.to(arranged.device))
@@ -203,7 +211,8 @@ class AttentionMap:
     The first `prefix` keys (and queries, unless the only query is the class token) are off the grid. `hidden` is True
     where an explicit mask of minus infinity keeps a query from a key, [Q, K]; it is the same for all images and heads
     (read from the first) and None if there is no such mask. The masks of shifted windows are not part of it. `source`
-    is the tensor of the autograd graph that the weights come from, if they were recorded with `grad=True`.
+    is the tensor of the autograd graph that the weights come from, if they were recorded with `grad=True`; it is a
+    tuple if several softmaxes compute groups of heads.
     """
 
     unit: Unit
@@ -212,12 +221,12 @@ class AttentionMap:
     grid: Size
     windows: Windows | None
     hidden: Tensor | None = None
-    source: Tensor | None = None
+    source: Tensor | tuple[Tensor, ...] | None = None
 
-    def arrange(self, gradient: Tensor) -> Tensor:
-        """Return a gradient with respect to `source` in the shape of the weights; uniform heads have none."""
-        if self.seen is not None:
-            gradient = self.seen.arrange(gradient)
+    def arrange(self, gradients: Tensor | Sequence[Tensor]) -> Tensor:
+        """Return gradients with respect to `source` in the shape of the weights; uniform heads have none."""
+        parts = [gradients] if isinstance(gradients, Tensor) else gradients
+        gradient = torch.cat([part if self.seen is None else self.seen.arrange(part) for part in parts], dim=1)
         return F.pad(gradient, (0, 0, 0, 0, 0, self.weights.shape[1] - gradient.shape[1]))
 
     @property
@@ -238,7 +247,7 @@ class AttentionMap:
     @property
     def has_class(self) -> bool:
         """True if the first query is the class token."""
-        return self.prefix > 0 and self.unit.attention is not None and self.unit.attention.keys.has_class
+        return self.prefix_queries > 0 and self.unit.attention is not None and self.unit.attention.keys.has_class
 
     def by_image(self) -> Tensor:
         """Return the weights as [B, windows, H, Q, K]."""

@@ -76,9 +76,9 @@ class Site:
 
     Args:
         module: The module.
-        end: `in` or `out`; `left`, `right` or `sum` of an addition.
+        end: `in` or `out`; `left`, `right`, `sum` or `change` (sum minus state) of an addition.
         layout: The layout of the features.
-        item: The index of the value among several inputs or outputs.
+        item: The index of the value among several inputs or outputs, or of the state that an addition changes.
         first: Keep only this many tokens.
         within: The block or network, if it calls the module several times (a shared dropout or ReLU).
         call: Which of these calls is meant, from 0.
@@ -147,7 +147,7 @@ def watch(site: Site, act: Callable[[Any], Tensor | None]) -> Sequence[Removable
     watcher = _Watcher(site, act)
     if site.end != "in" and site.end != "out":
         place = (site.call, site.addition, site.additions)
-        return [watch_addition(site.module, *place, site.end, site.within, watcher.visit)]
+        return [watch_addition(site.module, *place, site.end, site.within, watcher.visit, site.item)]
     handles = [] if site.within is None else [site.within.register_forward_pre_hook(watcher.restart)]
     if site.end == "in":
         # First of all hooks: what the module is called with, not what another hook (a treatment's) makes of it.

@@ -108,7 +108,7 @@ def _count_heads(spec: AttentionSpec) -> int | None:
     """Return the number of heads: as the recorded pass showed it, else as the module says; uniform heads included."""
     if spec.seen is not None:
         lengths = (length for split in spec.seen.splits for length in split if length > 0)
-        heads: int | None = math.prod(lengths) // spec.seen.windows
+        heads: int | None = len(spec.seen.numbers) * math.prod(lengths) // spec.seen.windows
     else:
         stated = (getattr(spec.module, name, None) for name in _HEADS)
         heads = next((count for count in stated if isinstance(count, int)), None)

@@ -49,7 +49,7 @@ class Removal(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """A module that computes one softmax over keys per call, and the layout of the keys.
+    """A module that computes an attention map over keys per call, and the layout of the keys.
 
     Args:
         module: The attention module.
@@ -62,6 +62,11 @@ class AttentionSpec:
     keys: Layout
     windows: Callable[[Size], Windows] | None = None
     seen: SeenMap | None = None
+
+    @property
+    def is_windowed(self) -> bool:
+        """True if queries see the keys of their window only, and not those of the whole grid."""
+        return self.windows is not None if self.seen is None else self.seen.windows > 1
 
 
 @dataclass(frozen=True, eq=False)

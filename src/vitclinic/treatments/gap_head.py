@@ -33,7 +33,7 @@ class GapHead(Treatment):
             return _pool_in_timm(network)
         anatomy = examine(self, network, spec)
         (head,) = anatomy.of_kind("head")
-        prefix = head.input.layout.prefix if head.input.layout.has_class else 0
+        prefix = head.input.layout.prefix
         if not prefix:
             raise missing(self, network, "this one has no class token")
         place = _last_state(head, network, spec)

@@ -106,7 +106,7 @@ def check_tokens(treatment: Treatment, network: nn.Module, inside: Sequence[Unit
         run_once(network, spec)
     shapes = {tuple(activation.shape) for activation in seen.values()}
     mixing = [unit.name for unit in inside if unit.kind not in ("msa", "mlp")]
-    windowed = [unit.name for unit in inside if unit.attention is not None and unit.attention.windows is not None]
+    windowed = [unit.name for unit in inside if unit.attention is not None and unit.attention.is_windowed]
     if len(shapes) != 1 or any(len(shape) != 3 for shape in shapes) or mixing or windowed:
         fixed = (mixing or windowed)[:1]
         raise missing(treatment, network, *(f"{name} mixes a fixed number of tokens" for name in fixed))
@@ -198,7 +198,8 @@ class Attention:
 def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec) -> list[Attention]:
     """Return the attentions of a network that compute one map over tokens a call, by functions that can be replaced.
 
-    Attention without such a map (an outlooker's) is left out where there is other attention.
+    Attention without such a map (an outlooker's), or whose map is changed after the softmax or computed in groups of
+    heads, is left out where there is other attention.
 
     Raises:
         TreatmentError: There is none, or one of them computes its map in another way.
@@ -208,7 +209,9 @@ def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec) -> 
         if (module := _attention_module(anatomy, unit)) is not None:
             found.setdefault(module, Attention(unit, module))
     if not found:
-        raise missing(treatment, anatomy.network)
+        mapped = next((unit.name for unit in anatomy.of_kind("msa") if unit.attention is not None), None)
+        reason = "" if mapped is None else f"that of {mapped} is changed after its softmax, or has several softmaxes"
+        raise missing(treatment, anatomy.network, reason)
     with ExitStack() as stack:
         for attention in found.values():
             if not is_edited(attention.module):
@@ -227,12 +230,17 @@ def _attention_module(anatomy: Anatomy, unit: Unit) -> nn.Module | None:
     If several units have their maps in one module, as when a network calls one attention repeatedly, it is the unit's
     own module.
     """
-    if unit.attention is None:
+    if unit.attention is None or not _is_one_softmax(unit.attention.seen):
         inside = [] if unit.module is None else own_modules(unit.module)
         return next((module for module in inside if is_edited(module)), None)
     module = unit.attention.module
     shared = [other for other in anatomy.of_kind("msa") if other.attention and other.attention.module is module]
     return module if len(shared) == 1 or unit.module is None else unit.module
+
+
+def _is_one_softmax(seen: SeenMap | None) -> bool:
+    """Return True if a map is what one softmax returns, applied as it is."""
+    return seen is None or (len(seen.numbers) == 1 and seen.operand is None and not seen.mixed_later)
 
 
 def _obstacle(attention: Attention) -> str | None:
@@ -251,6 +259,8 @@ def _is_plain(seen: SeenMap, heads: int) -> bool:
     """Return True for a map [B * W, H, Q, K], or [B * H, Q, K] without windows."""
     images = (-1,) if seen.windows == 1 else (-1, seen.windows)
     one_axis = (-1,) if heads == 1 else (-1, heads)
+    if seen.tail != (-2, -1):
+        return False
     return seen.splits == (images, (heads,)) or (seen.windows == 1 and seen.splits == (one_axis,))
 
 

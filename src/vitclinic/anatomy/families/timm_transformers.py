@@ -42,7 +42,8 @@ def vit_units(network: Any) -> list[Unit]:
     """Return stem, position (if learned), and an MSA and an MLP per block."""
     # Channels last with `dynamic_img_size`, tokens otherwise; the grid is what the patch projection gives.
     patches = Layout(channels_last=True, grid_at=out_of(network.patch_embed.proj))
-    has_class = network.cls_token is not None  # some have registers and no class token
+    # Some have registers and no class token, or one that the head does not read.
+    has_class = network.cls_token is not None and network.global_pool in ("token", "")
     own = Layout(prefix=network.num_prefix_tokens, grid_at=patches.grid_at, has_class=has_class)
     tokens = replace(own, prefix=count_prefix(network, own.prefix))
     walk = [stem(network.patch_embed, network, out_of(network.patch_embed, patches))]
@@ -54,7 +55,7 @@ def vit_units(network: Any) -> list[Unit]:
         if is_extra(block):
             walk += extra_step(name, 0, block, tokens)
             continue
-        if kind not in _POST_NORM:
+        if kind not in _POST_NORM or type(block.attn).__name__ == "DiffAttention":  # two softmaxes
             raise unknown_block(name, block)
         attention = softmax_attention(block.attn, tokens)
         walk += transformer_block(name, 0, block, tokens, attention=attention, post_norm=_POST_NORM[kind])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic.anatomy.observation.attention import find_attention
-from vitclinic.anatomy.observation.locate import NO_GRID, Draft, Layouts, Locator, finish
+from vitclinic.anatomy.observation.locate import NO_GRID, Draft, Locator, find_layouts, finish, has_cells
 from vitclinic.anatomy.observation.places import MIXED, Places
 from vitclinic.anatomy.observation.residuals import (
     ACTIVATIONS,
@@ -76,7 +76,6 @@ class _Observer:
 
     def __init__(self, record: Trace, entrance: nn.Module) -> None:
         self.record = record
-        self.locator = Locator(record, entrance, Layouts())
         steps = [step for step in find_steps(record) if not _is_lost(record.values[step.total].places)]
         self.steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
         self.settled = {step.total: self._settle(step) for step in self.steps}
@@ -86,7 +85,9 @@ class _Observer:
         self.output = next((index for index in outputs if len(record.values[index].shape) == 2), outputs[0])
         self.root = record.calls[0]
         entering = record.ends_of.get((self.root, "in"), [])
-        self.image = next((value.index for value in entering if _has_cells(value)), 0)
+        self.image = next((value.index for value in entering if has_cells(value)), 0)
+        last = max(self.settled.values(), default=self.image)
+        self.locator = Locator(record, entrance, find_layouts(record, last, self.output, outputs))
 
     def drafts(self) -> list[Draft]:
         """Return the units in the order of their ends."""
@@ -102,14 +103,14 @@ class _Observer:
             yield f"the network runs {runs} times for each batch of images; only the first run is read."
         elif any(step.again for step in self.steps):
             yield "parts of the network run more than once for each image; the first run is read, and none is removed."
-        plain = [unit.name for unit in units if unit.kind == "msa" and unit.attention is None]
-        if plain:
-            yield f"no single softmax over tokens is the attention of {', '.join(plain)}, so there is no map of it."
-        bare = [unit.name for unit in units if unit.kind in ("msa", "mlp", "token_mlp") and unit.residual is None]
-        if bare:
+        if plain := [unit.name for unit in units if unit.kind == "msa" and unit.attention is None]:
+            yield f"no softmax over tokens, or several that differ, make the attention of {', '.join(plain)}: no map."
+        maps = {unit.name: unit.attention.seen for unit in units if unit.attention is not None}
+        if mixed := [name for name, seen in maps.items() if seen is not None and seen.mixed_later]:
+            yield f"the heads of {', '.join(mixed)} are mixed after the softmax; maps are those before."
+        if bare := [unit.name for unit in units if unit.kind in ("msa", "mlp", "token_mlp") and unit.residual is None]:
             yield f"no residual addition was seen at {', '.join(bare)}; what follows there may be missed."
-        lost = [unit.name for unit in units[:-1] if not unit.output.layout.spatial]
-        if lost:
+        if lost := [unit.name for unit in units[:-1] if not unit.output.layout.spatial]:
             yield f"the outputs of {', '.join(lost)} are not features on a grid."
 
     def _settle(self, step: Step) -> int:
@@ -142,7 +143,11 @@ class _Observer:
         owner, end = self.record.values[step.total].call, self.settled[step.total]
         stretch = Stretch(self.record, step.source, step.branch, owner)
         before, after = self.locator.read(self._enter(step), [owner]), self.locator.read(end, [owner])
-        skip, branch = self.locator.read_operand(step.skip, step.total), self.locator.replace(step.branch, step.total)
+        if step.state is None:
+            skip = self.locator.read_operand(step.skip, step.total)
+            branch = self.locator.replace(step.branch, step.total)
+        else:
+            skip, branch = self.locator.read_change(step.skip, step.total, step.state)
         total = self.locator.read_exactly(step.total, [owner])
         if before is None or after is None:
             return None
@@ -228,7 +233,7 @@ class _Observer:
         grid = _grid(self.record.values[stretch.last])
         end = None
         for value in stretch.values:
-            if _grid(value) != grid or not _has_cells(value):
+            if _grid(value) != grid or not has_cells(value):
                 continue
             if end is not None and (value.op == "cat" or self._is_position(value)):
                 break
@@ -239,7 +244,7 @@ class _Observer:
     def _is_position(self, value: Value) -> bool:
         """Return True for a sum of a state and of numbers that differ by cell and do not depend on the image."""
         fixed = [self.record.values[parent] for parent in value.parents if self.record.values[parent].places is None]
-        if value.op != "add" or len(fixed) != 1 or value.places is None or not _has_cells(value):
+        if value.op != "add" or len(fixed) != 1 or value.places is None or not has_cells(value):
             return False
         height, width = value.places.grid
         cells = torch.where(value.places.cells >= 0, value.places.cells % (height * width), value.places.cells)
@@ -254,7 +259,7 @@ class _Observer:
             return
         end = found[-1].index
         for value in stretch.values:
-            if value.op == "cat" and end in value.parents and _has_cells(value):
+            if value.op == "cat" and end in value.parents and has_cells(value):
                 end = value.index
         before, after = self.locator.read(stretch.first), self.locator.read(end)
         if before is None or after is None:
@@ -269,7 +274,7 @@ class _Observer:
     def _chain(self, first: int, last: int, from_image: bool = False) -> Iterator[Draft]:
         """Yield one unit per convolution or attention of a stretch; from the image on, the first is the stem."""
         stretch = Stretch(self.record, first, last, self.root)
-        mixers = [value for value in stretch.mixers if _has_cells(value)]
+        mixers = [value for value in stretch.mixers if has_cells(value)]
         groups = dict.fromkeys(group for value in mixers if (group := self._group(value, mixers, stretch)))
         for number, (call, begin, end) in enumerate(groups):
             part = Stretch(self.record, begin, end, call if call.parent is None else call.parent)
@@ -293,7 +298,7 @@ class _Observer:
         ]
         for call in reversed(wide):
             inputs, outputs = (self.record.ends_of.get((call, end), []) for end in ("in", "out"))
-            if inputs and outputs and _has_cells(outputs[0]):
+            if inputs and outputs and has_cells(outputs[0]):
                 return call, inputs[0].index, self._follow(outputs[0].index, others)
         return None
 
@@ -304,7 +309,7 @@ class _Observer:
                 break
             if state in value.parents and value.places is not None:
                 light = value.op in NORMS or value.op in ACTIVATIONS or value.mixing == "pool"
-                if not light or self.locator.read(value.index) is None or not _has_cells(value):
+                if not light or self.locator.read(value.index) is None or not has_cells(value):
                     break
                 state = value.index
         return state
@@ -329,10 +334,6 @@ def _is_lost(places: Places | None) -> bool:
 def _is_of_stem(value: Value) -> bool:
     """Return True inside a module that says it is a stem (`is_stem`): it is one unit, whatever its layers."""
     return any(getattr(call.module, "is_stem", False) for call in value.call.chain())
-
-
-def _has_cells(value: Value) -> bool:
-    return value.places is not None and bool((value.places.cells >= 0).any())
 
 
 def _grid(value: Value) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from vitclinic.anatomy.observation.places import (
     merge,
     multiply,
     multiply_linear,
+    off_grid_tokens,
     pool,
     resize,
 )
@@ -64,7 +65,9 @@ def _keep(step: Step) -> Outcome:
     for other in found:
         if other is not best and other.keys is None and best.keys is None:
             combined = _combine(cells, other.cells.expand(shape))
-            if step.name in ("add", "add_") and bool(((combined == MIXED) & (cells >= 0)).any()):
+            if step.name.removesuffix("_") in ("add", "sub", "lerp", "addcmul") and bool(
+                ((combined == MIXED) & (cells >= 0)).any()
+            ):
                 # A sum with features of a coarser grid, or of other windows: the finer state goes on.
                 finer = max((best, other), key=lambda places: len(torch.unique(places.cells)))
                 best, combined = finer, finer.cells.expand(shape)
@@ -115,6 +118,7 @@ def _move(step: Step) -> Outcome:
     if len({places.grid for places in step.tracked if bool((places.cells >= 0).any())}) > 1:
         return lose(step)  # cells of two grids side by side
     keyed = any(places.keys is not None for places in step.tracked)
+    added = _added_tokens(step) if step.name == "cat" else {}
 
     def moved(keys: bool) -> list[Tensor]:
         def stand_in(value: Any) -> Any:
@@ -123,7 +127,7 @@ def _move(step: Step) -> Outcome:
             places = step.of(value)
             if places is not None:
                 return places.keys if keys and places.keys is not None else places.cells
-            return full(value.shape, OFF_GRID)
+            return added[id(value)] if id(value) in added else full(value.shape, OFF_GRID)
 
         args = pytree.tree_map(stand_in, list(step.args))
         kwargs = {key: stand_in(value) for key, value in step.kwargs.items()}
@@ -136,10 +140,17 @@ def _move(step: Step) -> Outcome:
     return [Places(part, best.grid, key, best.key_grid) for part, key in zip(cells, keys, strict=True)], None
 
 
+def _added_tokens(step: Step) -> dict[int, Tensor]:
+    """Return the places of what a concatenation adds to features of the image, such as class tokens."""
+    axis = step.args[1] if len(step.args) > 1 else 0
+    fixed = [value for value in step.args[0] if step.of(value) is None]
+    return {id(value): off_grid_tokens(value.shape, axis, step.tokens) for value in fixed}
+
+
 def _join_alike(step: Step) -> Places | None:
     """Return the places of tensors that are joined along an axis on which all have the same cells, as channels have."""
     axis = step.args[1] if len(step.args) > 1 else 0
-    parts = [step.of(value) for value in step.args[0]]
+    parts = [step.of(value) for value in step.args[0] if value.shape[axis]]  # some code cuts off no token at all
     first = parts[0]
     if first is None or first.keys is not None:
         return None

@@ -7,7 +7,7 @@ module's end or at an addition. Names, blocks and stages of units follow from th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic.anatomy.forward import Operand
-from vitclinic.anatomy.observation.places import Places, renumber
+from vitclinic.anatomy.observation.places import PADDING, Places, renumber
 from vitclinic.anatomy.observation.residuals import origin
 from vitclinic.anatomy.observation.trace import Call, End, Trace, Value
 from vitclinic.anatomy.sites import Arrangement, Layout, Site, Size
 from vitclinic.anatomy.units import Kind, Unit
 
 NO_GRID = Layout(spatial=False)
+_SELECTIONS = frozenset(
+    ("select", "slice", "index", "index_select", "gather", "split", "split_with_sizes", "unbind", "narrow")
+)
+"""Operations that take some tokens out of many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +37,15 @@ class Found:
 
 
 class Layouts:
-    """Layouts of the values of one pass: values that lie alike share one."""
+    """Layouts of the values of one pass: values that lie alike share one.
 
-    def __init__(self) -> None:
+    Args:
+        read: Numbers of the tokens off the grid that the head reads, class tokens, which come first of all.
+        known: False if that cannot be told; then the first token off the grid is taken for the class token.
+    """
+
+    def __init__(self, read: Sequence[int] = (), known: bool = False) -> None:
+        self._read, self._known = read, known
         self._shared: dict[tuple[object, ...], Layout] = {}
 
     def of(self, places: Places | None) -> Found:
@@ -50,23 +60,35 @@ class Layouts:
         batch, *positions, channel = axes
         tokens = cells.permute(axes).flatten(1, -2)[0, :, 0]
         on_grid = tokens >= 0
-        prefix = int((~on_grid).sum())
+        prefix, has_class = int((~on_grid).sum()), self.has_class(tokens)
         if not torch.equal(tokens[on_grid].sort().values, torch.arange(places.grid[0] * places.grid[1])):
             return Found(NO_GRID)
-        order = torch.cat((torch.arange(len(tokens))[~on_grid], tokens.clamp(min=-1).argsort()[prefix:]))
+        off_grid = self.in_order(tokens)[:prefix]
+        order = torch.cat((off_grid, tokens.clamp(min=-1).argsort()[prefix:]))
         in_order = bool((order == torch.arange(len(order))).all())
         if in_order and batch == 0:
             if tuple(cells.shape[axis] for axis in positions) == places.grid:
-                return Found(self._share(0, channel == 3, places.grid))
+                return Found(self._share(0, channel == 3, places.grid, True))
             if positions == [1]:
-                return Found(self._share(prefix, False, places.grid))
+                return Found(self._share(prefix, False, places.grid, has_class))
         arrangement = Arrangement(tuple(axes), None if in_order else order)
-        return Found(self._share(prefix, False, places.grid), arrangement)
+        return Found(self._share(prefix, False, places.grid, has_class), arrangement)
 
-    def _share(self, prefix: int, channels_last: bool, size: Size) -> Layout:
-        key = (prefix, channels_last, size)
+    def has_class(self, tokens: Tensor) -> bool:
+        """Return True if the first of the tokens off the grid is the class token, or may be it."""
+        return not self._known or any(bool((tokens == token).any()) for token in self._read)
+
+    def in_order(self, tokens: Tensor) -> Tensor:
+        """Return which token comes where: class tokens, others off the grid, and the rest in order."""
+        ranks = torch.where((tokens < 0) & (tokens != PADDING), len(self._read), len(self._read) + 1)
+        for rank, token in enumerate(self._read):
+            ranks = torch.where(tokens == token, rank, ranks)
+        return torch.argsort(ranks, stable=True)
+
+    def _share(self, prefix: int, channels_last: bool, size: Size, has_class: bool) -> Layout:
+        key = (prefix, channels_last, size, has_class)
         if key not in self._shared:
-            self._shared[key] = Layout(prefix=prefix, channels_last=channels_last, size=size)
+            self._shared[key] = Layout(prefix=prefix, channels_last=channels_last, size=size, has_class=has_class)
         return self._shared[key]
 
 
@@ -97,6 +119,27 @@ def _axes(cells: Tensor, grid: Size) -> list[int] | None:
     return [batch[0], *(axis for axis in range(cells.ndim) if axis not in (batch[0], channel)), channel]
 
 
+def find_layouts(record: Trace, last: int, output: int, outputs: Iterable[int]) -> Layouts:
+    """Return the layouts of a pass, with the tokens off the grid that the head takes out of the last state."""
+    read: dict[int, None] = {}
+    for value in record.values[last + 1 : output + 1]:
+        if not record.depends(output, value.index):
+            continue
+        chosen = value.op in _SELECTIONS and any(has_cells(record.values[parent]) for parent in value.parents)
+        if value.places is not None and not has_cells(value) and (chosen or value.index == output):
+            tokens = value.places.cells[value.places.cells > PADDING]
+            read |= dict.fromkeys(sorted(torch.unique(tokens).tolist(), reverse=True))
+            if chosen and not len(tokens):
+                return Layouts()  # a token that was made from the image
+    whole = any(has_cells(record.values[index]) for index in outputs)
+    return Layouts(tuple(read), known=bool(read) or not whole)
+
+
+def has_cells(value: Value) -> bool:
+    """Return True if a value describes cells of the grid."""
+    return value.places is not None and bool((value.places.cells >= 0).any())
+
+
 class Locator:
     """Finds sites for the values of a trace.
 
@@ -109,7 +152,7 @@ class Locator:
     def __init__(self, record: Trace, entrance: nn.Module, layouts: Layouts) -> None:
         self.record = record
         self._entrance = entrance
-        self._layouts = layouts
+        self.layouts = layouts
         self._calls = Counter(call.module for call in record.calls)
         self._uses = Counter(parent for value in record.values for parent in value.parents)
         self._shown: defaultdict[int, list[int]] = defaultdict(list)
@@ -157,6 +200,12 @@ class Locator:
             return self._at(index, (single or outputs)[-1])
         return place
 
+    def read_change(self, skip: int, total: int, place: int) -> tuple[Site | None, Site | None]:
+        """Return the sites at `total` of the state that it changes, an operand at this place, and of the change."""
+        sites = (self._at_addition(total, "left", skip), self._at_addition(total, "change"))
+        before, change = (None if site is None else replace(site, item=place) for site in sites)
+        return before, change
+
     def _operand(self, index: int, total: int) -> Site | None:
         operands = self.record.values[total].parents[:2]
         return (
@@ -172,24 +221,25 @@ class Locator:
     def _at_addition(self, index: int, operand: Operand = "sum", of: int | None = None) -> Site | None:
         """Return the site at the sum `index`, or at its operand `of`; None if the network's code does not show it."""
         value = self.record.values[index]
-        if value.op != "add" or not value.numbers:
+        if (value.op != "add" and not value.joined) or not value.numbers:
             return None
-        call, number, _ = self.find_call(value)
+        call, (number,), _ = self.find_call(value)
         fields = self._fields(index if of is None else of, call)
         return Site(call.module, operand, addition=number, additions=call.counts["addition"], **fields)
 
-    def find_call(self, value: Value) -> tuple[Call, int, nn.Module | None]:
-        """Return the innermost call around an addition or attention, its number there, and what to count calls within.
+    def find_call(self, value: Value, *others: Value) -> tuple[Call, tuple[int, ...], nn.Module | None]:
+        """Return the innermost call around additions or attentions, their numbers there, and what to count calls in.
 
         A module that is called once is better than an inner one that is called several times.
         """
-        around = list(reversed(value.numbers.items()))
-        call, number = next((found for found in around if self._calls[found[0].module] == 1), around[0])
-        return call, number, self._entrance if self._calls[call.module] > 1 else None
+        around = [call for call in reversed(value.numbers) if all(call in other.numbers for other in others)]
+        call = next((found for found in around if self._calls[found.module] == 1), around[0])
+        numbers = tuple(one.numbers[call] for one in (value, *others))
+        return call, numbers, self._entrance if self._calls[call.module] > 1 else None
 
     def _fields(self, index: int, call: Call) -> dict[str, Any]:
         value = self.record.values[index]
-        found = self._layouts.of(value.places)
+        found = self.layouts.of(value.places)
         fields: dict[str, Any] = {
             "layout": found.layout,
             "arrangement": found.arrangement,

@@ -11,7 +11,7 @@ convolution or pooling that changes the size of a feature map begins a new grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +23,11 @@ Mixing = Literal["attention", "matrix", "conv", "pool", "context"]
 """`context` is one vector of all cells by softmax or by a product of features, which says nothing of any one cell."""
 Size = tuple[int, int]
 
-OFF_GRID, PADDING, MIXED = -1, -2, -3
-"""Instead of a cell: a number that comes from no image (a class token), from padding, or from several cells."""
+OFF_GRID, PADDING, MIXED = -1, 1 - 2**20, -(2**20)
+"""Instead of a cell: a number that comes from no image, from padding, or from several cells.
+
+The numbers from OFF_GRID down to PADDING tell tokens apart that come from no image, such as class tokens and registers.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,8 @@ class Step:
     """Returns the places of an argument; None if it does not depend on the image."""
     images: int
     """Number of images that pass."""
+    tokens: Iterator[int]
+    """Gives a new number to each token that comes from no image."""
 
     @property
     def tracked(self) -> list[Places]:
@@ -122,6 +127,13 @@ def merge(places: Places, axis: int) -> Places | None:
     cells = flat[:, 0].clone()
     cells[on_grid] = numbers
     return Places(cells.reshape(rows.shape[:-1]), grid)
+
+
+def off_grid_tokens(shape: torch.Size, axis: int, tokens: Iterator[int]) -> Tensor:
+    """Return the places of tokens along an axis that come from no image."""
+    numbers = torch.tensor([OFF_GRID - next(tokens) for _ in range(shape[axis])], dtype=torch.long)
+    aligned = [-1 if other == axis % len(shape) else 1 for other in range(len(shape))]
+    return numbers.view(aligned).expand(shape)
 
 
 def is_constant(cells: Tensor, axis: int) -> bool:
@@ -229,10 +241,19 @@ def _contract(left: Places | None, right: Places | None, output: Tensor) -> Outc
     keyed = left.keys is not None or right.keys is not None
     mixing: Mixing = "attention" if keyed or 1 not in output.shape[-2:] else "context"
     if right.keys is None and (along[0] or left.keys is not None):
+        left = _rows(left, -1)
         return [Places(joined(left.cells, -1).expand(output.shape), left.grid)], mixing
     if left.keys is None and (along[1] or right.keys is not None):
+        right = _rows(right, -2)
         return [Places(joined(right.cells, -2).expand(output.shape), right.grid)], mixing
     return [Places(full(output.shape, MIXED), left.grid)], mixing
+
+
+def _rows(places: Places, axis: int) -> Places:
+    """Return which of the two places of weights a product along `axis` keeps: queries, which may be columns."""
+    if places.keys is None or places.key_grid is None or is_constant(places.cells, axis):
+        return places
+    return Places(places.keys, places.key_grid)
 
 
 def _score(left: Places, right: Places, output: Tensor) -> Outcome:

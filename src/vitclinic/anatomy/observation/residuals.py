@@ -3,6 +3,8 @@
 An addition is residual if one operand is computed from the other (total = skip + branch), or if both are computed from
 the same state and one of them only by linear layers (the projected skip of a ResNet). What lies between is a unit. A
 stretch of the pass tells how it mixes cells, and the modules that do its work.
+
+Where the code adds by another function (`lerp`, `addcmul`, a difference), the branch is what changes the state.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ class Step:
     """The value that the branch is computed from: the skip itself, or what a projected skip is computed from too."""
     again: bool = False
     """True if the same code runs again on the same images, apart from this run."""
+    state: int | None = None
+    """Which state the total changes, where it adds otherwise than by a plain sum; the branch is then the total."""
 
 
 def find_steps(record: Trace) -> list[Step]:
@@ -53,8 +57,8 @@ def find_steps(record: Trace) -> list[Step]:
     for output in record.outputs:
         reached |= record.values[output].ancestors
     for value in record.values:
-        if reached >> value.index & 1 and _adds_alike(record, value):
-            step = _step(record, value, skips)
+        if reached >> value.index & 1:
+            step = _step(record, value, skips) if _adds_alike(record, value) else _changed(record, value, skips)
             if step is not None:
                 steps.append(step)
                 skips[value.index] = step.skip
@@ -71,7 +75,7 @@ def origin(record: Trace, index: int) -> int:
 
 def _adds_alike(record: Trace, value: Value) -> bool:
     """Return True for an image-dependent sum of two tensors of its own size."""
-    if value.op != "add" or len(value.parents) < 2 or value.places is None:
+    if value.op != "add" or value.joined or len(value.parents) < 2 or value.places is None:
         return False
     return all(math.prod(record.values[parent].shape) == math.prod(value.shape) for parent in value.parents[:2])
 
@@ -85,6 +89,22 @@ def _step(record: Trace, value: Value, skips: dict[int, int]) -> Step | None:
             if state != origin(record, branch) and record.depends(branch, state):
                 return Step(skip, branch, value.index, state)
     return _projected(record, value)
+
+
+def _changed(record: Trace, value: Value, skips: dict[int, int]) -> Step | None:
+    """Return the step of a value that changes a state otherwise than by a plain sum."""
+    if value.op == "stack" or value.places is None:
+        return None
+    operands = value.parents if len(value.parents) > 1 else value.joined
+    for place, skip in enumerate(value.joined):
+        others = [other for other in operands if other != skip and record.values[other].places is not None]
+        alike = math.prod(record.values[skip].shape) == math.prod(value.shape)
+        if not alike or any(origin(record, skip) in _passed(record, other, skips) for other in others):
+            continue
+        for state in _passed(record, skip, skips):
+            if any(state != origin(record, other) and record.depends(other, state) for other in others):
+                return Step(skip, value.index, value.index, state, state=place)
+    return None
 
 
 def _passed(record: Trace, skip: int, skips: dict[int, int]) -> Iterator[int]:

@@ -8,6 +8,7 @@ module's call.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,13 +24,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitclinic.anatomy.forward import ADDITIONS, eager, eval_mode, is_looking
-from vitclinic.anatomy.maps import ATTENTION
+from vitclinic.anatomy.maps import ATTENTION, PRODUCTS
 from vitclinic.anatomy.observation.follow import follow
 from vitclinic.anatomy.observation.places import Mixing, Places, Step, places_of_image
 
 NORMS = frozenset(("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm"))
 LAYERS = frozenset(("convolution", "mm", "addmm", "bmm", "baddbmm", "linear"))
 """Operations of normalization, and of layers with weights or attention."""
+CHANGES = frozenset(("sub", "addcmul", "addcdiv", "addmm", "baddbmm"))
+"""Operations that may change a state, their first argument, and of which the branch is no argument."""
+_COUNTED = {"addition": ADDITIONS, "attention": ATTENTION, "product": PRODUCTS}
+"""Functions by whose number inside a module's call a place is found again."""
 
 
 @dataclass(eq=False)
@@ -45,7 +50,7 @@ class Call:
     """Number of operations before it."""
     end: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    """Additions and attentions so far, those of inner modules included."""
+    """Additions, attentions and products so far, those of inner modules included."""
 
     def chain(self) -> Iterator[Call]:
         """Yield this call and all around it, the innermost first."""
@@ -76,7 +81,7 @@ class Value:
     function: Callable[..., Any] | None
     """The function of the network's code that led to the operation."""
     numbers: dict[Call, int]
-    """For an addition or an attention: which one it is inside each call around it."""
+    """For an addition, an attention or a product: which one it is inside each call around it."""
     ancestors: int = 0
     """Bit set of the values that it is computed from, itself included."""
     places: Places | None = None
@@ -86,9 +91,15 @@ class Value:
     """The tensor, for a parameter, a buffer or a constant."""
     tensor: Tensor | None = None
     """The values themselves, of a softmax."""
+    operands: tuple[tuple[int, Tensor], ...] = ()
+    """Numbers and tensors that the network's own code multiplies, if that led to the operation."""
     ends: list[End] = field(default_factory=list)
     overwritten: bool = False
     """True if the network later wrote into the tensor."""
+    joined: tuple[int, ...] = ()
+    """States that it may change, where it adds otherwise than by a plain sum; of a stack, its entries."""
+    axis: int = 0
+    """Axis of a stack."""
 
 
 class Trace:
@@ -174,12 +185,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record = record
         self.function: Callable[..., Any] | None = None
         self.numbers: dict[Call, int] = {}
+        self.operands: tuple[tuple[int, Tensor], ...] = ()
         self.stack = [Call(entrance, "", 0, None, 0)]
         self._known: dict[int, int] = {}
         self._alive: list[Tensor] = []
         """Every tensor seen, so that no address is used twice."""
         self._sharing: dict[int, list[Tensor]] = {}
         """Tensors by their storage."""
+        self._tokens = itertools.count()
 
     @contextmanager
     def watch(self, network: nn.Module) -> Iterator[None]:
@@ -228,7 +241,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         parents = tuple(dict.fromkeys(self.index(tensor) for tensor in _tensors((args, kwargs))))
         written = _written(func, args, kwargs)
-        step = Step(func.overloadpacket.__name__, func, args, kwargs, [], self._places, self.record.images)
+        name = func.overloadpacket.__name__
+        step = Step(name, func, args, kwargs, [], self._places, self.record.images, self._tokens)
         result = func(*args, **kwargs)
         step.outputs.extend(written or _tensors(result))
         places, mixing = follow(step)
@@ -238,9 +252,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value.places = places[number] if number < len(places) else None
             value.mixing = mixing
             value.tensor = output if "softmax" in value.op else None
+            value.joined, value.axis = self._join(step, value)
             if written and old is not None:
                 self._spread(output, old)
         return result
+
+    def _join(self, step: Step, value: Value) -> tuple[tuple[int, ...], int]:
+        """Return the states that an operation may change, and the axis on which a stack has them."""
+        if value.op == "stack":
+            axis = step.args[1] if len(step.args) > 1 else 0
+            return tuple(self.index(tensor) for tensor in step.args[0]), axis % len(value.shape)
+        first = self.record.values[value.parents[0]] if value.parents else value
+        if value.op in ("sum", "mean") and first.op == "stack" and len(step.args) > 1:
+            axes = step.args[1] if isinstance(step.args[1], list | tuple) else [step.args[1]]
+            along = len(axes) == 1 and axes[0] % len(first.shape) == first.axis
+            return (first.joined, 0) if along and value.shape == self.record.values[first.joined[0]].shape else ((), 0)
+        scaled = value.op == "add" and step.kwargs.get("alpha", 1) != 1
+        states = 2 if value.op == "lerp" else int(value.op in CHANGES or scaled)
+        return value.parents[: sum(isinstance(tensor, Tensor) for tensor in step.args[:states])], 0
 
     def _places(self, value: Any) -> Places | None:
         known = self._known.get(id(value)) if isinstance(value, Tensor) else None
@@ -254,6 +283,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = Value(
             len(values), op, parents, tuple(tensor.shape), self.stack[-1], self.function, self.numbers, ancestors
         )
+        value.operands = self.operands
         values.append(value)
         if id(tensor) not in self._known:
             self._alive.append(tensor)
@@ -281,18 +311,18 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
-        counted = (
-            None if is_looking() else "addition" if func in ADDITIONS else "attention" if func in ATTENTION else None
-        )
-        recorder.function, recorder.numbers = func, {}
-        if counted is not None and not is_looking():
+        counted = None if is_looking() else next((kind for kind, known in _COUNTED.items() if func in known), None)
+        recorder.function, recorder.numbers, recorder.operands = func, {}, ()
+        if counted == "product":
+            recorder.operands = tuple((recorder.index(tensor), tensor) for tensor in _tensors((args, kwargs)))
+        if counted is not None:
             recorder.numbers = {call: call.counts[counted] for call in recorder.stack}
             for call in recorder.stack:
                 call.counts[counted] += 1
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            recorder.function, recorder.numbers = None, {}
+            recorder.function, recorder.numbers, recorder.operands = None, {}, ()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -87,8 +87,10 @@ def roll_gradients(subject: Subject, images: Tensor, classes: Tensor) -> Found:
     with torch.enable_grad(), record_attention(_global_units(subject.anatomy), seen.append, grad=True):
         total = score(subject, images.detach().requires_grad_(), classes).sum()
     _check_square(seen)
-    sources = [one.source for one in seen if one.source is not None]
-    gradients = torch.autograd.grad(total, sources, allow_unused=True, materialize_grads=True)
+    sources = [(one.source,) if isinstance(one.source, Tensor) else one.source or () for one in seen]
+    flat = [source for group in sources for source in group]
+    found = iter(torch.autograd.grad(total, flat, allow_unused=True, materialize_grads=True))
+    gradients = [[next(found) for _ in group] for group in sources]
     arranged = [one.arrange(gradient).double() for one, gradient in zip(seen, gradients, strict=True)]
     return Found(_of_output(gradient_rollout([one.weights.double() for one in seen], arranged), seen[-1]))
 
@@ -112,7 +114,7 @@ def weigh_features(subject: Subject, images: Tensor, classes: Tensor, name: str 
 
 def _global_units(anatomy: Anatomy) -> list[Unit]:
     units = attention_units(anatomy)
-    windowed = any(unit.attention is not None and unit.attention.windows is not None for unit in units)
+    windowed = any(unit.attention is not None and unit.attention.is_windowed for unit in units)
     mixing = len(anatomy.of_kind("msa")) != len(units) or anatomy.of_kind("conv", "token_mlp", "pool")
     if not units or windowed or mixing:
         raise DoesNotApply(
