@@ -184,9 +184,9 @@ class Costs:
         with torch.random.fork_rng():
             if PLAIN not in self.ledger.costs:
                 return measure_cost(recipe, self.dataset, ALONE, self.device)
-            plain, changed = measure_costs([self.recipe, recipe], self.dataset, ALONE, self.device)
+            plain, treated = measure_costs([self.recipe, recipe], self.dataset, ALONE, self.device)
         speed = self.plain.step / plain.step
-        return Cost(changed.step * speed, changed.image * speed, changed.start)
+        return Cost(treated.step * speed, treated.image * speed, treated.start)
 
     def count_own_steps(self) -> int:
         """Return the recipe's own length; with `max_time`, by the measured cost."""
