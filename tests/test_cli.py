@@ -173,7 +173,7 @@ def test_lists_are_plain_when_piped_and_json_when_asked():
     assert "vit_tiny_fitted" in names
     assert "vit_tiny_patch16_224" in names
     rows = json.loads(vitclinic_output("list", "recipes", "--json"))
-    assert {"name", "about", "command", "time", "expect"} == set(rows[0])
+    assert {"name", "about", "command", "time", "expect", "scale"} == set(rows[0])
     assert "digits" in vitclinic_output("list", "datasets")
     (row,) = json.loads(vitclinic_output("list", "treatments", "spatial_smoothing", "--json"))
     assert row["fits"] == "networks with stages of convolutional blocks, each in an nn.Sequential"

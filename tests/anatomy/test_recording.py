@@ -154,8 +154,21 @@ def test_outlook_attention_has_no_map() -> None:
         pass
 
 
-def test_attention_that_is_not_one_softmax_is_an_error_and_the_network_works_on() -> None:
+def test_the_two_maps_of_differential_attention_are_groups_of_heads() -> None:
     network = tiny_vit(attn_layer="diff").eval()
+    anatomy = Anatomy.of(network)
+    seen: list[AttentionMap] = []
+    with record_attention(anatomy.of_kind("msa"), seen.append), torch.no_grad():
+        network(IMAGES)
+    assert {one.weights.shape[1] for one in seen} == {2 * network.blocks[0].attn.num_heads}
+    assert all(torch.allclose(one.weights.sum(-1), torch.ones(())) for one in seen)
+
+
+def test_attention_that_is_not_one_softmax_is_an_error_and_the_network_works_on() -> None:
+    network = tiny_vit().eval()
+    for block in network.blocks:
+        attend = block.attn.forward
+        block.attn.forward = lambda x, *args, attend=attend, **kwargs: attend(x) - 0.1 * attend(x)
     units = Anatomy.of(network).of_kind("msa")
     before = network(IMAGES)
     with pytest.raises(AnatomyError, match="not one softmax"), record_attention(units, lambda seen: None):

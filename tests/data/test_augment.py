@@ -106,3 +106,10 @@ def test_without_flip_images_are_cropped_the_same_and_none_is_mirrored(size):
     assert torch.equal(without[~mirrored], with_flip[~mirrored])
     with pytest.raises(ValueError, match="flip is a part of the levels light and deit"):
         Augment(level="none", flip=True)
+
+
+def test_the_identity_is_that_of_before_flip_unless_it_changes_the_level():
+    for level in ("none", "light", "deit"):
+        assert "flip" not in Augment(level=level).identity()
+        assert "flip" not in Augment(level=level).resolve().identity()
+    assert Augment(flip=False).identity()["flip"] is Augment(flip=False).resolve().identity()["flip"] is False

@@ -37,6 +37,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "squeeze_excitation": [{"position": "mlp_mid", "layers": "all", "reduction": 4}],
     "extra_block": [{"kind": "mlp"}],
     "local_attention": [{"kernel": 5}, {"kernel": "global"}],
+    "mimetic_init": [{"kind": "convolution", "positions": "sinusoidal"}],
 }
 """Further settings of a treatment to hold it to the contract with."""
 
@@ -79,10 +80,15 @@ FITS: dict[str, tuple[str, ...]] = {
     "ffn_variant": TOKENS,
     "gap_head": (*PLAIN, "timm PiT", "timm VOLO", "handwritten"),
     "local_attention": (*ATTENTIVE, "vitclinic AlterNet"),
+    "mimetic_init": ATTENTIVE,
     "no_softmax": ATTENTIVE,
     "patch_dropout": (*PLAIN, "handwritten"),
     "registers": (*PLAIN, "handwritten"),
     "relu_activation": (*TOKENS, "timm ConvNeXt", "torchvision ConvNeXt"),
+    "sequence_pooling": (
+        *(*PLAIN, "timm PiT", "timm VOLO", "handwritten", "timm Swin", "timm Swin V2", "timm MLP-Mixer"),
+        *("torchvision Swin", "Hugging Face Swin"),
+    ),
     "spatial_smoothing": (
         *("timm ResNet", "torchvision ResNet", "timm ConvNeXt", "torchvision ConvNeXt"),
         *("vitclinic pre-activation ResNet", "vitclinic AlterNet"),
@@ -94,6 +100,7 @@ FITS: dict[str, tuple[str, ...]] = {
 """The families that have the part that a treatment changes; all others have not."""
 ONLY: dict[tuple[str, int], tuple[str, ...]] = {
     ("uniform_heads", 1): ("timm ViT", "timm PiT"),
+    ("mimetic_init", 1): (*PLAIN, "handwritten"),
     ("conv_stem", 3): tuple(family for family in FITS["conv_stem"] if family != "timm PiT"),
 }
 """Where some settings of a treatment fit less."""
@@ -198,6 +205,7 @@ REPLACED = {
     "conv_stem": r"patch_embed|stem|conv_proj|features\.0|patches|patch_embeddings",
     "ffn_variant": r"norm|ln_2|mlp|up|down|linear[12]|fc[12]",
     "gap_head": r"cls_token|dist_token|head_dist|norm",
+    "sequence_pooling": r"cls_token|dist_token|head_dist|norm",
 }
 """The weights that a treatment is there to replace or to remove."""
 

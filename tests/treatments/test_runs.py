@@ -26,6 +26,8 @@ COMPANY: list[list[Any]] = [
     ["conv_stem", {"sam": {"every": 2, "adaptive": True}}],
     ["gap_head", "local_attention", "context_broadcasting"],
     ["gap_head", "patch_diversity"],
+    [{"conv_stem": {"preset": "small"}}, "sequence_pooling", "mimetic_init", "sam"],
+    [{"conv_stem": {"preset": "residual"}}, "gap_head", {"mimetic_init": {"kind": "convolution"}}, "patch_diversity"],
     ["uniform_heads", "context_broadcasting"],
     [{"uniform_heads": {"variant": "append"}}, "conv_stem"],
     ["extra_block", "local_attention", "talking_heads"],

@@ -64,10 +64,14 @@ SURGERY: dict[str, dict[str, Any]] = {
     "ffn_variant": {},
     "registers": {},
     "patch_dropout": {},
+    "mimetic_init": {},
+    "sequence_pooling": {},
 }
-OF_ATTENTION = ("talking_heads", "uniform_heads", "no_softmax", "local_attention")
+OF_ATTENTION = ("talking_heads", "uniform_heads", "no_softmax", "local_attention", "mimetic_init")
 NO_ATTENTION = dict.fromkeys(OF_ATTENTION, "this network has none")
 NO_CLASS_TOKEN = {"gap_head": "this one has no class token"}
+NO_MEAN = {"sequence_pooling": "this one has no class token"}
+CLASS_ATTENTION = {"mimetic_init": "only its class token attends to the grid"}
 WINDOWS = dict.fromkeys(("registers", "patch_dropout"), r"\w mixes a fixed number of tokens")
 NO_SEQUENCE = dict.fromkeys(("registers", "patch_dropout"), "has none")
 PLACES = {"patch_dropout": "know a patch by its place in the sequence"}
@@ -82,8 +86,9 @@ REFUSALS: dict[str, dict[str, str]] = {
         "ffn_variant": "is a GluMlp of another kind",
         "registers": "with more tokens",
     },
-    "timm/cait_xxs24_224": NO_CLASS_TOKEN | NO_SEQUENCE,
+    "timm/cait_xxs24_224": NO_CLASS_TOKEN | NO_MEAN | CLASS_ATTENTION | NO_SEQUENCE,
     "timm/xcit_nano_12_p16_224": WINDOWS
+    | CLASS_ATTENTION
     | {
         "conv_stem": r"patch_embed\.proj\.0\.0 has kernel \(3, 3\)",
         "local_attention": "only its class token attends to the grid",
@@ -105,6 +110,7 @@ REFUSALS: dict[str, dict[str, str]] = {
     "hand-written/sequence_first_vit": {"registers": "no module hands on the tokens before the first block"},
     "hand-written/functional_vit": TWO_MAPS
     | NO_CLASS_TOKEN
+    | NO_MEAN
     | NO_SEQUENCE
     | {"conv_stem": "has none", "ffn_variant": "mlp.0 is part of a FunctionalViT"},
     "hand-written/shared_block_vit": NO_CLASS_TOKEN | NO_SEQUENCE,
@@ -115,6 +121,7 @@ REPLACED = {
     "conv_stem": r"conv1|embed|proj|patch|stem|features\.0|conv_proj",
     "ffn_variant": r"fc[12]|mlp|net|linear[12]|dense|norm|ff|feed|up|down",
     "gap_head": r"cls_token|dist_token|head_dist|norm",
+    "sequence_pooling": r"cls_token|dist_token|head_dist|norm",
 }
 """The weights that a treatment is there to replace or to remove."""
 
@@ -158,7 +165,7 @@ def test_it_trains_two_steps_or_names_the_missing_part(treatment: str, network: 
     assert {
         key for key in names - set(treated.state_dict()) if not re.search(REPLACED.get(treatment, "^$"), key)
     } == set()
-    if treatment not in ("talking_heads", "patch_dropout"):  # starts as the identity; only acts in training
+    if treatment not in ("talking_heads", "patch_dropout", "sequence_pooling"):  # start as the identity, or the mean
         assert (answer(treated, images) - before).abs().max() > 1e-7
     added = {key: p for key, p in treated.named_parameters() if key not in names}
     start = {key: p.detach().clone() for key, p in added.items()}

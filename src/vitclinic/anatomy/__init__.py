@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from vitclinic.anatomy.families import Family, list_families, register_family
     from vitclinic.anatomy.forward import double_differentiable, eval_mode
     from vitclinic.anatomy.maps import AttentionMap, Windows
+    from vitclinic.anatomy.removal import Bypass, Erase, Silence
     from vitclinic.anatomy.sites import NCHW, NHWC, OFF_GRID, Activations, Layout, Site, into, out_of, stream, taps
-    from vitclinic.anatomy.units import AttentionSpec, Block, Bypass, Erase, Kind, Residual, Silence, Unit
+    from vitclinic.anatomy.units import AttentionSpec, Block, Kind, Residual, Unit
 
 __all__ = [
     "NCHW",

@@ -1,4 +1,4 @@
-"""An anatomy as a table: what a reader wants to know of each unit, and the text that `print(anatomy)` shows."""
+"""An anatomy as a table: what a reader wants to know of each unit, its parameters, and the text of `print(anatomy)`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vitclinic.anatomy.units import AttentionSpec, Kind, Unit, assign_parameters, parameters_used
+from torch import nn
+
+from vitclinic.anatomy.removal import Erase
+from vitclinic.anatomy.units import AttentionSpec, Kind, Unit
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from vitclinic.anatomy.anatomy import Anatomy
     from vitclinic.anatomy.sites import Size
 
@@ -180,3 +181,48 @@ def format_anatomy(anatomy: Anatomy) -> str:
         aligned.append([f"{cell:>{width}}" if title in NUMBERS else f"{cell:<{width}}" for cell in (title, *cells)])
     lines += ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
     return "\n".join([*lines, *list_remarks(anatomy)])
+
+
+def parameters_used(unit: Unit) -> tuple[nn.Parameter, ...]:
+    """Return the parameters that a unit uses, each once: those it states, else those of its module and norm.
+
+    Example:
+        >>> from vitclinic.anatomy import into, out_of
+        >>> layer = nn.Linear(2, 3)
+        >>> [tuple(p.shape) for p in parameters_used(Unit("head", "head", 0, layer, into(layer), out_of(layer)))]
+        [(3, 2), (3,)]
+    """
+    if unit.parameters is not None:
+        return unit.parameters
+    modules = [module for module in (unit.module, unit.norm) if module is not None]
+    found = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    if isinstance(unit.removal, Erase):
+        found[unit.removal.parameter] = None
+    return tuple(found)
+
+
+def assign_parameters(units: Iterable[Unit]) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each unit, by its name; one that several units use belongs to the first of them."""
+    taken: set[int] = set()
+    owned: dict[str, list[nn.Parameter]] = {}
+    for unit in units:
+        owned[unit.name] = [parameter for parameter in parameters_used(unit) if id(parameter) not in taken]
+        taken |= {id(parameter) for parameter in owned[unit.name]}
+    return owned
+
+
+def parameters_by_unit(anatomy: Anatomy) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each unit, by the unit's name; no parameter belongs to two units.
+
+    A unit owns the parameters that it uses and that no unit before it does: of a family's unit, those of its module and
+    its norm; the position embedding is a unit of its own. Some parameters belong to no unit, such as a class token or a
+    norm after the stem.
+
+    Example:
+        >>> import timm, torch
+        >>> from vitclinic.anatomy import Anatomy
+        >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224", img_size=32), torch.rand(1, 3, 32, 32))
+        >>> len(parameters_by_unit(anatomy)["blocks.0.mlp"])  # two linear layers and a norm
+        6
+    """
+    return assign_parameters(anatomy.units)

@@ -1,27 +1,20 @@
-"""The parts of an anatomy: units, their residual, their attention, their parameters, and ways of removing them.
+"""The parts of an anatomy: units, their residual, their removal and their attention.
 
-A family (`vitclinic.anatomy.families`) walks a network and yields its units in the order of the forward pass. Each
-removal is undone when its context ends, even after an exception.
+A family (`vitclinic.anatomy.families`) walks a network and yields its units in the order of the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-import torch
-from torch import Tensor, nn
-
-from vitclinic.anatomy.forward import Removable, eager
-from vitclinic.anatomy.sites import Site, watch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from vitclinic.anatomy.anatomy import Anatomy
-    from vitclinic.anatomy.maps import SeenMap, Windows
-    from vitclinic.anatomy.sites import Layout, Size
+    from torch import nn
 
+    from vitclinic.anatomy.maps import SeenMap, Windows
+    from vitclinic.anatomy.sites import Layout, Site, Size
 
 Kind = Literal["stem", "position", "msa", "mlp", "token_mlp", "conv", "pool", "head"]
 """`pool` is the subsampling between stages; `token_mlp` mixes tokens by fixed weights."""
@@ -129,135 +122,3 @@ class Block:
     def unit(self, kind: Kind) -> Unit | None:
         """Return the block's unit of a kind, or None."""
         return next((unit for unit in self.units if unit.kind == kind), None)
-
-
-@dataclass(frozen=True, eq=False)
-class Silence:
-    """Removal that sets a residual branch to zero after its last norm and scale, so that the state passes unchanged.
-
-    Example:
-        >>> from vitclinic.anatomy import out_of
-        >>> layer = nn.Linear(2, 2)
-        >>> with Silence(out_of(layer)).apply():
-        ...     layer(torch.ones(1, 2)).sum().item()
-        0.0
-    """
-
-    branch: Site
-
-    @property
-    def how(self) -> str:
-        """Description of the removal."""
-        return "branch set to zero"
-
-    @contextmanager
-    def apply(self) -> Iterator[None]:
-        """Set the branch to zero until the context ends."""
-        with _keep_hooks(watch(self.branch, torch.zeros_like)):
-            yield
-
-
-@dataclass(frozen=True, eq=False)
-class Bypass:
-    """Removal that replaces a conv by the identity or, with a stride s, by taking every s-th pixel [park2022]."""
-
-    conv: nn.Conv2d
-
-    @property
-    def how(self) -> str:
-        """Description of the removal."""
-        return "conv replaced by " + ("the identity" if self.conv.stride == (1, 1) else "subsampling")
-
-    @contextmanager
-    def apply(self) -> Iterator[None]:
-        """Replace the conv until the context ends."""
-        rows, columns = self.conv.stride
-
-        def subsample(_: nn.Module, args: tuple[Any, ...], __: Tensor) -> Tensor:
-            x_bchw: Tensor = args[0]
-            # A copy: the layers that follow may work in place, and the input is not theirs.
-            return x_bchw[..., ::rows, ::columns].clone()
-
-        with _keep_hooks([self.conv.register_forward_hook(subsample)]):
-            yield
-
-
-@dataclass(frozen=True, eq=False)
-class Erase:
-    """Removal that sets a parameter added to the state, such as a position embedding, to zero."""
-
-    parameter: nn.Parameter
-
-    @property
-    def how(self) -> str:
-        """Description of the removal."""
-        return "parameter set to zero"
-
-    @contextmanager
-    def apply(self) -> Iterator[None]:
-        # Swapping the storage, not writing into it: the values come back bit for bit, and no graph built
-        # earlier is told that its tensor has changed.
-        """Set the parameter to zero until the context ends."""
-        values = self.parameter.data
-        self.parameter.data = torch.zeros_like(values)
-        try:
-            with eager():
-                yield
-        finally:
-            self.parameter.data = values
-
-
-@contextmanager
-def _keep_hooks(handles: Sequence[Removable]) -> Iterator[None]:
-    """Run the network eagerly, so that its hooks are called, and remove these when the context ends."""
-    try:
-        with eager():
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def parameters_used(unit: Unit) -> tuple[nn.Parameter, ...]:
-    """Return the parameters that a unit uses, each once: those it states, else those of its module and norm.
-
-    Example:
-        >>> from vitclinic.anatomy import into, out_of
-        >>> layer = nn.Linear(2, 3)
-        >>> [tuple(p.shape) for p in parameters_used(Unit("head", "head", 0, layer, into(layer), out_of(layer)))]
-        [(3, 2), (3,)]
-    """
-    if unit.parameters is not None:
-        return unit.parameters
-    modules = [module for module in (unit.module, unit.norm) if module is not None]
-    found = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
-    if isinstance(unit.removal, Erase):
-        found[unit.removal.parameter] = None
-    return tuple(found)
-
-
-def assign_parameters(units: Iterable[Unit]) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of each unit, by its name; one that several units use belongs to the first of them."""
-    taken: set[int] = set()
-    owned: dict[str, list[nn.Parameter]] = {}
-    for unit in units:
-        owned[unit.name] = [parameter for parameter in parameters_used(unit) if id(parameter) not in taken]
-        taken |= {id(parameter) for parameter in owned[unit.name]}
-    return owned
-
-
-def parameters_by_unit(anatomy: Anatomy) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of each unit, by the unit's name; no parameter belongs to two units.
-
-    A unit owns the parameters that it uses and that no unit before it does: of a family's unit, those of its module and
-    its norm; the position embedding is a unit of its own. Some parameters belong to no unit, such as a class token or a
-    norm after the stem.
-
-    Example:
-        >>> import timm, torch
-        >>> from vitclinic.anatomy import Anatomy
-        >>> anatomy = Anatomy.of(timm.create_model("vit_tiny_patch16_224", img_size=32), torch.rand(1, 3, 32, 32))
-        >>> len(parameters_by_unit(anatomy)["blocks.0.mlp"])  # two linear layers and a norm
-        6
-    """
-    return assign_parameters(anatomy.units)

@@ -51,8 +51,9 @@ def train(
     torchrun --nproc-per-node 4 -m vitclinic train data=photos/
 
     Keys: model, data, treatments, task, loss, optimizer, schedule, epochs or
-    steps or max_time, batch_size, accumulate, clip, ema, precision, compile,
-    checkpoint, validation, test, seed, out, workers, device, logging.
+    steps or max_time, batch_size, accumulate, clip, ema, progressive_resizing,
+    precision, compile, checkpoint, validation, test, seed, out, workers, device,
+    logging.
 
     Values are YAML. Some keys have keys of their own, such as data.limit=500;
     docs/train.md describes them all. `vitclinic list` shows the recipes, models,

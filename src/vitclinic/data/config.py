@@ -52,13 +52,26 @@ class Augment(Config):
         """Return a copy with every part set, using the level's defaults for the ones not given."""
         return Augment(**self._parts())
 
+    def identity(self) -> dict[str, Any]:
+        """Return the plain data by which measurements are stored; `flip` is left out unless it changes the level.
+
+        It came later than the other parts, and what was measured before it is still right.
+        """
+        plain = self.model_dump(mode="json")
+        return {key: value for key, value in plain.items() if key != "flip" or value not in (None, self._flips)}
+
+    @property
+    def _flips(self) -> bool:
+        """Whether the level mirrors images by itself."""
+        return self.level != "none"
+
     def _parts(self) -> dict[str, Any]:
         level = _DEIT if self.level == "deit" else _PLAIN
-        return {**level, "flip": self.level != "none", **self.model_dump(exclude_none=True)}
+        return {**level, "flip": self._flips, **self.model_dump(exclude_none=True)}
 
     @model_validator(mode="after")
     def _flip_has_a_level(self) -> Self:
-        if self.flip and self.level == "none":
+        if self.flip and not self._flips:
             raise ValueError("flip is a part of the levels light and deit; level none changes no image")
         return self
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic.anatomy import Layout, out_of
-from vitclinic.anatomy.units import Bypass, Silence
+from vitclinic.anatomy.removal import Bypass, Silence
 from vitclinic.functional.checks import check_labels, check_same, check_shape
 from vitclinic.probes import behaviour
 from vitclinic.probes.behaviour import accuracy as answers

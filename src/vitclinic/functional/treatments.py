@@ -13,8 +13,10 @@ from vitclinic.data import augment
 from vitclinic.functional.checks import check_labels, check_same, check_shape
 from vitclinic.tasks import classification
 from vitclinic.treatments import context_broadcasting as broadcasting
+from vitclinic.treatments import mimetic_init as mimetic
 from vitclinic.treatments import patch_losses
 from vitclinic.treatments import registers as register_tokens
+from vitclinic.treatments import sequence_pooling as pooling
 from vitclinic.treatments import spatial_smoothing as smoothing
 from vitclinic.treatments import squeeze_excitation as gating
 
@@ -125,6 +127,90 @@ def squeeze_excitation(x: Tensor, squeeze: Tensor, excite: Tensor) -> Tensor:
     if squeeze.shape != excite.shape[::-1] or excite.shape[0] != x.shape[-1]:
         raise ValueError(f"W1 must be [D/r, D] and W2 [D, D/r] (got {tuple(squeeze.shape)}, {tuple(excite.shape)}).")
     return gating.squeeze_and_excite(x, squeeze, excite)
+
+
+def mimetic_factors(noise: Tensor, rank: int, alpha: float = 0.7, beta: float = 0.7) -> tuple[Tensor, Tensor]:
+    """Split alpha Z + beta I into two factors, as mimetic initialization does for the weights of attention.
+
+        alpha Z + beta I = U S V^T,   L = U_k S_k^1/2,   R = V_k S_k^1/2,   so that L R^T is near it
+
+    W_Q = L and W_K = R for each head, with k channels; with alpha 0.4, beta -0.4 and k = D, W_V = L and W_proj = R^T.
+
+    Args:
+        noise: Z, [D, D], of standard deviation 1 / sqrt(D).
+        rank: k, at most D.
+        alpha: The weight of the noise.
+        beta: The weight of the identity.
+
+    Returns:
+        L and R, [D, k] each.
+
+    References:
+        Trockman & Kolter 2023.
+
+    Example:
+        >>> left, right = mimetic_factors(torch.zeros(3, 3), rank=3, beta=0.5)
+        >>> (left @ right.T).diagonal()
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+    check_shape(noise, "D D", "noise")
+    if noise.shape[0] != noise.shape[1] or not 1 <= rank <= len(noise):
+        raise ValueError(f"noise must be square and rank at most its side (got {tuple(noise.shape)}, {rank}).")
+    return mimetic.mimetic_factors(noise, rank, alpha, beta)
+
+
+def convolution_factors(positions: Tensor, scores: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return query and key weights whose scores on the position embedding are near given ones, up to a factor.
+
+        P = LN(positions) = U S V^T,   P^+ = V_k S_k^-1 U_k^T,   P^+ scores P^+T = L R^T,
+        W_Q = 7 L / norm(L),   W_K = 7 R / norm(R)
+
+    Args:
+        positions: [N, D], one for each patch.
+        scores: [N, N], as of a head that attends to the patch on its left: large there, small elsewhere.
+        rank: k, the channels of a head.
+
+    Returns:
+        W_Q and W_K, [D, k] each; fewer columns if P has a lower rank than k.
+
+    References:
+        Zheng et al. 2025 (their code, in closed form).
+
+    Example:
+        >>> query, key = convolution_factors(torch.eye(4), 1000.0 * torch.eye(4), rank=3)
+        >>> query.shape, round(query.norm().item(), 3)
+        (torch.Size([4, 3]), 7.0)
+    """
+    check_shape(positions, "N D", "positions")
+    check_shape(scores, "N N", "scores")
+    if scores.shape != (len(positions),) * 2 or not 1 <= rank <= positions.shape[1]:
+        raise ValueError(f"scores must be [{len(positions)}, {len(positions)}] and rank at most {positions.shape[1]}.")
+    return mimetic.convolution_factors(positions, scores, rank)
+
+
+def sequence_pool(x: Tensor, weight: Tensor) -> Tensor:
+    """Pool tokens by a learned weighted mean (sequence pooling).
+
+        z = sum_i w_i x_i,   w = softmax over i of x_i . g
+
+    Args:
+        x: The tokens to pool, [B, N, D].
+        weight: g, [D]; zeros give the mean.
+
+    Returns:
+        [B, D].
+
+    References:
+        Hassani et al. 2021, SeqPool.
+
+    Example:
+        >>> sequence_pool(torch.tensor([[[0.0], [4.0]]]), torch.zeros(1))
+        tensor([[2.]])
+    """
+    check_shape(x, "B N D", "tokens")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be [{x.shape[-1]}], one per channel (got {tuple(weight.shape)}).")
+    return pooling.pool_sequence(x, weight)
 
 
 def insert_registers(x: Tensor, registers: Tensor, prefix: int = 1) -> Tensor:

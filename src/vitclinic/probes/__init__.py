@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vitclinic._core.records import Measurement, Scalar
     from vitclinic._core.registry import FigureSpec, ProbeFacts
     from vitclinic._core.statistics import RunningMean
-    from vitclinic.anatomy.units import parameters_by_unit
+    from vitclinic.anatomy.table import parameters_by_unit
     from vitclinic.probes.anatomy import AnatomyProbe
     from vitclinic.probes.attention.cb_scale import CBScale
     from vitclinic.probes.attention.distance import AttentionDistance

@@ -14,7 +14,7 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Anatomy, Site
-from vitclinic.anatomy.units import parameters_by_unit
+from vitclinic.anatomy.table import parameters_by_unit
 from vitclinic.probes.digest import packed_weights
 from vitclinic.probes.probe import Result, StreamingProbe, Tally, check_finite, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject

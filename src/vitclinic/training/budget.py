@@ -161,7 +161,7 @@ def _time_steps(trainers: Sequence[Trainer]) -> list[list[list[list[float]]]]:
     for _ in range(_WARM_UP + _MEASURED):
         for trainer, of_run, pixels, times in zip(trainers, kinds, sizes, taken, strict=True):
             for size, by_kind in zip(pixels, times, strict=True):
-                trainer.sizes = ImageSizes([size], ends=[])
+                trainer.sizes = ImageSizes([size, pixels[-1]], ends=[trainer.total_steps])
                 for (_, rule), seconds_taken in zip(of_run, by_kind, strict=True):
                     began = time.perf_counter()
                     trainer.advance(rule)

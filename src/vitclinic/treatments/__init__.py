@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vitclinic.treatments.ffn_variant import FFNVariant
     from vitclinic.treatments.gap_head import GapHead
     from vitclinic.treatments.local_attention import LocalAttention
+    from vitclinic.treatments.mimetic_init import MimeticInit
     from vitclinic.treatments.no_softmax import NoSoftmax
     from vitclinic.treatments.patch_diversity import PatchDiversity
     from vitclinic.treatments.patch_dropout import PatchDropout, PatchDropoutTreatment
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vitclinic.treatments.sam import SharpnessAware, SharpnessAwareStep
     from vitclinic.treatments.sam_core import Ascent
     from vitclinic.treatments.sam_optimizer import SAM
+    from vitclinic.treatments.sequence_pooling import SequencePool, SequencePooling
     from vitclinic.treatments.spatial_smoothing import Blur, SpatialSmoothing
     from vitclinic.treatments.squeeze_excitation import SqueezeExcitation
     from vitclinic.treatments.stems import PoolingStem, ResidualStem
@@ -59,6 +61,7 @@ __all__ = [
     "LocalAttention",
     "Losses",
     "LossesAndGradients",
+    "MimeticInit",
     "MixedSteps",
     "NoSoftmax",
     "Objective",
@@ -71,6 +74,8 @@ __all__ = [
     "ReluActivation",
     "ResidualStem",
     "ScaledContextBroadcasting",
+    "SequencePool",
+    "SequencePooling",
     "SharpnessAware",
     "SharpnessAwareStep",
     "SpatialSmoothing",

@@ -1,8 +1,12 @@
-"""Global average pooling over patches instead of a class token."""
+"""Global average pooling over patches instead of a class token, and where any pooling finds what the classifier reads.
+
+Shapes: B images, N tokens (P prefix tokens, then the patches), D channels.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from timm.layers import PatchDropout
@@ -18,6 +22,11 @@ from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
 
+def mean_of_patches(x_bnd: Tensor) -> Tensor:
+    """Return the mean of the tokens, [B, D]."""
+    return x_bnd.mean(dim=1)
+
+
 @register
 class GapHead(Treatment):
     """Global average pooling: logits = head(norm(mean over patches of x^L)), no class token [park2022 Fig. 6]."""
@@ -29,20 +38,49 @@ class GapHead(Treatment):
     part: ClassVar[str] = "a classifier that reads a class token among the patches"
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
+        check_pooled_once(network)
         if isinstance(network, VisionTransformer):
-            return _pool_in_timm(network)
-        anatomy = examine(self, network, spec)
-        (head,) = anatomy.of_kind("head")
-        prefix = head.input.layout.prefix
-        if not prefix:
-            raise missing(self, network, "this one has no class token")
-        place = _last_state(head, network, spec)
-        if place is None:
-            raise missing(self, network, "its last state is not one sequence of tokens")
-        if not _reads(prefix, place, network, spec):
-            raise missing(self, network, "its classifier does not read its class token")
-        replace_at(place, MeanFirst(prefix).apply)
+            return pool_in_timm(self, network)
+        (head,) = examine(self, network, spec).of_kind("head")
+        find_class_token(self, head, network, spec).replace(mean_of_patches)
         return network
+
+
+def check_pooled_once(network: nn.Module) -> None:
+    """Raise a TreatmentError if another treatment has replaced what the classifier reads."""
+    if found := {"gap_head", "sequence_pooling"} & set(treatments_of(network)):
+        raise TreatmentError(
+            f"gap_head and sequence_pooling both replace what the classifier reads, and this network has {found.pop()}:"
+            " leave out one of the two."
+        )
+
+
+class ClassToken(NamedTuple):
+    """The prefix tokens of the last state, which a classifier reads: where they pass, and how many there are."""
+
+    place: Site
+    prefix: int
+
+    def replace(self, pool: Callable[[Tensor], Tensor]) -> None:
+        """Put `pool(patches)`, [B, D], in their place; `pool` is a function or a module of the network."""
+        replace_at(self.place, _PooledFirst(self.prefix, pool).apply)
+
+
+def find_class_token(treatment: Treatment, head: Unit, network: nn.Module, spec: ImageSpec) -> ClassToken:
+    """Return the class token that the classifier of a network reads, among the patches of the last state.
+
+    Raises:
+        TreatmentError: There is none.
+    """
+    prefix = head.input.layout.prefix
+    if not prefix:
+        raise missing(treatment, network, "this one has no class token")
+    place = _last_state(head, network, spec)
+    if place is None:
+        raise missing(treatment, network, "its last state is not one sequence of tokens")
+    if not _reads(prefix, place, network, spec):
+        raise missing(treatment, network, "its classifier does not read its class token")
+    return ClassToken(place, prefix)
 
 
 def _last_state(head: Unit, network: nn.Module, spec: ImageSpec) -> Site | None:
@@ -80,25 +118,31 @@ def _logits(output: Any) -> Tensor:
     return logits
 
 
-class MeanFirst:
-    """The mean of the patches in place of the prefix tokens of a state."""
+class _PooledFirst:
+    """What a pooling makes of the patches, in place of the prefix tokens of a state."""
 
-    def __init__(self, prefix: int) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: int, pool: Callable[[Tensor], Tensor]) -> None:
+        self._prefix, self._pool = prefix, pool
 
     def apply(self, x_bnd: Tensor) -> Tensor:
-        mean_b1d = x_bnd[:, self.prefix :].mean(dim=1, keepdim=True)
-        return torch.cat((mean_b1d.expand(-1, self.prefix, -1), x_bnd[:, self.prefix :]), dim=1)
+        patches_bnd = x_bnd[:, self._prefix :]
+        pooled_b1d = self._pool(patches_bnd).unsqueeze(1)
+        return torch.cat((pooled_b1d.expand(-1, self._prefix, -1), patches_bnd), dim=1)
 
 
-def _pool_in_timm(vit: Any) -> nn.Module:
-    """Pool a timm ViT by mean, without class and distillation tokens."""
+def pool_in_timm(treatment: Treatment, vit: Any) -> nn.Module:
+    """Pool a timm ViT by mean, without class and distillation tokens.
+
+    Raises:
+        TreatmentError: Its head pools by attention or not at all, or its tokens have been counted.
+    """
+    name = treatment.name
     for later in ("local_attention", "patch_dropout"):
         if later in treatments_of(vit):
-            raise TreatmentError(f"List gap_head before {later}, which counts the tokens that gap_head removes.")
+            raise TreatmentError(f"List {name} before {later}, which counts the tokens that {name} removes.")
     if vit.attn_pool is not None or not vit.global_pool:
         found = f"'{vit.global_pool}'"
-        raise TreatmentError(f"gap_head replaces a class token or mean or max pooling; this head is {found}.")
+        raise TreatmentError(f"{name} replaces a class token or mean or max pooling; this head is {found}.")
     if isinstance(vit, VisionTransformerDistilled):
         _remove_distillation(vit)
     if vit.cls_token is not None:

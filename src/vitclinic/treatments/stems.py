@@ -61,7 +61,7 @@ class Stem(nn.Module):
 
 
 class PoolingStem(Stem):
-    """Convolutional tokenizer of the compact transformer CCT (Hassani et al. 2021, Sec. 3.3).
+    """Convolutional tokenizer of the compact transformer CCT (Hassani et al. 2021).
 
         k x (Conv 3 x 3 + ReLU + MaxPool 3 x 3, stride 2),   k = log2(stride),   channels D / 2^(k-1), ..., D / 2, D
 

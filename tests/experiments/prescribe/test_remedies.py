@@ -40,6 +40,33 @@ def test_a_network_that_is_registered_is_tried_first_and_one_that_is_not_is_skip
     assert "hybrid network" in [row["name"] for row in remedies.describe_remedies()]
 
 
+def test_what_this_version_does_not_have_is_skipped():
+    def made(overrides):
+        return KnownRemedy("made", "", overrides).make(RECIPES[0])
+
+    assert made({"treatments": ["sam"]}) is not None
+    assert made({"treatments": ["sam_in_the_morning"]}) is None
+    assert made({"treatments": [{"sam": {"rho": 0.2}}]}) is not None
+    assert made({"treatments": [{"sam": {"morning": True}}]}) is None
+    assert made({"optimizer.name": "of tomorrow"}) is None
+    assert made({"sleep.hours": 8}) is None
+    assert made({"model": "sleeping_transformer"}) is None
+    assert (
+        KnownRemedy("made", "", {"treatments": [{"sam": {"rho": 0.2}}]}).make(build_recipe({"treatments": ["sam"]}))
+        is None
+    )
+
+
+def test_another_optimizer_has_rates_and_options_of_its_own():
+    recipe = build_recipe({"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "nesterov": True}})
+    changed = find_remedy("adamw", recipe).apply(recipe)
+    assert changed.optimizer == build_recipe().optimizer
+    recipe = build_recipe({"optimizer": {"name": "lamb", "lr": 0.02}})
+    assert find_remedy("adamw", recipe).apply(recipe).optimizer == build_recipe().optimizer
+    muon = find_remedy("muon", recipe).apply(recipe).optimizer
+    assert (muon.name, muon.lr, muon.weight_decay) == ("muon", 1e-2, 0.3)
+
+
 def test_what_the_recipe_has_already_is_left_out():
     plain, other = (set(known_remedies(recipe)) for recipe in RECIPES)
     assert {"crop and flip", "adamw"} & plain == set()

@@ -25,8 +25,9 @@ from vitclinic.anatomy.families.family import (
     unknown_block,
 )
 from vitclinic.anatomy.maps import Windows
+from vitclinic.anatomy.removal import Bypass, Silence
 from vitclinic.anatomy.sites import NHWC, Layout, Site, Size, into, out_of
-from vitclinic.anatomy.units import Bypass, Residual, Silence, Unit
+from vitclinic.anatomy.units import Residual, Unit
 
 _PRE_ACTIVATION = ("PreActBasicBlock", "PreActBottleneck")
 

@@ -16,8 +16,9 @@ from torch import nn
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic._core.registry import load_entry_points
 from vitclinic.anatomy.maps import Windows
+from vitclinic.anatomy.removal import Erase, Silence
 from vitclinic.anatomy.sites import OFF_GRID, Layout, Site, Size, into, out_of
-from vitclinic.anatomy.units import AttentionSpec, Erase, Kind, Removal, Residual, Silence, Unit
+from vitclinic.anatomy.units import AttentionSpec, Kind, Removal, Residual, Unit
 
 ENTRY_POINTS = "vitclinic.families"
 WRAPPERS = ("_orig_mod", "module", "backbone")

@@ -28,7 +28,8 @@ from vitclinic.anatomy.observation.residuals import (
     weights_behind,
 )
 from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Call, Trace, Value, trace
-from vitclinic.anatomy.units import Bypass, Erase, Kind, Residual, Silence, Unit
+from vitclinic.anatomy.removal import Bypass, Erase, Silence
+from vitclinic.anatomy.units import Kind, Residual, Unit
 from vitclinic.anatomy.wrappers import reason
 
 _LIGHT = MOVES | NORMS | ACTIVATIONS

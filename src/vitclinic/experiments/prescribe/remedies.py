@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from vitclinic import list_models, list_treatments
+from vitclinic import list_models
 from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic.training.optimizer import OptimizerConfig
 from vitclinic.training.overrides import build_recipe, merge, nest, parse_word, to_plain
@@ -99,7 +99,7 @@ def make_remedy(name: str, overrides: Mapping[str, Any]) -> Remedy:
     return Remedy(name, tree)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KnownRemedy:
     """An entry of the table: what it changes in words, and its overrides, which may depend on the recipe."""
 
@@ -108,21 +108,46 @@ class KnownRemedy:
     overrides: Mapping[str, Any] | Callable[[Recipe], Mapping[str, Any]]
     """None of them where the recipe has it already."""
 
+    def propose(self, recipe: Recipe) -> Remedy:
+        """Return the remedy, whether or not it can be applied."""
+        return make_remedy(self.name, self.overrides(recipe) if callable(self.overrides) else self.overrides)
+
     def make(self, recipe: Recipe) -> Remedy | None:
         """Return the remedy for a recipe; None if it changes nothing there, or needs what is not installed."""
-        overrides = self.overrides(recipe) if callable(self.overrides) else self.overrides
-        remedy = make_remedy(self.name, overrides)
-        if not _is_there(remedy) or (recipe.model.pretrained and _network(remedy.overrides)):
+        remedy = self.propose(recipe)
+        if (
+            not _is_there(remedy)
+            or _has_treatments(recipe, remedy)
+            or (recipe.model.pretrained and _network(remedy.overrides))
+        ):
             return None  # published weights are those of one network
         return remedy if remedy.apply(recipe) != recipe else None
 
 
+def _has_treatments(recipe: Recipe, remedy: Remedy) -> bool:
+    """Return True if the recipe has one of the remedy's treatments, with whatever options."""
+    return any(f"treatments.{treatment.name}" in remedy.keys for treatment in recipe.treatments)
+
+
 def _is_there(remedy: Remedy) -> bool:
-    """Return False if the network or the optimizer is not registered."""
-    network = _network(remedy.overrides)
-    optimizer = remedy.overrides.get("optimizer", {}).get("name")
-    known = get_args(OptimizerConfig.model_fields["name"].annotation)
-    return (network is None or network in list_models()) and (optimizer is None or optimizer in known)
+    """Return False for a network, optimizer, treatment, option or key that this version does not have."""
+    overrides, network = remedy.overrides, _network(remedy.overrides)
+    optimizer = overrides.get("optimizer", {}).get("name")
+    optimizers = get_args(OptimizerConfig.model_fields["name"].annotation)
+    return (
+        set(overrides) <= set(Recipe.model_fields)
+        and (network is None or network in list_models())
+        and (optimizer is None or optimizer in optimizers)
+        and all(_is_treatment(entry) for entry in overrides.get("treatments", ()))
+    )
+
+
+def _is_treatment(entry: Entry) -> bool:
+    """Return True if there is such a treatment, with such options."""
+    name = _treatment_name(entry)
+    if isinstance(entry, str) or name not in TREATMENTS.names():
+        return name in TREATMENTS.names()
+    return set(entry[name]) <= set(next(facts for facts in TREATMENTS.facts() if facts.name == name).options)
 
 
 def _scale_rate(factor: float) -> Callable[[Recipe], Mapping[str, Any]]:
@@ -136,10 +161,26 @@ def _augment(level: str) -> Callable[[Recipe], Mapping[str, Any]]:
     }
 
 
+def _switch_optimizer(name: str, lr: float, weight_decay: float) -> Callable[[Recipe], Mapping[str, Any]]:
+    """Return another optimizer with its usual rates, and without SGD's options."""
+
+    def switch(recipe: Recipe) -> Mapping[str, Any]:
+        own = recipe.optimizer
+        if own.name == name:
+            return {}
+        defaults = {key: OptimizerConfig.model_fields[key].default for key in ("momentum", "nesterov")}
+        unused = {key: value for key, value in defaults.items() if getattr(own, key) != value}
+        return {"optimizer": {"name": name, "lr": lr, "weight_decay": weight_decay, **unused}}
+
+    return switch
+
+
 def _halve_batch(recipe: Recipe) -> Mapping[str, Any]:
     half = recipe.batch_size // 2
     return {"batch_size": half} if half >= 16 and half % recipe.accumulate == 0 else {}
 
+
+_HALF_SIZE = {"progressive_resizing.start": 0.5}
 
 TABLE: tuple[KnownRemedy | str, ...] = (
     KnownRemedy(
@@ -150,9 +191,7 @@ TABLE: tuple[KnownRemedy | str, ...] = (
     KnownRemedy(
         "muon",
         "Muon for matrices and AdamW for the rest, with rate 0.01 and decay 0.3",
-        lambda recipe: (
-            {"optimizer": {"name": "muon", "lr": 1e-2, "weight_decay": 0.3}} if recipe.optimizer.name != "muon" else {}
-        ),
+        _switch_optimizer("muon", lr=1e-2, weight_decay=0.3),
     ),
     KnownRemedy(
         "AlterNet",
@@ -167,6 +206,11 @@ TABLE: tuple[KnownRemedy | str, ...] = (
             }
         },
     ),
+    KnownRemedy(
+        "residual stem",
+        "a convolution and residual blocks in place of the patchify stem, for small images",
+        {"treatments": [{"conv_stem": {"preset": "residual"}}]},
+    ),
     "conv_stem",
     "gap_head",
     KnownRemedy("lr x 3", "three times the learning rate", _scale_rate(3)),
@@ -179,14 +223,18 @@ TABLE: tuple[KnownRemedy | str, ...] = (
         lambda recipe: {} if recipe.ema else {"ema": 0.999},
     ),
     KnownRemedy("batch size / 2", "half the images a step, so more steps in the same time", _halve_batch),
+    "mimetic_init",
+    KnownRemedy("small images first", "the first part of the run on images of half the side", _HALF_SIZE),
     KnownRemedy(
         "4 blocks",
         "a transformer of depth 4: cheaper steps, so more of them",
         lambda recipe: {"model.depth": 4} if recipe.model.keywords.get("depth", 12) > 4 else {},
     ),
-    "sam",
+    KnownRemedy("late sam", "SAM in the last fifth of the run", {"treatments": [{"sam": {"start": 0.8}}]}),
     "context_broadcasting",
     "patch_diversity",
+    "sam",
+    "patch_dropout",
     "local_attention",
     "uniform_heads",
     KnownRemedy("warm-up 10%", "the learning rate rises over a tenth of the run", {"schedule.warmup": "10%"}),
@@ -194,18 +242,14 @@ TABLE: tuple[KnownRemedy | str, ...] = (
     KnownRemedy("deit augmentation", "RandAugment, erasing, mixup, CutMix, smoothing, repeats", _augment("deit")),
     KnownRemedy(
         "adamw",
-        "AdamW with rate 0.001 and decay 0.05 in place of another optimizer",
-        lambda recipe: (
-            {"optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05}}
-            if recipe.optimizer.name != "adamw"
-            else {}
-        ),
+        "AdamW in place of another optimizer, with rate 0.001 and decay 0.05",
+        _switch_optimizer("adamw", lr=1e-3, weight_decay=0.05),
     ),
     KnownRemedy("bf16", "bfloat16 arithmetic, where the device is quick at it", {"precision": "bf16"}),
 )
 """What is tried, in this order: the network and its beginning first, where small sets gain most, then what costs
-nothing, then what costs time. A text is a treatment; treatments that are not here come after it, by name. What needs a
-network or an optimizer that is not registered is skipped."""
+nothing, then what costs time. A text is a treatment; treatments that are not here come after it, by name. What
+this version does not have, such as a network that is not registered, is skipped."""
 
 
 def known_remedies(recipe: Recipe) -> dict[str, Remedy]:
@@ -216,29 +260,26 @@ def known_remedies(recipe: Recipe) -> dict[str, Remedy]:
         >>> "lr x 3" in names, "ema" in names, "sam" in names, "crop and flip" in names
         (True, False, False, False)
     """
-    own = {treatment.name for treatment in recipe.treatments}
-    made = [
-        entry.make(recipe) if isinstance(entry, KnownRemedy) else make_remedy(entry, {"treatments": [entry]})
-        for entry in (*TABLE, *_other_treatments())
-        if not (isinstance(entry, str) and entry in own)
-    ]
+    made = [entry.make(recipe) for entry in _all_remedies()]
     return {remedy.name: remedy for remedy in made if remedy is not None}
 
 
-def _other_treatments() -> list[str]:
-    return [name for name in list_treatments() if name not in TABLE]
+def _all_remedies() -> list[KnownRemedy]:
+    """Return the table and the treatments that are not in it, by name."""
+    told = {facts.name: str(facts.attributes["changes"]) for facts in TREATMENTS.facts("changes")}
+    entries = dict.fromkeys([*TABLE, *told])
+    return [
+        KnownRemedy(entry, told.get(entry, ""), {"treatments": [entry]}) if isinstance(entry, str) else entry
+        for entry in entries
+    ]
 
 
 def describe_remedies() -> list[dict[str, str]]:
     """Return every remedy that there is with what it changes, in the order in which they are tried."""
-    told = {facts.name: str(facts.attributes["changes"]) for facts in TREATMENTS.facts("changes")}
-    rows = []
-    for entry in (*TABLE, *_other_treatments()):
-        if isinstance(entry, str):
-            rows.append({"name": entry, "changes": told[entry]})
-        elif callable(entry.overrides) or _is_there(make_remedy(entry.name, entry.overrides)):
-            rows.append({"name": entry.name, "changes": entry.changes})
-    return rows
+    recipe = Recipe()
+    return [
+        {"name": entry.name, "changes": entry.changes} for entry in _all_remedies() if _is_there(entry.propose(recipe))
+    ]
 
 
 def find_remedy(entry: Entry, recipe: Recipe) -> Remedy:
@@ -254,7 +295,7 @@ def find_remedy(entry: Entry, recipe: Recipe) -> Remedy:
     """
     name = entry if isinstance(entry, str) else _treatment_name(entry)
     known = next((one for one in TABLE if isinstance(one, KnownRemedy) and one.name == entry), None)
-    if name in list_treatments():
+    if name in TREATMENTS.names():
         return treatment_remedy(entry)
     if isinstance(entry, str) and "=" in entry:
         remedy = make_remedy(entry, parse_word(entry))

@@ -51,7 +51,7 @@ class TrainNLL(OwningProbe):
     def conditions(self, subject: Subject) -> dict[str, Any]:
         if subject.training is None or not self.augment:
             return {}
-        return {"augment": subject.training.augment.resolve().model_dump(mode="json")}
+        return {"augment": subject.training.augment.resolve().identity()}
 
     def count(self, subject: Subject) -> int:
         """Return the number of images; without augmentation, each is used once at most."""

@@ -90,7 +90,7 @@ class HessianSpectrum(OwningProbe):
     def conditions(self, subject: Subject) -> dict[str, Any]:
         """Return the augmentation and weight decay of the loss."""
         training = subject.training
-        augment = training.augment.model_dump(mode="json") if training is not None and self.augment else None
+        augment = training.augment.identity() if training is not None and self.augment else None
         decay = training.decay if training is not None and self.regulariser else 0.0
         decayed = {"decayed": fingerprint(sorted(training.decayed))} if training is not None and decay else {}
         return {"augment": augment, "weight_decay": decay, **decayed}

@@ -24,7 +24,7 @@ from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Kind
-from vitclinic.anatomy.units import parameters_by_unit
+from vitclinic.anatomy.table import parameters_by_unit
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.hessian import Hessian
