@@ -86,7 +86,11 @@ REFUSALS: dict[str, dict[str, str]] = {
         "ffn_variant": "is a GluMlp of another kind",
         "registers": "with more tokens",
     },
-    "timm/cait_xxs24_224": NO_CLASS_TOKEN | NO_MEAN | CLASS_ATTENTION | NO_SEQUENCE,
+    "timm/cait_xxs24_224": NO_CLASS_TOKEN
+    | NO_MEAN
+    | CLASS_ATTENTION
+    | NO_SEQUENCE
+    | {"local_attention": "only its class token attends to the grid"},
     "timm/xcit_nano_12_p16_224": WINDOWS
     | CLASS_ATTENTION
     | {
