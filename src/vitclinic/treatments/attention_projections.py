@@ -190,7 +190,7 @@ class _Recorder(TorchFunctionMode):
                 raise _UnknownWeightsError(f"the heads of {name} share queries or keys")
         self._pending = attention, queries, keys
         # What enters the queries passes by the attention, too, as the state of its block.
-        (asked,) = [layer for layer in self._layers if layer.weight is queries[0].weight]
+        asked = [layer for layer in self._layers if layer.weight is queries[0].weight][-1]
         before = _depends(asked.entering, self._layers, _draw(asked.entering.shape))
         self._before = [layer for layer, used in zip(self._layers, before, strict=True) if used.any()]
         self._layers = [layer for layer, used in zip(self._layers, before, strict=True) if not used.any()]
