@@ -1,7 +1,7 @@
-"""Write the table of recipe keys in docs/train.md from the configs, so that it cannot drift.
+"""Write the tables of recipe keys (docs/train.md) and of the papers' recipes (docs/recipes.md), so that none drifts.
 
-python docs/make_keys.py            rewrite the table
-python docs/make_keys.py --check    fail if it is not current (a test does this)
+python docs/make_keys.py            rewrite the tables
+python docs/make_keys.py --check    fail if one is not current (a test does this)
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from vitclinic._core.config import Config, section
+from vitclinic.cli.list import TWO_CORES, describe_recipes
 from vitclinic.tasks import Task
-from vitclinic.training import Recipe
+from vitclinic.training import Recipe, build_recipe
 from vitclinic.treatments import Treatments
 
-PAGE = Path(__file__).parent / "train.md"
-BEGIN, END = "<!-- keys: made by docs/make_keys.py -->", "<!-- end of keys -->"
+DOCS = Path(__file__).parent
 
 
 def rows(config: type[Config], prefix: str = "") -> list[str]:
@@ -54,16 +54,46 @@ def values(annotation: typing.Any) -> str:
     return {int: "integer", float: "number", str: "text", bool: "true, false", Treatments: "list"}.get(annotation, "")
 
 
-def page() -> str:
-    table = "\n".join(["| key | takes | default | |", "|---|---|---|---|", *rows(Recipe)])
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+def keys() -> list[str]:
+    return ["| key | takes | default | |", "|---|---|---|---|", *rows(Recipe)]
+
+
+def recipes() -> list[str]:
+    """One row for each of the papers' recipes, from its file."""
+    lines = ["| recipe | network | treatments | lr, weight decay | batch, epochs, warm-up | the paper's score |"]
+    lines.append("|---|---|---|---|---|---|")
+    for found in describe_recipes():
+        if found["scale"] == TWO_CORES:
+            continue
+        recipe = build_recipe(found["name"])
+        optimizer, warmup = recipe.optimizer, recipe.schedule.warmup
+        treatments = ", ".join(f"[{t.name}](treatments/{t.name}.md)" for t in recipe.treatments)
+        rho = next((f", rho {t.rho:g}" for t in recipe.treatments if t.name == "sam"), "")
+        cells = [
+            f"`{found['name']}` [{found['scale'].removeprefix('paper: ')}]",
+            f"`{recipe.model.name}`",
+            f"{treatments}{rho}",
+            f"{optimizer.name} {optimizer.lr:g}, {optimizer.weight_decay:g}",
+            f"{recipe.batch_size:,}, {recipe.epochs:g}, {warmup if isinstance(warmup, str) else f'{warmup} epochs'}",
+            found["expect"].removesuffix("; not run by us"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+TABLES = {("train.md", "keys"): keys, ("recipes.md", "recipes"): recipes}
+
+
+def page(file: str, table: str) -> str:
+    begin, end = f"<!-- {table}: made by docs/make_keys.py -->", f"<!-- end of {table} -->"
+    text = (DOCS / file).read_text(encoding="utf-8")
+    lines = "\n".join(TABLES[file, table]())
+    return f"{text.split(begin)[0]}{begin}\n{lines}\n{end}{text.split(end)[1]}"
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(
-            0 if page() == PAGE.read_text(encoding="utf-8") else "docs/train.md is not current: run docs/make_keys.py"
-        )
-    PAGE.write_text(page(), encoding="utf-8")
+    for file, table in TABLES:
+        if "--check" not in sys.argv:
+            (DOCS / file).write_text(page(file, table), encoding="utf-8")
+        elif page(file, table) != (DOCS / file).read_text(encoding="utf-8"):
+            sys.exit(f"docs/{file} is not current: run docs/make_keys.py")

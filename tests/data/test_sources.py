@@ -15,6 +15,7 @@ from PIL import Image
 from vitclinic._core.errors import DataError, MissingExtraError
 from vitclinic.data import DataConfig, open_data
 from vitclinic.data.corruptions.copies import corrupt_data
+from vitclinic.data.dataset import describe_data
 from vitclinic.data.named import open_digits
 
 
@@ -217,3 +218,28 @@ def test_asking_for_too_many_images():
 def test_size_and_channels_can_be_asked_for():
     data = open_data("digits", size=16, channels=3)
     assert data.train.read(np.arange(2)).shape == (2, 16, 16, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": 20}, {"fraction": 0.5, "held_out": 0.2}, {"held_out": 0.0}])
+def test_a_described_data_set_is_the_opened_one_without_pixels(photo_folder, options):
+    config = DataConfig(source=str(photo_folder), **options)
+    opened, described = open_data(config, size=48, channels=1), describe_data(config, size=48, channels=1)
+    assert (described.name, described.classes, described.spec) == (opened.name, opened.classes, opened.spec)
+    for split, images in opened.splits.items():
+        assert np.array_equal(described.splits[split].rows, images.rows)
+        assert np.array_equal(described.splits[split].labels, images.labels)
+    with pytest.raises(DataError, match="were described, not decoded"):
+        described.train.read(np.array([0]))
+
+
+def test_published_sets_are_known_by_name_unless_a_folder_has_it(tmp_path, monkeypatch, picture):
+    monkeypatch.chdir(tmp_path)
+    cifar = describe_data(DataConfig(source="cifar100", fraction=0.1))
+    assert {split: len(images) for split, images in cifar.splits.items()} == {"train": 4500, "val": 5000, "test": 10000}
+    assert np.bincount(cifar.train.labels).tolist() == [45] * 100
+    with pytest.raises(DataError, match=r"^CIFAR-100 does not come with vitclinic, and there is no folder 'cifar100'"):
+        open_data("cifar100")
+    for label in "ab":
+        (tmp_path / "cifar100" / label).mkdir(parents=True)
+        picture(0, (8, 8)).save(tmp_path / "cifar100" / label / "0.png")
+    assert describe_data(DataConfig(source="cifar100")).classes == open_data("cifar100").classes == ("a", "b")

@@ -30,10 +30,18 @@ def test_held_out_splits_are_disjoint_and_lose_nothing(labels, seed):
     assert len(splits["train"][1]) >= 1
 
 
+@given(labels_strategy, st.sets(st.sampled_from(["val", "test"])), st.sampled_from([0.0, 0.1, 0.3]))
+def test_how_many_stay_for_training_is_known_beforehand(labels, beside, share):
+    splits = assign({"train": labels, **dict.fromkeys(beside, labels)}, 0, share)
+    assert training_count(len(labels), beside, share) == len(splits["train"][1])
+
+
 @given(labels_strategy, st.sets(st.sampled_from(["val", "test"])))
-def test_how_many_stay_for_training_is_known_beforehand(labels, beside):
-    splits = assign({"train": labels, **dict.fromkeys(beside, labels)}, 0)
-    assert training_count(len(labels), beside) == len(splits["train"][1])
+def test_all_images_are_trained_on_if_none_are_held_out(labels, beside):
+    splits = assign({"train": labels, **dict.fromkeys(beside, labels)}, 0, share=0.0)
+    assert splits["train"][0] == "train"
+    assert splits["train"][1].tolist() == list(range(len(labels)))
+    assert all(len(splits[split][1]) == (len(labels) if split in beside else 0) for split in ("val", "test"))
 
 
 def test_a_balanced_set_is_split_exactly():

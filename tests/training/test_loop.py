@@ -141,6 +141,22 @@ def test_the_best_checkpoint_is_the_one_tested(tiny):
     assert {**score, "step": run.results["val"]["step"]} == run.results["test"]
 
 
+def test_all_images_can_be_trained_on(tiny, tmp_path, picture):
+    """Without val the last weights are the result; with val and no test, as ImageNet comes, val is the score."""
+    run = train(tiny(data={"source": "digits", "held_out": 0.0, "augment": "none"}, steps=2))
+    assert run.data_facts["counts"] == {"train": 1797, "val": 0, "test": 0}
+    assert (run.status["status"], run.results) == ("finished", {})
+    assert load_model(run.path) is not None
+    for split, name in ((split, name) for split in ("train", "val") for name in "ab"):
+        (tmp_path / "photos" / split / name).mkdir(parents=True)
+        for number in range(5):
+            picture(number, (8, 8), "L").save(tmp_path / "photos" / split / name / f"{number}.png")
+    data = {"source": str(tmp_path / "photos"), "held_out": 0.0, "augment": "none"}
+    run = train(tiny(data=data, steps=2, batch_size=10, out=str(tmp_path / "other")))
+    assert run.data_facts["counts"] == {"train": 10, "val": 10, "test": 0}
+    assert list(run.results) == ["val"]
+
+
 def test_the_network_learns_the_digits(tiny):
     run = train(tiny(steps=200, data={"source": "digits", "augment": "none"}, optimizer={"lr": 0.01}))
     assert run.results["test"]["accuracy"] > 0.7

@@ -5,12 +5,15 @@ them), not from the recipes.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
 from vitclinic import list_recipes, plan_run
 from vitclinic.cli.list import TWO_CORES, describe_recipes, recipe_header
 from vitclinic.training import build_recipe, read_shipped_recipes
+
+ROOT = Path(__file__).parent.parent.parent
 
 INCEPTION = {"randaugment": "off", "erasing": 0, "mixup": 0, "cutmix": 0, "smoothing": 0, "repeats": 1}
 DEIT = {
@@ -242,3 +245,5 @@ def test_every_shipped_recipe_can_be_planned(name, tmp_path, monkeypatch):
         assert plan.warmup_steps == pytest.approx(expected)
         assert plan.passes == (2 if "sam" in plan.treatments else 1)
         assert plan.memory.pass_images == (32 if "sam" in plan.treatments else paper["batch_size"])
+        page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+        assert f"| `{name}` | {plan.parameters:,} | {plan.steps:,} |" in page

@@ -251,7 +251,7 @@ def test_the_command_prints_the_plan_or_json(command, tmp_path):
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
     absent = "CIFAR-100 (not here; its published facts)"
     assert lines["data"] == f"{absent}: 45,000 train, 5,000 val, 10,000 test images; 100 classes, 3 x 32 x 32"
-    assert lines["length"] == "90 steps of 500 images: 1 epochs, 45,000 images seen"
+    assert lines["length"] == "90 steps of 500 images: 1 epoch, 45,000 images seen"
     assert lines["schedule"] == "4 steps of warm-up, then cosine to 0"
     plain = json.loads(command(*words, "--json")[1])
     assert (plain["steps"], plain["data_is_here"], plain["memory"]["pass_images"]) == (90, False, 500)

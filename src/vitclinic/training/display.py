@@ -109,7 +109,8 @@ def show_result(run: Run, console: Console) -> None:
             kept = "the last good checkpoint is kept" if run.checkpoints.names() else "before any checkpoint"
             console.print(f"recorded in {path}; {kept}", soft_wrap=True)
         return
-    console.print(_results_table(run))
+    if run.results:  # else there was neither val nor test
+        console.print(_results_table(run))
     console.print(f"run directory: [bold]{path}[/]", soft_wrap=True)
     console.print(f'use it: network = vitclinic.load_model("{path}")', soft_wrap=True)
 
@@ -230,7 +231,8 @@ def _describe_length(plan: RunPlan) -> str:
     if plan.steps is None or plan.images_seen is None:
         return f"{recipe.max_time}, in steps of {batch}; how many fit is measured when the run starts"
     epochs = plan.steps / plan.steps_per_epoch
-    return f"{plan.steps:,} steps of {batch}: {epochs:.4g} epochs, {plan.images_seen:,} images seen"
+    counted = f"{epochs:.4g} epoch{'' if epochs == 1 else 's'}"
+    return f"{plan.steps:,} steps of {batch}: {counted}, {plan.images_seen:,} images seen"
 
 
 def _describe_flops(plan: RunPlan) -> str:

@@ -19,8 +19,8 @@ from vitclinic.treatments import Treatments
 def read_shipped_recipes() -> dict[str, str]:
     """Read the recipes that ship with the package: YAML texts by name."""
     folder = resources.files("vitclinic") / "recipes"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".yaml")), key=lambda f: f.name)
-    return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in files}
+    files = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
+    return {name: files[name].read_text(encoding="utf-8") for name in sorted(files)}
 
 
 DEFAULT = "small"
