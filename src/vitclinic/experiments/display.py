@@ -70,10 +70,11 @@ def show_prescription(found: Prescription, console: Console) -> None:
     console.print(f"[{colour}]{escape(found.statement)}[/]", soft_wrap=True, highlight=False)
     for change in found.changes:
         say(console, f"  {escape(change)}")
-    console.print(_final_table(found))
-    console.print(_selection_table(found))
+    _show_table("Final comparison: test accuracy, fresh seeds", _final_rows(found), console)
+    if found.rungs:
+        _show_table("Selection (optimistic): val accuracy minus that of plain", _selection_rows(found), console)
     if found.reasons:
-        console.print(_reasons_table(found))
+        _show_table("What the exam found, and what its remedies gained alone", _reason_rows(found), console)
     if found.file is not None:
         file = escape(str(found.file))
         say(console, f"recipe: [bold]{file}[/]; train with: vitclinic train {file}")
@@ -85,52 +86,48 @@ def show_prescription(found: Prescription, console: Console) -> None:
     say(console, f"all numbers: [bold]{escape(str(found.folder / 'prescription.json'))}[/]")
 
 
-def _final_table(found: Prescription) -> Table:
-    table = Table(title="Final comparison: test accuracy, fresh seeds", title_justify="left", box=None)
-    for column in ("arm", "steps", *(f"seed {seed}" for seed in found.final.seeds), "mean"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    steps = {trial.arm: str(trial.steps) for trial in found.final.trials}
-    for arm in (PLAIN, found.winner.name):
-        values = [*found.final.accuracies(arm), found.final.mean(arm)]
-        diverged = found.final.diverged(arm)
-        name = f"{arm} ({diverged} diverged)" if diverged else arm
-        table.add_row(escape(name), steps[arm], *(f"{value:.1%}" for value in values))
-    return table
+def _final_rows(found: Prescription) -> list[dict[str, str]]:
+    """Return the test accuracy of each seed, and what else there is of the two arms."""
+    final, arms = found.final, (PLAIN, found.winner.name)
+    rows = [
+        {"seed": str(seed), **{arm: f"{final.accuracies(arm)[place]:.1%}" for arm in arms}}
+        for place, seed in enumerate(final.seeds)
+    ]
+    steps = {trial.arm: str(trial.steps) for trial in final.trials}
+    rows.append({"seed": "mean", **{arm: f"{final.mean(arm):.1%}" for arm in arms}})
+    rows.append({"seed": "steps", **{arm: steps[arm] for arm in arms}})
+    if any(map(final.diverged, arms)):
+        rows.append({"seed": "diverged", **{arm: str(final.diverged(arm)) for arm in arms}})
+    return rows
 
 
-def _selection_table(found: Prescription) -> Table:
+def _selection_rows(found: Prescription) -> list[dict[str, str]]:
     """Return the mean val accuracy of every arm minus the plain recipe's, rung by rung."""
-    table = Table(title="Selection (optimistic): val accuracy minus that of plain", title_justify="left", box=None)
-    table.add_column("arm")
-    for rung in found.rungs:
-        table.add_column(rung.name, justify="right")
-    arms = dict.fromkeys(arm for rung in reversed(found.rungs) for arm in rung.arms)
-    for arm in arms:
-        cells = []
+    rows = []
+    for arm in dict.fromkeys(arm for rung in reversed(found.rungs) for arm in rung.arms):
+        row = {"arm": arm}
         for rung in found.rungs:
             if arm not in rung.arms:
-                cells.append("failed" if arm in rung.failed else "")
+                row[rung.name] = "failed" if arm in rung.failed else ""
             elif arm == PLAIN:
-                cells.append(f"{rung.mean(arm):.1%}")
+                row[rung.name] = f"{rung.mean(arm):.1%}"
             else:
                 diverged = " diverged" if rung.diverged(arm) else ""
-                cells.append(f"{rung.mean(arm) - rung.mean(PLAIN):+.1%}{diverged}")
-        table.add_row(escape(arm), *cells)
-    return table
+                row[rung.name] = f"{rung.mean(arm) - rung.mean(PLAIN):+.1%}{diverged}"
+        rows.append(row)
+    return rows
 
 
-def _reasons_table(found: Prescription) -> Table:
+def _reason_rows(found: Prescription) -> list[dict[str, str]]:
     """Return what the exam found, the number, the remedy that this suggests, and what it gained here."""
-    table = Table(title="What the exam found, and what its remedies gained", title_justify="left", box=None)
-    for column in ("finding", "number", "remedy", "gain"):
-        table.add_column(column, justify="right" if column == "gain" else "left", overflow="fold")
     tried = {one.arm.name: one for one in found.tried}
+    rows = []
     for reason in found.reasons:
         one = tried.get(reason.remedy)
         gain = f"{one.gain:+.1%} ({one.stage})" if one else found.left_out.get(reason.remedy, "not asked for")
         number = next((f"{name} {value:.3g}" for name, value in reason.numbers.items()), "")
-        table.add_row(*map(escape, (reason.finding, number, reason.remedy, gain)))
-    return table
+        rows.append({"finding": reason.finding, "number": number, "remedy": reason.remedy, "gain": gain})
+    return rows
 
 
 class StudyDisplay(Display, Callback):

@@ -113,6 +113,7 @@ def test_what_does_not_go_together_is_left_out_with_the_reason(asked):
     found, seen, _ = asked({**gains, "optimizer.lr=0.1": 0.01}, remedies=remedies, budget=1200)
     # Two step rules in one recipe are an error of the treatments; two values of one key are one of ours.
     assert "At most one" in found.left_out["helping + neutral"]
+    assert "neutral + helping" not in found.left_out  # once is enough
     assert "both change the network" in found.left_out.values()
     assert all("optimizer.lr=0.01 + optimizer.lr=0.1" not in arm for stage in seen for arm in stage)
     assert any(reason == "both set optimizer.lr" for reason in found.left_out.values())
@@ -296,15 +297,17 @@ def test_what_is_printed_tells_the_plan_the_changes_and_the_reasons(asked, monke
     remedy = arms.find_remedy(WIDE, build_recipe(RECIPE))
     reason = arms.Reason("wide", "Narrow", "problem", "It is narrow.", {"norms.width": 16.0}, "more room", "p")
     monkeypatch.setattr("vitclinic.experiments.prescribe.conduct.read_reasons", lambda run, recipe: [(remedy, reason)])
-    console = Console(width=200, record=True, file=io.StringIO())
+    console = Console(width=200, file=io.StringIO())
     found, _, _ = asked(
         {"wide": 0.2}, examined="a", callbacks=[PrescriptionDisplay(console)], remedies=[WIDE, EMA, "dear"]
     )
     show_prescription(found, console)
-    text = " ".join(console.export_text().split())
+    text = " ".join(console.file.getvalue().split())
     assert "2 remedies to try: wide, ema=0.9" in text
     assert "rung 1: 3 arms x 1 seed, on val, 30 s per trial, about 1.5 min; tells 10.7 points" in text
     assert "assumed to be 1 point" in text
     assert "left out: dear (a step takes 25 s" in text
     assert "network: vit_tiny_fitted (patch_size 4, embed_dim 16" in text
-    assert "Narrow norms.width 16 wide +20.0% (rung 1)" in text
+    assert "seed plain wide 100 30.1% 50.1%" in text
+    assert "arm rung 1 wide +20.0% plain 30.0%" in text
+    assert "finding number remedy gain Narrow norms.width 16 wide +20.0% (rung 1)" in text

@@ -153,10 +153,11 @@ def test_two_values_of_one_key_do_not_go_together(one, other, clash):
 def test_an_arm_grows_at_its_end_and_else_at_its_beginning_and_is_read_as_it_was_written():
     recipe = build_recipe()
     arm = Arm((find_remedy("lr x 3", recipe), find_remedy({"sam": {"rho": 0.2}}, recipe)))
-    assert [one.name for one in grow(arm, find_remedy("ema", recipe))] == [
-        "lr x 3 + sam(rho=0.2) + ema",
-        "ema + lr x 3 + sam(rho=0.2)",
+    assert [one.name for one in grow(arm, find_remedy("gap_head", recipe))] == [
+        "lr x 3 + sam(rho=0.2) + gap_head",
+        "gap_head + lr x 3 + sam(rho=0.2)",
     ]
+    assert [one.name for one in grow(arm, find_remedy("ema", recipe))] == ["lr x 3 + sam(rho=0.2) + ema"]
     assert Arm.read(arm.record()) == arm
     assert Arm().record() == []
 

@@ -104,8 +104,10 @@ def explain_clash(arm: Arm, remedy: Remedy) -> str | None:
 
 
 def grow(arm: Arm, remedy: Remedy) -> list[Arm]:
-    """Return the arm with one more remedy, last and then first, since some treatments must come before others."""
-    return [Arm((*arm.changes, remedy)), Arm((remedy, *arm.changes))]
+    """Return the arm with one more remedy, last, and also first if some treatments may have to precede others."""
+    treated = [change for change in (*arm.changes, remedy) if "treatments" in change.overrides]
+    orders = [Arm((*arm.changes, remedy)), Arm((remedy, *arm.changes))]
+    return orders if remedy in treated and len(treated) > 1 else orders[:1]
 
 
 @dataclass(frozen=True)

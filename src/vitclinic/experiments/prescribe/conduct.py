@@ -264,13 +264,13 @@ class _Prescriber:
     def _conclude(self, rungs: Sequence[TriedStage], final: TriedStage, winner: Arm) -> Prescription:
         found, ledger = measure_effect(final, winner.name), self.ledger
         failed = {arm: reason for tried in rungs for arm, reason in tried.failed.items()}
-        # A combination that goes together in another order only was tried.
-        measured = [set(name.split(" + ")) for name in ledger.costs]
-        unfit = {
-            name: why
-            for name, why in ledger.left_out.items()
-            if name in ledger.costs or set(name.split(" + ")) not in measured
-        }
+        # A combination is told once, and not at all if it goes together in the other order.
+        told = {frozenset(name.split(" + ")) for name in ledger.costs if name not in ledger.left_out}
+        unfit: dict[str, str] = {}
+        for name, why in ledger.left_out.items():
+            if (parts := frozenset(name.split(" + "))) not in told:
+                unfit[name] = why
+                told.add(parts)
         assert ledger.candidates is not None
         result = Prescription(
             folder=self.folder,
