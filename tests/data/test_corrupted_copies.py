@@ -136,6 +136,13 @@ def test_a_killed_command_goes_on(source, tmp_path):
     assert not list((tmp_path / "c").glob(".*"))
 
 
+def test_the_lock_file_of_a_process_killed_at_its_end_is_removed(source, tmp_path):
+    corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+    (tmp_path / "c" / ".fog-1.lock").touch()
+    corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+    assert not list((tmp_path / "c").glob(".*"))
+
+
 def test_a_second_process_is_told_to_wait(source, tmp_path):
     (tmp_path / "c").mkdir()
     with hold_lock(tmp_path / "c" / ".fog-1.lock", "busy"), pytest.raises(RunError, match="Another process is writing"):

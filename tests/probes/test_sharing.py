@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import vitclinic
-from tests.probes.subjects import noise, subject, vit
+from tests.probes.subjects import SIZE, noise, subject, vit
 from vitclinic._core.records import Measurement, Scalar
-from vitclinic.anatomy import Anatomy, out_of
+from vitclinic.anatomy import Anatomy, out_of, record_attention
 from vitclinic.probes import DoesNotApply, OwningProbe, Result, StreamingProbe, Subject, Tally, measure, parse_probes
 
 EXACT = {"rel": 1e-12}
@@ -208,13 +208,17 @@ def test_a_network_that_is_not_what_its_family_promises_fails():
     assert "blocks.1" in measurement.reason
 
 
-def test_a_network_without_attention_or_with_blocks_of_another_kind_does_not_apply():
+def test_a_network_without_attention_does_not_apply_and_two_maps_of_a_block_are_groups_of_heads():
     (measurement,) = measure(subject("mixer"), [OtherMean()])
     assert (measurement.status, measurement.reason) == ("does_not_apply", "a timm MLP-Mixer has no attention maps.")
     parallel = vit(block_fn=timm.models.vision_transformer.ParallelThingsBlock)
     (measurement,) = measure(subject(parallel), [Mean()])
-    assert measurement.status == "does_not_apply"
-    assert measurement.reason == "a VisionTransformer has no attention maps."  # two in each block
+    assert measurement.status == "ok"
+    maps = []
+    with torch.no_grad(), record_attention(Anatomy.of(parallel).of_kind("msa"), maps.append):
+        parallel(torch.rand(2, 3, SIZE, SIZE))
+    heads = sum(attn.num_heads for attn in parallel.blocks[0].modules() if hasattr(attn, "num_heads"))
+    assert {one.weights.shape[1] for one in maps} == {heads}
 
 
 def test_attention_without_a_softmax_does_not_apply_and_attention_that_never_ran_fails():
