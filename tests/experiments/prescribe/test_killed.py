@@ -94,7 +94,7 @@ def test_killed_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path
 
 @pytest.mark.slow
 def test_killed_in_every_trial_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path):
-    for runs in range(1, 10):
+    for runs in range(1, 9):
         kill_when(start(command("killed")), tmp_path / "killed", runs, signal.SIGKILL)
     error = kill_when(start(command("killed")), tmp_path / "killed", 9, signal.SIGINT)
     assert error.strip() == "interrupted; every trial that has ended is stored, and the same command goes on"
