@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {"embed_dim": 192, "depth": 4, "num_heads": 6, "mlp_ratio": 2.0},
     "base": {"embed_dim": 320, "depth": 6, "num_heads": 10, "mlp_ratio": 3.0},
 }
-"""Widths and depths by size; a step of each costs about three times one of the size before."""
+"""Widths and depths by size; each has 3.6 to 3.8 times the multiply-adds of the size before at 32 x 32 pixels."""
 AUTO = "auto"
 """The size of a recipe whose run chooses one; without data and time it is the smallest."""
 _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
