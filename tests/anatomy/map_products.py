@@ -31,38 +31,34 @@ class _Call:
     kwargs: Mapping[str, Any]
     result: Any
 
-    def applies(self, expected: AttentionMap, tolerance: float) -> bool:
-        """Tell whether the call computed what the map says."""
-        if self.func is F.scaled_dot_product_attention:
-            return self._is_attention(expected, tolerance)
-        if self.func is F.multi_head_attention_forward:
-            return self._is_multi_head(expected, tolerance)
-        operands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-        return any(_is_map(operand, expected, tolerance) for operand in operands)
+    def applies(self, weights: Tensor, seen: SeenMap | None, tolerance: float) -> bool:
+        """Tell whether the call computed what a map, or one group of its heads, says."""
+        try:
+            if self.func is F.scaled_dot_product_attention:
+                return self._is_attention(weights, seen, tolerance)
+            if self.func is F.multi_head_attention_forward:
+                return self._is_multi_head(weights, seen, tolerance)
+            operands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+            return any(_is_map(operand, weights, seen, tolerance) for operand in operands)
+        except (RuntimeError, IndexError):  # another attention, of other lengths
+            return False
 
-    def _is_attention(self, expected: AttentionMap, tolerance: float) -> bool:
+    def _is_attention(self, weights: Tensor, seen: SeenMap | None, tolerance: float) -> bool:
         bound = dict(zip(("query", "key", "value"), self.args, strict=False)) | dict(self.kwargs)
         query, value = bound["query"], bound["value"]
         if bound.get("enable_gqa"):
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
-        try:
-            values, result = (_arrange(x, expected.seen, side) for x, side in ((value, 1), (self.result, 0)))
-            product = expected.weights @ values
-        except RuntimeError:  # another attention, of other lengths
-            return False
-        return _equal(product, result, tolerance)
+        values, result = (_arrange(x, seen, side) for x, side in ((value, 1), (self.result, 0)))
+        return _equal(weights @ values, result, tolerance)
 
-    def _is_multi_head(self, expected: AttentionMap, tolerance: float) -> bool:
+    def _is_multi_head(self, weights: Tensor, seen: SeenMap | None, tolerance: float) -> bool:
         bound = MHA_SIGNATURE.bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         call = bound.arguments
         _, _, values = project_heads(call, [call[name] for name in ("query", "key", "value")])
-        try:
-            weights = expected.weights if expected.seen is None else _undo_orders(expected.weights, expected.seen)
-            product = join_heads(weights @ values, call)
-        except RuntimeError:
-            return False
-        return _equal(product, self.result[0], tolerance)
+        if seen is not None:
+            weights = _undo_orders(weights, seen)
+        return _equal(join_heads(weights @ values, call), self.result[0], tolerance)
 
 
 def _arrange(x: Tensor, seen: SeenMap | None, side: int) -> Tensor:
@@ -80,16 +76,21 @@ def _undo_orders(weights: Tensor, seen: SeenMap) -> Tensor:
     return weights
 
 
-def _is_map(operand: Tensor, expected: AttentionMap, tolerance: float) -> bool:
-    """Tell whether an operand is the map, or one of its groups of heads."""
-    try:
-        arranged = operand if expected.seen is None else expected.seen.arrange(operand)
-    except (RuntimeError, IndexError):
+def _is_map(operand: Tensor, weights: Tensor, seen: SeenMap | None, tolerance: float) -> bool:
+    arranged = operand if seen is None else seen.arrange(operand)
+    if arranged.shape != weights.shape:
         return False
-    if arranged.ndim != 4:
-        return False
-    groups = 1 if expected.seen is None else len(expected.seen.numbers)
-    return any(_equal(arranged, group, tolerance) for group in expected.weights.chunk(groups, dim=1))
+    return (
+        _is_mixture(arranged, weights, tolerance) if seen and seen.mixed_later else _equal(arranged, weights, tolerance)
+    )
+
+
+def _is_mixture(mixed: Tensor, weights: Tensor, tolerance: float) -> bool:
+    """Tell whether each head of a map is one linear function, for all pairs, of the heads of another."""
+    heads = [x.double().transpose(0, 1).flatten(1).T for x in (weights, mixed)]
+    known = torch.cat((heads[0], torch.ones_like(heads[0][:, :1])), dim=1)
+    fit = torch.linalg.lstsq(known, heads[1]).solution
+    return len(known) > 2 * known.shape[1] and _equal(known @ fit, heads[1], tolerance)
 
 
 def _equal(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -117,11 +118,14 @@ class Products(TorchFunctionMode):
 
     def unapplied(self, tolerance: float) -> list[str]:
         """Return the names of the units whose map times V is nothing that the network computed."""
-        return [
-            recorded.unit.name
-            for recorded in self._maps
-            if not any(call.applies(recorded, tolerance) for call in self._calls)
-        ]
+        return [recorded.unit.name for recorded in self._maps if not self._is_applied(recorded, tolerance)]
+
+    def _is_applied(self, recorded: AttentionMap, tolerance: float) -> bool:
+        groups = 1 if recorded.seen is None else len(recorded.seen.numbers)
+        return all(
+            any(call.applies(weights, recorded.seen, tolerance) for call in self._calls)
+            for weights in recorded.weights.chunk(groups, dim=1)
+        )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
