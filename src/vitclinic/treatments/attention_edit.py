@@ -179,7 +179,7 @@ def _attend_sdpa(
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
         attn_mask = attn_mask.flatten(0, 1) if attn_mask is not None and attn_mask.ndim == 5 else attn_mask
         mixed = _attend_sdpa(attention, query, key, value, attn_mask, dropout_p, is_causal, scale)
-        return mixed.unflatten(0, (-1, windows))
+        return mixed.reshape(-1, windows, *mixed.shape[1:])
     if enable_gqa:
         key, value = repeat_groups(key, query), repeat_groups(value, query)
     attn_mask = sdpa_mask(query, key, attn_mask, is_causal)

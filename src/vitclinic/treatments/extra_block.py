@@ -103,9 +103,10 @@ class ExtraBlock(Treatment):
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         anatomy = examine(self, network, spec)
-        last = network.blocks[-1] if isinstance(network, VisionTransformer) else None
-        if hasattr(last, "attn") and (type(last.attn) is Attention or treatments_of(network)):
-            return self._copy_step(anatomy)
+        if isinstance(network, VisionTransformer):
+            attention = getattr(network.blocks[-1], "attn", None)  # timm's parallel blocks have none
+            if type(attention) is Attention or (attention is not None and treatments_of(network)):
+                return self._copy_step(anatomy)
         return self._append(anatomy, spec)
 
     def _copy_step(self, anatomy: Anatomy) -> nn.Module:
