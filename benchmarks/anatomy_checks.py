@@ -25,7 +25,7 @@ from vitclinic.treatments import PatchDiversity
 
 TREATMENTS: dict[str, tuple[dict[str, Any], ...]] = {
     "context_broadcasting": ({"scaled": True},),
-    "squeeze_excitation": ({},),
+    "squeeze_excitation": ({"reduction": 4},),  # of fewer hidden units, all may be idle
     "extra_block": ({},),
     "patch_diversity": ({},),
     "talking_heads": ({},),
