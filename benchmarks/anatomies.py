@@ -96,8 +96,8 @@ def attempt(limit: int, measure: Callable[..., str], *arguments: Any) -> Cell:
         return {"yes": False, "note": line if known else f"{type(error).__name__}: {line}".rstrip(": ")}
 
 
-def measure(entry: Entry, limit: int) -> dict[str, Any]:
-    """Return the row of one network."""
+def measure(entry: Entry, limit: int, kept: dict[str, Cell]) -> dict[str, Any]:
+    """Return the row of one network, with the cells that are kept as they are."""
     network, images = entry.awake(), entry.images()
     found: list[Anatomy] = []
 
@@ -108,23 +108,29 @@ def measure(entry: Entry, limit: int) -> dict[str, Any]:
     def by_units(read: Callable[..., str]) -> Cell:
         return attempt(limit, read, found[0], network, images) if found else {"yes": False, "note": NO_ANATOMY}
 
-    cells = {
-        "anatomy": attempt(limit, observe),
-        "features": by_units(read_features),
-        "attention": by_units(read_attention) if entry.has_attention else attempt(limit, refuse_attention, found),
-        "lesion": by_units(remove_units),
-        "curvature": attempt(limit, measure_curvature, network, images),
+    cells = {"anatomy": attempt(limit, observe)}
+    measures: dict[str, Callable[[], Cell]] = {
+        "features": lambda: by_units(read_features),
+        "attention": lambda: (
+            by_units(read_attention) if entry.has_attention else attempt(limit, refuse_attention, found)
+        ),
+        "lesion": lambda: by_units(remove_units),
+        "curvature": lambda: attempt(limit, measure_curvature, network, images),
     }
+    cells |= {name: kept[name] if name in kept else look() for name, look in measures.items()}
     notes = list(found[0].notes) if found else []
     anatomy = found[0] if found and found[0].network is network else None  # treatments see what is in a wrapper
-    treated = {name: attempt(limit, apply_treatment, entry, network, anatomy, name) for name in TREATMENTS}
+    treated = {
+        name: kept[name] if name in kept else attempt(limit, apply_treatment, entry, network, anatomy, name)
+        for name in TREATMENTS
+    }
     return {"library": entry.library, "notes": notes, "cells": cells, "treatments": treated}
 
 
-def measure_apart(entry: Entry, limit: int) -> dict[str, Any]:
+def measure_apart(entry: Entry, limit: int, kept: dict[str, Cell]) -> dict[str, Any]:
     """Return the row of one network, measured in a process that may take so much time and memory and no more."""
     here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_send_row, args=(entry, limit, there))
+    process = multiprocessing.get_context("fork").Process(target=_send_row, args=(entry, limit, kept, there))
     process.start()
     there.close()
     try:
@@ -142,9 +148,29 @@ def measure_apart(entry: Entry, limit: int) -> dict[str, Any]:
     return {"library": entry.library, "notes": [], "cells": columns, "treatments": treatments}
 
 
-def _send_row(entry: Entry, limit: int, there: Connection) -> None:
+def _send_row(entry: Entry, limit: int, kept: dict[str, Cell], there: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    there.send(measure(entry, limit))
+    there.send(measure(entry, limit, kept))
+
+
+def digest_code() -> dict[str, str]:
+    """Return a digest of the code that each column and each treatment depends on."""
+    package = ROOT / "src" / "vitclinic"
+    own = {package / "treatments" / f"{name}.py": name for name in TREATMENTS}
+    checks = [ROOT / "benchmarks" / "anatomy_checks.py", ROOT / "tests" / "anatomy" / "map_products.py"]
+    columns = {path: path.read_text() for path in [*sorted((package / "anatomy").rglob("*.py")), *checks]}
+    shared = columns | {path: path.read_text() for path in sorted((package / "treatments").glob("*.py"))}
+    codes = dict.fromkeys(COLUMNS, fingerprint(list(columns.values()))[:12])
+    for name in TREATMENTS:
+        texts = [text for path, text in shared.items() if own.get(path, name) == name]
+        codes[name] = fingerprint(texts)[:12]
+    return codes
+
+
+def keep(row: dict[str, Any], codes: dict[str, str]) -> dict[str, Cell]:
+    """Return the cells of a row that were measured with the code of today."""
+    cells: dict[str, Cell] = {**row.get("cells", {}), **row.get("treatments", {})}
+    return {name: cell for name, cell in cells.items() if row["codes"].get(name) == codes[name]}
 
 
 def short(text: str, length: int = 110) -> str:
@@ -195,7 +221,7 @@ def page(results: dict[str, Any]) -> str:
     libraries = dict.fromkeys(row["library"] for row in rows.values())
     groups = {library: [row for row in rows.values() if row["library"] == library] for library in libraries}
     groups["all"] = list(rows.values())
-    older = sum(row["code"] != results["code"] for row in rows.values())
+    older = sum(row["codes"] != results["codes"] for row in rows.values())
     cells = [cell for row in rows.values() for cell in (*row["cells"].values(), *row["treatments"].values())]
     wrong = sum(cell.get("wrong", False) for cell in cells)
     lines = ["# Which networks can be examined and treated?", ""]
@@ -224,20 +250,24 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=60, help="seconds a cell may take")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sources = [path for part in ("anatomy", "treatments") for path in (ROOT / "src/vitclinic" / part).rglob("*.py")]
-    sources += [ROOT / "benchmarks" / "anatomy_checks.py", ROOT / "tests" / "anatomy" / "map_products.py"]
-    code = fingerprint([path.read_text() for path in sorted(sources)])[:12]
+    codes = digest_code()
     rows = json.loads(RESULTS.read_text())["networks"] if RESULTS.is_file() else {}
     for name, entry in ZOO.items():
-        if not fnmatch(name, options.only) or rows.get(name, {}).get("code") == code:
-            continue
-        started = time.perf_counter()
-        rows[name] = {"code": code, **measure_apart(entry, options.limit)}
-        print(row_of(name, rows[name]), f"{time.perf_counter() - started:.0f} s", flush=True)
-        ordered = {known: rows[known] for known in ZOO if known in rows}
-        results = {"date": time.strftime("%Y-%m-%d"), "code": code, "networks": ordered}
-        write_json(RESULTS, results)
-        write_text(RESULTS.with_suffix(".md"), page(results))
+        kept = keep(rows.get(name, {}), codes)
+        if fnmatch(name, options.only) and len(kept) < len(codes):
+            started = time.perf_counter()
+            rows[name] = {"codes": codes, **measure_apart(entry, options.limit, kept)}
+            print(row_of(name, rows[name]), f"{time.perf_counter() - started:.0f} s", flush=True)
+            write(rows, codes)
+    write(rows, codes)
+
+
+def write(rows: dict[str, Any], codes: dict[str, str]) -> None:
+    """Write the rows in the order of the zoo, and their page."""
+    ordered = {name: rows[name] for name in ZOO if name in rows}
+    results = {"date": time.strftime("%Y-%m-%d"), "codes": codes, "networks": ordered}
+    write_json(RESULTS, results)
+    write_text(RESULTS.with_suffix(".md"), page(results))
 
 
 if __name__ == "__main__":

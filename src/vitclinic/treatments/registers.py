@@ -151,10 +151,16 @@ def _units_over_tokens(treatment: Treatment, network: nn.Module, spec: ImageSpec
     if not inside:
         raise missing(treatment, network)
     first = inside[0]
-    with taps({"state": first.input}) as seen:
-        run_once(network, spec)
     block = network.get_submodule(first.block or "")
-    if seen["state"].ndim == 4 and block is not network and not isinstance(block, nn.ModuleList):
+    entering: list[Any] = []
+    handles = [block.register_forward_pre_hook(lambda _, args: entering.extend(args[:1]))]
+    try:
+        with taps({"state": first.input}) as seen:
+            run_once(network, spec)
+    finally:
+        handles[0].remove()
+    tokens = [getattr(state, "ndim", 0) for state in entering] == [3]
+    if seen["state"].ndim == 4 and tokens:
         # A feature map is flattened between modules: its tokens are seen where they enter the block.
         inside[0] = replace(first, input=into(block, first.output.layout))
     return inside
