@@ -170,7 +170,7 @@ def digest_code() -> dict[str, str]:
 def keep(row: dict[str, Any], codes: dict[str, str]) -> dict[str, Cell]:
     """Return the cells of a row that were measured with the code of today."""
     cells: dict[str, Cell] = {**row.get("cells", {}), **row.get("treatments", {})}
-    return {name: cell for name, cell in cells.items() if row["codes"].get(name) == codes[name]}
+    return {name: cell for name, cell in cells.items() if row.get("codes", {}).get(name) == codes[name]}
 
 
 def short(text: str, length: int = 110) -> str:
