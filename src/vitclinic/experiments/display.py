@@ -179,7 +179,7 @@ class TimeLeft:
 
 Rows = Sequence[dict[str, str]]
 
-_COLOURS = {"reproduced": "green", "not reproduced": "red", "undecided": "yellow"}
+_COLOURS = {"reproduced": "green", "not reproduced": "red", "undecided": "yellow", "not testable here": "yellow"}
 
 
 def show_result(result: StudyResult, console: Console) -> None:
@@ -207,6 +207,9 @@ def show_result(result: StudyResult, console: Console) -> None:
 def statement(result: StudyResult) -> str:
     """Return the verdict in words."""
     text = f"{result.verdict.word}: {result.study.title}"
+    broken = [f"{one.says} ({one.found})" for one in result.verdict.conditions if not one.holds]
+    if broken:
+        return f"{text}. What does not hold: {'; '.join(broken)}"
     if not result.verdict.exploratory:
         return text
     fewest = min(comparison.seeds for comparison in result.verdict.comparisons)
@@ -222,7 +225,7 @@ def _arm_row(result: StudyResult, arm: str) -> dict[str, str]:
     row = {"arm": arm, "runs": ", ".join(runs)}
     for name, measure in result.study.measures.items():
         by_seed = {seed: numbers.get(name, math.nan) for seed, numbers in result.values[arm].items()}
-        row[f"log10 {name}" if measure.log else name] = _cell(ArmNumbers(by_seed, share=measure.result == "diverged"))
+        row[f"log10 {name}" if measure.log else name] = _cell(ArmNumbers(by_seed, share=measure.is_end))
     return row
 
 
@@ -241,6 +244,7 @@ def _comparison_row(one: Comparison) -> dict[str, str]:
         "measure": one.measure,
         "mean": "-" if math.isnan(one.mean) else f"{one.mean:+.3g}",
         "interval": "-" if math.isnan(one.low) else f"[{one.low:.3g}, {one.high:.3g}]",
+        "p": "-" if math.isnan(one.p) else f"{one.p:.2g}{' (signs)' * (one.test == 'signs')}",
         "seeds": f"{one.seeds} ({one.missing} without a number)" if one.missing else str(one.seeds),
         "status": one.status,
     }
