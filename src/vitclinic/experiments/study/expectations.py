@@ -25,7 +25,9 @@ Term = str | Number | Pair
 _WEIGHTS = r"best|last|early|epoch-\d+"
 ENDS = ("diverged", "stalled", "learns")
 """Results that say how a run ended, 1 or 0: it diverged, it did not and learned nothing, or neither."""
-_RESULT = rf"{'|'.join(ENDS)}|(train\.loss|(val|test)\.(loss|nll|accuracy|accuracy_top5))(@\d+)?"
+_RESULT = (
+    rf"{'|'.join(ENDS)}|train\.images_per_second|(train\.loss|(val|test)\.(loss|nll|accuracy|accuracy_top5))(@\d+)?"
+)
 
 
 def match_pattern(pattern: str, sentence: str) -> AfterValidator:

@@ -165,11 +165,13 @@ def read_result(run: Run, path: str) -> float:
 
     Args:
         run: A run that has ended.
-        path: `diverged`, `stalled` or `learns` (1 or 0); `test.accuracy`, a final result; or `val.accuracy@5`, that of
-            the first row at epoch 5 or later.
+        path: `diverged`, `stalled` or `learns` (1 or 0); `test.accuracy`, a final result, of the best checkpoint;
+            `val.accuracy@5`, that of the first row at epoch 5 or later; or `train.images_per_second`, of a step.
     """
     if path in ENDS:
         return float(describe_end(run) == path)
+    if path == "train.images_per_second":
+        return read_speed(run)
     key, _, epoch = path.partition("@")
     kind, _, field = key.partition(".")
     if epoch:
@@ -272,6 +274,15 @@ def reduce_stages(numbers: Sequence[float], stages: Sequence[int | None], how: s
     else:
         found = [after[0] - before[-1] for before, after in pairwise(blocks.values())]
     return math.fsum(found) / len(found) if found else math.nan
+
+
+def read_speed(run: Run) -> float:
+    """Return the median number of images that a run trained in a second, over its steps."""
+    rates = [row["timing"].get("images_per_second") for row in run.metrics if row["kind"] == "train"]
+    known = [rate for rate in rates if rate]
+    if not known:
+        raise NoNumberError("there is no train.images_per_second: its rows have none")
+    return float(np.median(known))
 
 
 def training_seconds(run: Run) -> float:
