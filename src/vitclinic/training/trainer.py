@@ -192,8 +192,8 @@ class Trainer:
             self.notices.append(self.sizes.describe())
         if recipe.test and dataset.scores_val:
             self.notices.append(
-                "The data has no test images and none are held out: test scores are of val, on which the best checkpoint"
-                " is selected, and the last is not."
+                "The data has no test images and none are held out: test scores are of val, on which the best"
+                " checkpoint is selected, and the last is not."
             )
         self._batches: Iterator[Batch] | None = None
 

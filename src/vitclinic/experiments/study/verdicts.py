@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitclinic._core.statistics import paired_share_interval, sign_flip_test, t_interval, t_test
+from vitclinic._core.statistics import paired_share_interval, sign_flip_test, t_interval, t_power, t_test
 from vitclinic.experiments.study.expectations import Condition, Expectation, Term
 from vitclinic.experiments.study.schema import Ladder, Study
 from vitclinic.reports.study_result import EXPLORATORY, Checked, Comparison, Status, Word
@@ -107,6 +107,32 @@ def _factor(first: float, second: float, log: bool) -> float:
     if log:
         return float(10 ** abs(first - second))
     return max(first / second, second / first) if first > 0 and second > 0 else math.nan
+
+
+MOST_SEEDS = 100
+
+
+def estimate_power(expected: Expectation, study: Study, seeds: int) -> float | None:
+    """Return how often a study of so many seeds finds the effect that the paper states; None if that is not known.
+
+    It takes the effect and the spread over seeds from the expectation, and supposes normal numbers; for a test of signs
+    it is a simulation.
+    """
+    if expected.effect is None or expected.spread is None or seeds < 2:
+        return None
+    alpha, shift = 0.05 / len(study.expectations), abs(expected.effect) / expected.spread
+    if not study.measures[expected.measure].is_ordinal:
+        return t_power(shift, seeds, alpha)
+    draws = np.random.default_rng(0).normal(shift, 1.0, size=(300, seeds))
+    return float(np.mean([sign_flip_test(row.tolist()) <= alpha and row.mean() > 0 for row in draws]))
+
+
+def count_seeds(expected: Expectation, study: Study) -> int | None:
+    """Return how many seeds find the paper's effect four times in five; None if not known, or beyond `MOST_SEEDS`."""
+    if expected.effect is None or expected.spread is None or study.measures[expected.measure].is_ordinal:
+        return None
+    alpha, shift = 0.05 / len(study.expectations), abs(expected.effect) / expected.spread
+    return next((seeds for seeds in range(2, MOST_SEEDS + 1) if t_power(shift, seeds, alpha) >= 0.8), None)
 
 
 def _climb_ladders(study: Study, values: Values, seeds: Sequence[int]) -> dict[str, dict[int, dict[str, float]]]:

@@ -101,7 +101,7 @@ class LossSurface:
         distributed: Distributed = ALONE,
     ) -> None:
         self.network = network
-        self.loss = loss
+        self.loss_name = loss
         self.distributed = distributed
         self.batches = list(batches)
         everything = {name: p for name, p in network.named_parameters() if p.is_floating_point()}
@@ -179,7 +179,7 @@ class LossSurface:
         logits = read_output(self.network(batch.images))
         if logits.dtype.itemsize < 4:
             logits = logits.float()
-        if self.loss == "sigmoid":
+        if self.loss_name == "sigmoid":
             targets = F.one_hot(batch.targets, logits.shape[1]) if batch.targets.ndim == 1 else batch.targets
             return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum")
         return F.cross_entropy(logits, batch.targets, reduction="sum")

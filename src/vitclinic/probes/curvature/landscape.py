@@ -38,7 +38,8 @@ _PRODUCTS, _PRODUCT = 40, 4
 class Grid:
     """Losses on a grid of `points` per axis, on one or two axes from -span to span, with w in the middle.
 
-    An even number has w between its points, as the 50 x 50 of chen2022. `losses` is NaN where `evaluated` is False; where it is True, a loss may still be NaN or infinite.
+    An even number has w between its points, as the 50 x 50 of chen2022. `losses` is NaN where `evaluated` is False;
+    where it is True, a loss may still be NaN or infinite.
     """
 
     def __init__(self, points: int = 21, span: float = 1.0, dimensions: int = 2) -> None:
@@ -91,7 +92,8 @@ class Landscape(CurvatureProbe):
     """Loss on a line or a plane through the weights, along random directions, eigenvectors or the training trajectory.
 
     L(w + x d_1 + y d_2) on a grid, with softmax cross-entropy [chen2022], plus the run's weight decay, and on images
-    augmented as in its training, if requested [park2022]. `directions` chooses the d, and `normalisation` their lengths [Li et al. 2018].
+    augmented as in its training, if requested [park2022]. `directions` chooses the d, and `normalisation` their
+    lengths [Li et al. 2018].
 
     Example:
         >>> import timm, torch
