@@ -87,6 +87,11 @@ class Dataset:
         """Shape of the images and number of classes that a network for this data set must have."""
         return ImageSpec(len(self.classes), self.channels, self.size)
 
+    @property
+    def scores_val(self) -> bool:
+        """True if its test images are those of val, because it has no others and none are held out."""
+        return len(self.test) > 0 and self.test.images is self.val.images and not self.undivided
+
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel, in [0, 1], over (at most 2,000 of) the training images."""

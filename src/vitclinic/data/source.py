@@ -133,7 +133,8 @@ def assign(
     """Return, for each of train, val and test, the source split it is drawn from and the indices in it.
 
     Splits that the source has are kept as they are; val and test that it lacks are held out of its training
-    images, a `share` of them each. A source without training images (a test set) lacks the others, too.
+    images, a `share` of them each. If nothing is held out, the test images of a source that has val and no test are
+    those of val, as ImageNet is scored. A source without training images (a test set) lacks the others, too.
     """
     if "train" not in labels:
         first, nothing = next(iter(labels)), np.empty(0, dtype=np.int64)
@@ -146,8 +147,9 @@ def assign(
     order = np.arange(len(labels["train"]), dtype=np.int64) if kept else stratify(labels["train"], seed)
     result: dict[str, tuple[str, Indices]] = {}
     for split in ("val", "test"):
-        if split in labels:
-            result[split] = (split, np.arange(len(labels[split]), dtype=np.int64))
+        origin = "val" if split not in labels and held == 0 and "val" in labels else split
+        if origin in labels:
+            result[split] = (origin, np.arange(len(labels[origin]), dtype=np.int64))
         else:
             result[split] = ("train", np.sort(order[:held]))
             order = order[held:]

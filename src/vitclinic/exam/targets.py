@@ -37,7 +37,7 @@ from vitclinic.exam.checkpoints import read_weights
 from vitclinic.exam.libraries import fixed_seed, from_hugging_face, from_timm, from_torchvision
 from vitclinic.exam.request import LIBRARIES, advise, check_target, find_run, split_key
 from vitclinic.models import Normalized
-from vitclinic.models.calling import check_ready
+from vitclinic.models.factory import check_ready
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import Data, is_loader, name_classes
 from vitclinic.training import Checkpoint, Run, load_model
