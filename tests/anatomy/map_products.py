@@ -39,7 +39,9 @@ class _Call:
             if self.func is F.multi_head_attention_forward:
                 return self._is_multi_head(weights, seen, tolerance)
             operands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-            return any(_is_map(operand, weights, seen, tolerance) for operand in operands)
+            # V^T x map^T is map x V, too.
+            sides = [side for operand in operands if operand.ndim > 2 for side in (operand, operand.transpose(-2, -1))]
+            return any(_is_map(side, weights, seen, tolerance) for side in sides)
         except (RuntimeError, IndexError):  # another attention, of other lengths
             return False
 
