@@ -17,9 +17,8 @@ from torch import nn
 
 import vitclinic
 from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic.exam.checkpoints import fill, read_weights
-from vitclinic.exam.request import split_key
 from vitclinic.exam.targets import resolve
+from vitclinic.models.weights import fill, read_weights, split_key
 
 CPU = torch.device("cpu")
 NAME = "vit_tiny_patch16_224"
@@ -224,7 +223,7 @@ def test_published_weights_with_another_number_of_classes(tmp_path, monkeypatch,
     (stored / "snapshots" / "abc").mkdir(parents=True)
     save_file(network.state_dict(), stored / "snapshots" / "abc" / "model.safetensors")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("vitclinic.exam.libraries._is_offline", lambda: True)
+    monkeypatch.setattr("vitclinic.models.libraries._is_offline", lambda: True)
     assert resolve("timm:test_vit", CPU).drawn == ()
     assert resolve("timm:test_vit?num_classes=0", CPU).drawn == ()
     with caplog.at_level(logging.WARNING):

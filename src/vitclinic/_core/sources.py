@@ -284,6 +284,10 @@ def read_classes(package: str, decorator: str = "register") -> dict[str, SourceC
     return dict(sorted(found.items()))
 
 
+LIBRARIES = ("timm", "torchvision", "hf")
+"""Libraries whose networks are named as `LIBRARY:NAME`."""
+
+
 def read_model_names() -> list[str]:
     """Return every name in timm's registry including our networks, in timm's order, read from the sources of both."""
     spec = find_spec("timm")

@@ -7,11 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitclinic._core.config import Config, section, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic._core.io import read_yaml
+from vitclinic._core.io import parse_yaml
 from vitclinic.training.recipe import LENGTHS, Recipe
 from vitclinic.treatments import Treatments
 
@@ -136,34 +134,6 @@ def parse_word(word: str) -> dict[str, Any]:
     if not equals or not key:
         raise RecipeError(f"'{word}' is not of the form key=value.")
     return nest(key, parse_yaml(text, f"the value of '{key}'"))
-
-
-def parse_yaml(text: str, what: str) -> Any:
-    """Parse a YAML text; `what` names it in error messages.
-
-    Raises:
-        RecipeError: The text is not valid YAML.
-    """
-    try:
-        value = read_yaml(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"{what} is not YAML: {reason}") from error
-    return _numbers(value)
-
-
-def _numbers(value: Any) -> Any:
-    """Convert strings such as `1e-3` to numbers: YAML 1.1 reads them as strings, nobody means that."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    if isinstance(value, str) and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def merge(config: type[Config], lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

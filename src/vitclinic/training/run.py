@@ -227,6 +227,16 @@ class Checkpoint:
         return f"{self.run.path}@{self.name}"
 
 
+def find_run(text: str) -> tuple[Path, str] | None:
+    """Return the run directory and the checkpoint that `DIRECTORY[@CHECKPOINT]` names, if there is such a run."""
+    before, _, after = text.rpartition("@")
+    for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
+        path = Path(folder).expanduser()
+        if folder and (path / "recipe.yaml").is_file():
+            return path, checkpoint
+    return None
+
+
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 

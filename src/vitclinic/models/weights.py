@@ -46,6 +46,20 @@ class Weights:
     """Keywords of the network, as timm notes them."""
 
 
+def split_key(text: str) -> tuple[Path, str | None]:
+    """Return the file and the key of the weights in it that `FILE[#KEY]` names.
+
+    Example:
+        >>> split_key("last.pth.tar#state_dict")[1]
+        'state_dict'
+    """
+    whole = Path(text).expanduser()
+    file, sharp, key = text.rpartition("#")
+    if not sharp or whole.is_file():  # a file's own name may hold a #
+        return whole, None
+    return Path(file).expanduser(), key
+
+
 def read_weights(file: Path, key: str | None = None) -> Weights:
     """Read a file of weights.
 

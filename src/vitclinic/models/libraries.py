@@ -16,14 +16,27 @@ from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
 from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, did_you_mean
+from vitclinic._core.io import parse_yaml
 from vitclinic.data.decoding import Size
-from vitclinic.exam.checkpoints import Weights, fill, find_classifier, json_object, metadata, number_list
 from vitclinic.models import Normalized, create_model
 from vitclinic.models.factory import IMAGENET_MEAN, IMAGENET_STD
+from vitclinic.models.weights import (
+    Weights,
+    fill,
+    find_classifier,
+    json_object,
+    metadata,
+    number_list,
+    read_weights,
+    split_key,
+)
 
 log = logging.getLogger(__name__)
 
 N = TypeVar("N", bound=nn.Module)
+
+RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
+"""Keywords of the libraries' factories, which say what the rest of a target says already."""
 
 
 class Loaded(NamedTuple):
@@ -34,6 +47,52 @@ class Loaded(NamedTuple):
     """The size of its images, where only one will do."""
     drawn: tuple[str, ...] = ()
     """The classifier's parameters, if the weights have no classifier of this size and it was drawn at random."""
+
+
+def open_library(text: str, random_weights: bool = False) -> Loaded:
+    """Return the network that `LIBRARY:NAME[?KEYWORDS][@FILE[#KEY]]` names, with published or a file's weights.
+
+    Args:
+        text: Such as `timm:vit_tiny_patch16_224?img_size=32@last.pth.tar`, `torchvision:resnet18` or `hf:FOLDER`.
+        random_weights: Draw the weights, the same at every call.
+
+    Raises:
+        RecipeError: The text is not of this form, or there is no such network, or no weights of it.
+    """
+    library, _, rest = text.partition(":")
+    described, at, file = rest.partition("@")
+    if at and random_weights:
+        raise RecipeError(f"'{text}' names a file of weights; leave out `random_weights`.")
+    name, _, query = described.partition("?")
+    if at and not file:
+        raise RecipeError(f"'{text}' names no file of weights after its '@'.")
+    if not name and not (library == "timm" and at):  # a file of timm's may say what it is
+        raise RecipeError(f"'{text}' names no network; write {library}:NAME{at}{file}.")
+    keywords = _keywords(query, text)
+    pretrained = not at and not random_weights
+    if library == "hf":
+        if at:
+            raise RecipeError(f"hf: takes a name or a folder without '@' (got '{text}').")
+        return from_hugging_face(name, keywords, pretrained)
+    weights = read_weights(*split_key(file)) if at else None
+    build = from_timm if library == "timm" else from_torchvision
+    return build(name, keywords, weights, pretrained)
+
+
+def _keywords(query: str, text: str) -> dict[str, Any]:
+    """`img_size=32&patch_size=4`, values as YAML."""
+    keywords = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier():
+            raise RecipeError(f"'{part}' in '{text}' is not key=value.")
+        if key in RESERVED:
+            raise RecipeError(
+                f"'{key}' in '{text}' is not the network's own; its weights are the published ones, a file's are @FILE,"
+                " random ones `random_weights`."
+            )
+        keywords[key] = parse_yaml(value, f"'{part}' in '{text}'")
+    return keywords
 
 
 def from_timm(name: str, keywords: dict[str, Any], weights: Weights | None, pretrained: bool) -> Loaded:
