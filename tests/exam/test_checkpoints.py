@@ -18,7 +18,8 @@ from torch import nn
 import vitclinic
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.exam.targets import resolve
-from vitclinic.models.weights import fill, read_weights, split_key
+from vitclinic.models.filling import fill
+from vitclinic.models.weights import read_weights, split_key
 
 CPU = torch.device("cpu")
 NAME = "vit_tiny_patch16_224"
@@ -76,7 +77,7 @@ def test_averaged_weights_are_told_and_the_others_can_be_had(tmp_path, caplog):
     file = save_by_timm(tmp_path, network, ModelEmaV3(averaged))
     assert same(f"{TARGET}@{file}", averaged)
     assert (
-        f"'{file}' has several weights; 'state_dict_ema' are examined. For the others, write last.pth.tar#state_dict."
+        f"'{file}' has several weights; 'state_dict_ema' are taken. For the others, write last.pth.tar#state_dict."
         in caplog.text
     )
     caplog.clear()

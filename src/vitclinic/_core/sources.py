@@ -306,6 +306,8 @@ def check_model_name(name: str) -> None:
     """
     if "timm" in sys.modules or any(group.startswith("vitclinic.") for group in entry_points().groups):
         return
+    if name.partition(":")[0] in LIBRARIES[1:]:
+        return
     names = read_model_names()
     if name.partition(".")[0] not in names:  # after the dot is a tag of its weights
         raise ModelError(f"There is no model '{name}'.{did_you_mean(name, names)} See `vitclinic list models`.")

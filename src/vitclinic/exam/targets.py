@@ -13,6 +13,7 @@ networks are examined on are opened once for all networks that see them alike (`
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 import sys
@@ -45,6 +46,8 @@ from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import adapt_augmentation
 from vitclinic.training.optimizer import weight_decay_parameters
 from vitclinic.training.run import find_run
+
+log = logging.getLogger(__name__)
 
 Target = str | Path | Run | Checkpoint | nn.Module
 """What can be examined."""
@@ -139,6 +142,13 @@ def _resolve(text: str, random_weights: bool) -> Network:
     library, _, rest = text.partition(":")
     if library in LIBRARIES:
         opened = open_library(text, random_weights)
+        if opened.drawn:
+            log.warning(
+                "The weights of %s have no classifier of this size. It is drawn at random (%s), and what needs labels"
+                " is not measured.",
+                text,
+                ", ".join(opened.drawn),
+            )
         return Network(text, opened.network, opened.size, len(opened.network.mean), drawn=opened.drawn)
     network = _call(text, library, rest)
     return Network(text, network, channels=_channels(network))

@@ -15,21 +15,20 @@ import torch
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
-from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, did_you_mean
+from vitclinic._core.errors import (
+    MissingExtraError,
+    MissingWeightsError,
+    ModelError,
+    RecipeError,
+    VitclinicError,
+    did_you_mean,
+)
 from vitclinic._core.io import parse_yaml
 from vitclinic.data.decoding import Size
 from vitclinic.models import Normalized, create_model
 from vitclinic.models.factory import IMAGENET_MEAN, IMAGENET_STD
-from vitclinic.models.weights import (
-    Weights,
-    fill,
-    find_classifier,
-    json_object,
-    metadata,
-    number_list,
-    read_weights,
-    split_key,
-)
+from vitclinic.models.filling import fill, find_classifier
+from vitclinic.models.weights import Weights, json_object, metadata, number_list, read_weights, split_key
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,10 @@ class Loaded(NamedTuple):
     network: Normalized
     size: Size | None
     """The size of its images, where only one will do."""
+    name: str
+    """The name under which `model=` of a recipe builds it."""
+    keywords: dict[str, Any]
+    """What it is built with besides."""
     drawn: tuple[str, ...] = ()
     """The classifier's parameters, if the weights have no classifier of this size and it was drawn at random."""
 
@@ -117,7 +120,7 @@ def from_timm(name: str, keywords: dict[str, Any], weights: Weights | None, pret
         classifier = find_classifier(backbone)
         drawn = tuple(key for key in backbone.state_dict() if key.startswith(classifier))
     size = keywords.get("img_size") or (published.get("fixed_input_size") and published["input_size"][1:])
-    return Loaded(network, _size(size), _warn(f"timm:{name}", drawn))
+    return Loaded(network, _size(size), name, keywords, drawn)
 
 
 def _read_facts(
@@ -140,24 +143,11 @@ def _read_facts(
     return name or arch, {**weights.settings, **keywords}
 
 
-def _warn(target: str, drawn: tuple[str, ...]) -> tuple[str, ...]:
-    """Say that a classifier was drawn at random."""
-    if drawn:
-        log.warning(
-            "The weights of %s have no classifier of this size. It is drawn at random (%s), and what needs labels is"
-            " not measured.",
-            target,
-            ", ".join(drawn),
-        )
-    return drawn
-
-
 def from_torchvision(name: str, keywords: dict[str, Any], weights: Weights | None, pretrained: bool) -> Loaded:
     """Build torchvision's classifier `name`."""
     from torchvision import models
 
-    if name not in models.list_models(module=models):
-        raise ModelError(f"torchvision has no model '{name}'.{did_you_mean(name, models.list_models(module=models))}")
+    check_torchvision(name)
     published = models.get_model_weights(name).DEFAULT
 
     def build(pretrained: bool) -> nn.Module:
@@ -169,15 +159,12 @@ def from_torchvision(name: str, keywords: dict[str, Any], weights: Weights | Non
     transforms = published.transforms() if pretrained else None
     mean, std = getattr(transforms, "mean", IMAGENET_MEAN), getattr(transforms, "std", IMAGENET_STD)
     size = _size(getattr(backbone, "image_size", None))
-    return Loaded(Normalized(backbone, mean, std), size, _warn(f"torchvision:{name}", drawn))
+    return Loaded(Normalized(backbone, mean, std), size, f"torchvision:{name}", keywords, drawn)
 
 
 def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> Loaded:
     """Load an image classifier, or an encoder of which there is none, from the hub or a local folder."""
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtraError(f"hf:{name}", "hf") from None
+    transformers = import_transformers(f"hf:{name}")
     only = {"local_files_only": _is_offline()}
     lacking: Sequence[str] = ()
     with _published(f"hf:{name}", keywords), fixed_seed():
@@ -195,7 +182,31 @@ def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> 
         )
     mean, std = _processing(transformers, name, only)
     size = _size(getattr(backbone.config, "image_size", None))
-    return Loaded(Normalized(backbone, mean, std), size, _warn(f"hf:{name}", tuple(lacking)))
+    stated, known = backbone.config.to_diff_dict(), type(config)()  # a file may state what its network does not have
+    facts = {key: value for key, value in stated.items() if key not in _NOT_STRUCTURE and hasattr(known, key)}
+    return Loaded(Normalized(backbone, mean, std), size, f"hf:{config.model_type}", facts, tuple(lacking))
+
+
+_NOT_STRUCTURE = ("model_type", "architectures", "transformers_version", "dtype", "id2label", "label2id", "num_labels")
+"""Entries of a Hugging Face config that are not about how the network is built."""
+
+
+def check_torchvision(name: str) -> None:
+    """Raise a ModelError if torchvision has no classifier of that name."""
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise ModelError(f"torchvision has no model '{name}'.{did_you_mean(name, known)}")
+
+
+def import_transformers(purpose: str) -> Any:
+    """Return the package transformers; without it, `purpose` needs an extra."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtraError(purpose, "hf") from None
+    return transformers
 
 
 def _processing(transformers: Any, name: str, only: Mapping[str, bool]) -> tuple[Sequence[float], Sequence[float]]:
@@ -214,9 +225,14 @@ def _build(target: str, build: Callable[[bool], N], pretrained: bool, keywords: 
     if pretrained:
         with _published(target, keywords, lambda: _build(target, build, False, keywords)):
             return build(True)
+    with fixed_seed():
+        return catch_keywords(target, lambda: build(False))
+
+
+def catch_keywords(target: str, build: Callable[[], N]) -> N:
+    """Return what `build` builds, without weights; what fails is the fault of the keywords."""
     try:
-        with fixed_seed():
-            return build(False)
+        return build()
     except VitclinicError:
         raise
     except Exception as error:  # libraries refuse keywords in as many ways as they use them
@@ -247,7 +263,7 @@ def _published(
         find_fault()
         asked = f"{target} with these keywords" if keywords else target
         instead = "a local folder (hf:FOLDER)" if target.startswith("hf:") else f"a file ({target}@FILE)"
-        raise ModelError(
+        raise MissingWeightsError(
             f"There are no pretrained weights for {asked} here ({_first_line(error)}). Give {instead}, or examine it at"
             " random weights (`random_weights`)."
         ) from error

@@ -67,14 +67,14 @@ def build_recipe(
 
 
 def default_base(overrides: Overrides | None = None, **keys: Any) -> str | None:
-    """Return the name of the recipe to start from if none is named: `small`, or None if a network or task is.
+    """Return the name of the recipe to start from if none is named: `small`, or None with a network, weights or task.
 
     Example:
         >>> default_base(["data=photos/"]), default_base(["data=photos/", "model=resnet18"]), default_base(task="own")
         ('small', None, None)
     """
     given = {**_changes(overrides), **{key: value for key, value in keys.items() if value is not None}}
-    return None if given.keys() & {"model", "task"} else DEFAULT
+    return None if given.keys() & {"model", "init", "task"} else DEFAULT
 
 
 def _changes(overrides: Overrides | None) -> dict[str, Any]:
