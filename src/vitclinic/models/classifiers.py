@@ -39,8 +39,8 @@ def create_library_network(
     Example:
         >>> import torch
         >>> network = create_library_network("torchvision:resnet18", num_classes=10, in_chans=3, img_size=32)
-        >>> network(torch.rand(1, 3, 32, 32)).shape
-        torch.Size([1, 10])
+        >>> network(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
     library, _, kind = name.partition(":")
     create = _create_torchvision if library == "torchvision" else _create_hugging_face
