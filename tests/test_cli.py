@@ -33,6 +33,12 @@ def test_the_surface_grows_on_purpose():
     }
     assert surface == {
         "train": ["--dry-run", "--json", "--quiet", "--resume", "--verbose", "-q", "-v", "words"],
+        "transfer": sorted(
+            [
+                *("words", "--data", "--lrs", "--held-out", "--processes", "--out", "--json"),
+                *("--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "demo": ["--out", "--quiet", "-q"],
         "anatomy": ["--data", "--json", "target"],
         "examine": sorted(
@@ -78,7 +84,7 @@ WITHOUT_TORCH = [
         for what in ("probes", "treatments", "remedies", "studies", "datasets", "recipes", "tasks", "models")
     ),
     ["--help"],
-    *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report")),
+    *([verb, "--help"] for verb in ("demo", "train", "transfer", "anatomy", "examine", "prescribe", "study", "report")),
     *([verb, "--help"] for verb in ("corrupt", "list")),
     ["trian"],
     ["train"],
@@ -109,6 +115,8 @@ WITHOUT_TORCH = [
     ["examine", "timm:resnet18", "--data", "digits", "--quick", "--full"],
     ["examine", "timm:resnet18", "--data", "digits", "--split", "tset"],
     ["study", "C66"],
+    ["transfer", "runs/none", "--data", "shapes", "stepz=3"],
+    ["transfer", "runs/none", "--data", "/no/such/place"],
     ["prescribe", "--data", "shapes", "--budget", "5x"],
     ["prescribe", "--data", "shapes", "model=vit_tny"],
     ["prescribe", "--data", "shapes", "--treatments", "samm"],

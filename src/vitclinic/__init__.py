@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vitclinic.experiments.study.schema import Study
     from vitclinic.experiments.study.store import report_studies
     from vitclinic.experiments.study.verdicts import Verdict
+    from vitclinic.experiments.transfer import Transfer, transfer
     from vitclinic.models.factory import create_model
     from vitclinic.reports.study_result import Comparison
     from vitclinic.training.network import load_model
@@ -58,6 +59,7 @@ __all__ = [
     "RunPlan",
     "Study",
     "StudyResult",
+    "Transfer",
     "Verdict",
     "VitclinicError",
     "__version__",
@@ -88,6 +90,7 @@ __all__ = [
     "study",
     "tasks",
     "train",
+    "transfer",
     "treat",
     "treatments",
 ]

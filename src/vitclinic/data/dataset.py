@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.source import SPLITS, Source, assign, subset
+from vitclinic.data.source import SPLITS, Joined, Source, Store, assign, subset
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -27,17 +27,6 @@ SMALL_SET_BYTES = 2 * 2**30
 _STATISTICS_FROM = 2000
 
 EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
-
-
-class Store(Protocol):
-    """Protocol of the readable images of a source split."""
-
-    digest: str
-    skipped: list[str]
-    kept: NDArray[np.int64]
-    """Indices of the source's records that it contains."""
-
-    def read(self, indices: NDArray[np.int64]) -> Images: ...
 
 
 @dataclass(frozen=True)
@@ -320,10 +309,25 @@ def _dataset(
     splits: dict[str, Split] = {}
     for split, (origin, rows) in assign(labels, config.split_seed, config.held_out).items():
         splits[split] = Split(stores[origin], rows, labels[origin][rows])
+    if config.train_on_val:
+        splits |= _merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     skipped = [sentence for store in stores.values() for sentence in store.skipped]
     return kind(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
+
+
+def _merge_val(train: Split, val: Split) -> dict[str, Split]:
+    """Return the train split with the val images in it, and an empty val split."""
+    labels = np.concatenate((train.labels, val.labels))
+    nothing = np.empty(0, dtype=np.int64)
+    if train.images is val.images:
+        rows = np.concatenate((train.rows, val.rows))
+        order = np.argsort(rows)
+        return {"train": Split(train.images, rows[order], labels[order]), "val": Split(val.images, nothing, nothing)}
+    border = len(train.images.kept)
+    joined = Split(Joined(train.images, val.images), np.concatenate((train.rows, border + val.rows)), labels)
+    return {"train": joined, "val": Split(val.images, nothing, nothing)}
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:

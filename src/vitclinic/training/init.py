@@ -45,7 +45,7 @@ class InitialWeights:
     classes: tuple[str, ...] | None = None
     """What the outputs of its head mean, if known."""
     size: Size | None = None
-    """The size of the images that a run was trained on."""
+    """The size of the images that it was trained on, if known."""
     has_head: bool = True
 
     @cached_property
@@ -176,6 +176,7 @@ def _read_library(source: str, random_weights: bool = False) -> InitialWeights:
         {name: value.detach().clone() for name, value in network.backbone.state_dict().items()},
         (network.mean.flatten().tolist(), network.std.flatten().tolist()),
         {"name": opened.name, **keywords},
+        size=opened.size,
         has_head=not opened.drawn,
     )
 
