@@ -48,6 +48,12 @@ def test_the_surface_grows_on_purpose():
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "features": sorted(
+            [
+                *("target", "--data", "--out", "-o", "--split", "--limit", "--size", "--batch-size", "--device"),
+                *("--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "report": sorted(["targets", "--all", "--out", "--no-images", "--title", "--verbose", "-v", "--quiet", "-q"]),
         "corrupt": sorted(
             [
@@ -84,7 +90,10 @@ WITHOUT_TORCH = [
         for what in ("probes", "treatments", "remedies", "studies", "datasets", "recipes", "tasks", "models")
     ),
     ["--help"],
-    *([verb, "--help"] for verb in ("demo", "train", "transfer", "anatomy", "examine", "prescribe", "study", "report")),
+    *(
+        [verb, "--help"]
+        for verb in ("demo", "train", "transfer", "anatomy", "examine", "features", "prescribe", "study", "report")
+    ),
     *([verb, "--help"] for verb in ("corrupt", "list")),
     ["trian"],
     ["train"],
@@ -116,6 +125,8 @@ WITHOUT_TORCH = [
     ["examine", "timm:resnet18", "--data", "digits", "--split", "tset"],
     ["study", "C66"],
     ["transfer", "runs/none", "--data", "shapes", "stepz=3"],
+    ["features", "tim:resnet18", "--data", "shapes", "-o", "x.parquet"],
+    ["features", "timm:resnet18", "--data", "shapes", "-o", "x.csv"],
     ["transfer", "runs/none", "--data", "/no/such/place"],
     ["prescribe", "--data", "shapes", "--budget", "5x"],
     ["prescribe", "--data", "shapes", "model=vit_tny"],

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vitclinic.data.dataset import Dataset, open_data
     from vitclinic.exam.exam import Exam, Exams
     from vitclinic.exam.examine import examine
+    from vitclinic.exam.features import Features, features
     from vitclinic.exam.reporting import report
     from vitclinic.experiments.prescribe.conduct import prescribe
     from vitclinic.experiments.prescribe.prescription import Prescription
@@ -51,6 +52,7 @@ __all__ = [
     "Dataset",
     "Exam",
     "Exams",
+    "Features",
     "Finding",
     "Measurement",
     "Prescription",
@@ -68,6 +70,7 @@ __all__ = [
     "create_model",
     "data",
     "examine",
+    "features",
     "functional",
     "list_datasets",
     "list_models",

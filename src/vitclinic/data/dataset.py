@@ -8,6 +8,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.source import SPLITS, Joined, Source, Store, assign, subset
+from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, subset
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -126,6 +127,28 @@ class Dataset:
         rows = np.concatenate([split.rows for split in together])
         order = np.argsort(rows, kind="stable")
         return Split(first.images, rows[order], np.concatenate([split.labels for split in together])[order])
+
+
+_RECORDS: WeakKeyDictionary[Store, Records] = WeakKeyDictionary()
+"""What the images of open stores are made from; not a part of them, since workers get copies of these."""
+
+
+def name_images(split: Split) -> list[str]:
+    """Return the names of the images of a split, in order: their files, or their table and row.
+
+    Example:
+        >>> name_images(open_data("digits").test)[0]
+        'digits image 2'
+    """
+    return [_name_image(split.images, int(row)) for row in split.rows]
+
+
+def _name_image(store: Store, row: int) -> str:
+    if isinstance(store, Joined):
+        inside, first = row - store.border, row < store.border
+        return _name_image(store.first, row) if first else _name_image(store.second, inside)
+    records = _RECORDS.get(store)
+    return f"image {row}" if records is None else records.name(int(store.kept[row]))
 
 
 def open_data(
@@ -289,6 +312,7 @@ def _stores(
             stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
         else:
             stores[split] = StreamedImages(records, size, framed, channels, config.on_error, progress)
+        _RECORDS[stores[split]] = records
     return stores
 
 

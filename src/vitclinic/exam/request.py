@@ -98,6 +98,12 @@ def check_split(split: str) -> None:
         raise RecipeError(f"There is no split '{split}': choose {', '.join(SPLITS[:-1])} or {SPLITS[-1]}.")
 
 
+def check_features_file(path: str) -> None:
+    """Raise a RecipeError unless embeddings can be written to a file of that name."""
+    if Path(path).suffix != ".parquet":
+        raise RecipeError(f"Embeddings are written as parquet; name a file that ends in .parquet (got '{path}').")
+
+
 def parse_request(
     probes: Sequence[Any] | None,
     budget: str | float | None,

@@ -111,8 +111,8 @@ def knn_predict(
     train, queries = F.normalize(train, dim=1), F.normalize(queries, dim=1)
     one_hot = F.one_hot(labels).to(train.dtype)
     found = []
-    for part in queries.split(_CHUNK):
-        nearest = (part @ train.T).topk(min(k, len(train)), dim=1)
+    for start in range(0, len(queries), _CHUNK):
+        nearest = (queries[start : start + _CHUNK] @ train.T).topk(min(k, len(train)), dim=1)
         weights = torch.ones_like(nearest.values) if temperature is None else (nearest.values / temperature).exp()
         found.append(torch.einsum("mk,mkc->mc", weights, one_hot[nearest.indices]).argmax(1))
     return torch.cat(found)
@@ -141,7 +141,8 @@ def rank_leave_one_out(x_nd: Tensor, labels: Tensor) -> Ranking:
     x_nd = F.normalize(x_nd, dim=1)
     numbers = torch.arange(len(x_nd))
     precisions, firsts = [], []
-    for part in numbers.split(_CHUNK):
+    for start in range(0, len(numbers), _CHUNK):
+        part = numbers[start : start + _CHUNK]
         similarity = x_nd[part] @ x_nd.T
         similarity[torch.arange(len(part)), part] = -math.inf  # itself comes last, and is cut off
         order = similarity.argsort(dim=1, descending=True, stable=True)[:, :-1]
@@ -174,7 +175,7 @@ def alignment(x_nd: Tensor, labels: Tensor, alpha: float = 2.0) -> float:
     """
     x_nd = F.normalize(x_nd.double(), dim=1)
     total, pairs = 0.0, 0
-    for label in labels.unique():
+    for label in sorted(set(labels.tolist())):
         squared = _squared_distances(x_nd[labels == label])
         total += float(squared.pow(alpha / 2).sum())
         pairs += len(squared)

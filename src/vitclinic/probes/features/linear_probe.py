@@ -127,7 +127,7 @@ def fit_linear(x_nd: Tensor, labels: Tensor, strength: float, classes: int) -> L
         return value
 
     with torch.enable_grad():
-        optimizer.step(loss)  # type: ignore[arg-type]
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
     return LinearClassifier(weight.detach(), bias.detach(), mean, std)
 
 
