@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import open_data
-from vitclinic.training import Run, build_recipe, load_model, resume, train
+from vitclinic.training import Run, build_recipe, load_model, plan_run, resume, train
 from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.network import build_network
 from vitclinic.training.run import drop_timing
@@ -241,3 +241,16 @@ def test_a_run_killed_before_its_first_step_needs_its_weights_again(tiny, tmp_pa
     (tmp_path / "moved").rename(tmp_path / "first")
     again = resume(run.path).checkpoints.read_model("last")
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
+
+
+def test_a_dry_run_shows_what_would_load_and_needs_no_published_weights(tiny, tmp_path):
+    first = train(tiny(out=str(tmp_path / "first")))
+    model = tiny()["model"]
+    plan = plan_run(tiny(model={"img_size": 12}, init=str(first.path), layer_decay=0.5, freeze="stem"))
+    assert plan.recipe.model.keywords["embed_dim"] == model["embed_dim"]
+    assert any("pos_embed is resampled from [1, 16, 32] to [1, 36, 32]" in note for note in plan.notes)
+    assert plan.trainable < plan.parameters
+    assert sorted({group.lr for group in plan.optimizer}) == pytest.approx([0.00125, 0.0025, 0.005])
+    away = plan_run({"init": "timm:test_vit", "data": "shapes:60", "model": {"img_size": 32}})
+    assert away.recipe.model.name == "test_vit"
+    assert any("There are no pretrained weights for timm:test_vit here" in note for note in away.notes)
