@@ -46,6 +46,13 @@ from vitclinic.functional.curvature import (
     hessian_vector_product,
     nep,
 )
+from vitclinic.functional.embeddings import (
+    alignment,
+    cumulative_matching,
+    knn_predict,
+    mean_average_precision,
+    uniformity,
+)
 from vitclinic.functional.features import (
     activation_norm,
     active_neurons,
@@ -118,6 +125,7 @@ __all__ = [
     "accuracy_on_valid",
     "activation_norm",
     "active_neurons",
+    "alignment",
     "ape",
     "attack_step",
     "attention_distance",
@@ -133,6 +141,7 @@ __all__ = [
     "context_broadcasting",
     "convolution_factors",
     "corrupt",
+    "cumulative_matching",
     "deletion_curve",
     "expected_calibration_error",
     "feature_variance",
@@ -150,10 +159,12 @@ __all__ = [
     "hsic",
     "insert_registers",
     "insertion_curve",
+    "knn_predict",
     "lesion",
     "looksam_direction",
     "looksam_gradient",
     "loss_landscape",
+    "mean_average_precision",
     "midpoint",
     "mimetic_factors",
     "minibatch_cka",
@@ -189,6 +200,7 @@ __all__ = [
     "talking_heads_attention",
     "token_norms",
     "uniform_attention",
+    "uniformity",
     "upper_attention_entropy",
     "weight_norm",
 ]
