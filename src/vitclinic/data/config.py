@@ -34,8 +34,8 @@ class Augment(Config):
     flip: bool | None = Field(
         None, description="mirror half of the images (light and deit); false for letters and digits, say"
     )
-    randaugment: Annotated[str, Field(pattern=r"^(off|rand(-[a-z]+[\d.]+)*)$")] | None = Field(
-        None, description="timm's policy string, or 'off'"
+    randaugment: Annotated[str, Field(pattern=r"^(off|(rand|original|v0)(-[a-z]+[\d.]+)*)$")] | None = Field(
+        None, description="timm's policy string: rand-... (RandAugment), original or v0 (AutoAugment); or 'off'"
     )
     erasing: Share | None = Field(None, description="probability of random erasing")
     mixup: Positive | None = Field(None, description="alpha of mixup's Beta distribution; 0 is off")

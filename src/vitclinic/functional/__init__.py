@@ -75,6 +75,14 @@ from vitclinic.functional.landscape import (
     random_direction,
     sam_perturbation,
 )
+from vitclinic.functional.losses import (
+    dino_loss,
+    dino_targets,
+    effective_rank,
+    knn_predict,
+    sinkhorn,
+    supervised_contrastive_loss,
+)
 from vitclinic.functional.saliency import (
     attention_rollout,
     deletion_curve,
@@ -126,6 +134,9 @@ __all__ = [
     "convolution_factors",
     "corrupt",
     "deletion_curve",
+    "dino_loss",
+    "dino_targets",
+    "effective_rank",
     "expected_calibration_error",
     "feature_variance",
     "fgsm",
@@ -142,6 +153,7 @@ __all__ = [
     "hsic",
     "insert_registers",
     "insertion_curve",
+    "knn_predict",
     "lesion",
     "looksam_direction",
     "looksam_gradient",
@@ -171,6 +183,7 @@ __all__ = [
     "sequence_pool",
     "shape_bias",
     "sigmoid_loss",
+    "sinkhorn",
     "soft_targets",
     "softmax_free_attention",
     "softmax_jacobian_norm",
@@ -178,6 +191,7 @@ __all__ = [
     "sparsity",
     "spatial_smoothing",
     "squeeze_excitation",
+    "supervised_contrastive_loss",
     "talking_heads_attention",
     "token_norms",
     "uniform_attention",

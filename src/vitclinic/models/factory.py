@@ -161,7 +161,7 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
         network: The network.
         channels: Image channels.
         size: Height and width.
-        classes: Expected number of outputs.
+        classes: Expected number of outputs; 0 for a network without a head, which returns features.
 
     Raises:
         ModelError: The network does not accept such images, or its number of outputs is not `classes`.
@@ -176,7 +176,7 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
             f"The network does not accept {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
             " To change size or patches, set model.img_size=... or model.patch_size=..."
         ) from error
-    if logits.shape != (2, classes):
+    if logits.shape != (2, classes or logits.shape[-1]):
         raise ModelError(f"The network returns {tuple(logits.shape)} for 2 images and {classes} classes.")
 
 

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import RecipeError
-from vitclinic.data import Batch, Dataset, TrainingStream
+from vitclinic.data import Batch, Dataset
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
+from vitclinic.tasks.criterion import Moment
 from vitclinic.training.network import Learner, adapt_augmentation, build_network
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.recipe import Recipe
@@ -168,8 +169,15 @@ class Trainer:
 
         self.network: Normalized = network
         self.task = recipe.resolved_task
-        self.learner = Learner(network, self.task, objectives).to(device, self.dtype).train()
+        with torch.random.fork_rng():
+            torch.manual_seed(torch_seed("criterion", recipe.seed))
+            self.criterion = self.task.criterion(network, spec)
+        self.divided = (
+            min([self.micro_batch, *(t.pass_images(self.micro_batch) for t in treatments)]) < self.micro_batch
+        )
+        self.learner = Learner(network, self.task, objectives, self.criterion).to(device, self.dtype).train()
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network)
+        self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.passes = Passes(
@@ -181,7 +189,7 @@ class Trainer:
             precision=recipe.precision,
             accumulate=recipe.accumulate,
         )
-        self.stream = TrainingStream(dataset, augment, recipe.seed)
+        self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
         self.cell = augment.cutmix_cell
@@ -194,7 +202,9 @@ class Trainer:
 
     @property
     def evaluation_network(self) -> nn.Module:
-        """The network to evaluate and export; with `ema`, the one with averaged weights."""
+        """The network to evaluate and export; with `ema`, the one with averaged weights, or the task's teacher."""
+        if self.criterion is not None:
+            return self.criterion.exported(self.network if self.ema is None else self.ema.module)
         return self.network if self.ema is None else self.ema.module
 
     @property
@@ -225,9 +235,10 @@ class Trainer:
         if self._batches is None:
             self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
         started = time.perf_counter()
-        batches = [self._prepare(next(self._batches)) for _ in range(self.recipe.accumulate)]
-        for group in self.optimizer.param_groups:
+        batches = self._prepare([next(self._batches) for _ in range(self.recipe.accumulate)])
+        for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["lr"] = self.rate(self.step)
+            group["weight_decay"] = decay * self.decay_factor(self.step)
         losses = (rule or self.due_rule)(batches, self.passes)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
@@ -239,12 +250,22 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None and stepped:
             self.ema.update(self.network, self.step + 1)
+        if self.criterion is not None and stepped:
+            self.criterion.finish(self.network)
         self.step += 1
         return self._row(losses, norm, started)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         return self.recipe.optimizer.lr * self.schedule(step)
+
+    def decay_factor(self, step: int) -> float:
+        """Return the factor on the weight decay of a step: a cosine to `weight_decay_end`, or 1."""
+        config = self.recipe.optimizer
+        if config.weight_decay_end is None:
+            return 1.0
+        done = (1 - math.cos(math.pi * step / self.total_steps)) / 2
+        return 1 + (config.weight_decay_end / config.weight_decay - 1) * done
 
     def close(self) -> None:
         """Stop the reading processes; a later `advance` starts new ones."""
@@ -274,19 +295,30 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "rule": self.rule.state_dict(),
             "objectives": self.learner.objectives.state_dict(),
-            "raw_network": None if self.ema is None else self.network.state_dict(),
+            "raw_network": None if self.evaluation_network is self.network else self.network.state_dict(),
+            **({} if self.criterion is None else {"criterion": self._criterion_state()}),
         }
 
     def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore a checkpoint: its exported network and what `state_dict` returned."""
         self.evaluation_network.load_state_dict(model)
-        if self.ema is not None:
+        if self.evaluation_network is not self.network:
             self.network.load_state_dict(state["raw_network"])
+        if self.criterion is not None:
+            # What is missing is the network that the criterion exports, which has been loaded already.
+            self.criterion.load_state_dict(state["criterion"], strict=False)
         self.learner.objectives.load_state_dict(state["objectives"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.rule.load_state_dict(state["rule"])
         self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+
+    def _criterion_state(self) -> dict[str, Tensor]:
+        """Return the state of the criterion without the network that it exports: checkpoints have that already."""
+        assert self.criterion is not None
+        exported = {id(tensor) for tensor in self.evaluation_network.state_dict(keep_vars=True).values()}
+        state = self.criterion.state_dict(keep_vars=True)
+        return {name: tensor.detach() for name, tensor in state.items() if id(tensor) not in exported}
 
     def _requests(self) -> Iterator[range]:
         """Yield this process's positions in the stream, one range per micro-batch, from the current step on."""
@@ -296,7 +328,16 @@ class Trainer:
                 start = step * self.recipe.batch_size + part * self.micro_batch
                 yield range(start, start + self.micro_batch)
 
-    def _prepare(self, batch: Batch) -> Batch:
+    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step as its passes see them."""
+        moved = [self._convert(batch) for batch in batches]
+        if self.criterion is None:
+            return moved
+        moment = Moment(self.step, self.total_steps)
+        with self.passes.autocast():
+            return self.criterion.prepare(self.network, moved, moment, self.divided or len(moved) > 1)
+
+    def _convert(self, batch: Batch) -> Batch:
         """Move a batch to the device, apply the task's reading and the treatments' transforms, and resize it."""
         batch = self.task.read(batch.to(self.device, self.dtype))
         for transform in self.transforms:
@@ -322,6 +363,7 @@ class Trainer:
             "losses": named,
             "lr": self.rate(self.step - 1),
             "grad_norm": float(norm),
+            **({} if self.criterion is None else self.criterion.facts()),
             **({"img_size": list(self.sizes(self.step - 1))} if self.sizes.ends else {}),
             "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
         }

@@ -1,0 +1,153 @@
+"""Formulas of representation learning: DINO, supervised contrastive learning, nearest neighbours, rank.
+
+Shapes: B images, V views, G of them the teacher's, K outputs or classes, N images or views, D features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vitclinic._core import neighbours
+from vitclinic.functional.checks import check_labels, check_shape, widen
+from vitclinic.tasks import losses
+
+
+def dino_targets(teacher: Tensor, centre: Tensor, temperature: float = 0.04) -> Tensor:
+    """Return the teacher's targets softmax((t - c) / temperature): centred, then sharpened.
+
+    Args:
+        teacher: The teacher's outputs [G, B, K].
+        centre: The centre [K], a moving average of the outputs' mean.
+        temperature: The teacher's temperature.
+
+    References:
+        Caron et al., ICCV 2021.
+
+    Example:
+        >>> import torch
+        >>> dino_targets(torch.tensor([[[1.0, 1.0]]]), torch.zeros(2))
+        tensor([[[0.5000, 0.5000]]])
+    """
+    check_shape(teacher, "G B K", "teacher")
+    return losses.centre_outputs(teacher, centre, temperature)
+
+
+def dino_loss(targets: Tensor, student: Tensor, temperature: float = 0.1) -> Tensor:
+    """Return the cross-entropy of the student's views with the teacher's other views, over pairs and images.
+
+        -1/(G V - G) sum_{g != v} p_g . log softmax(s_v / temperature)
+
+    Args:
+        targets: The teacher's probabilities [G, B, K] for the first G views.
+        student: The student's outputs [V, B, K].
+        temperature: The student's temperature.
+
+    References:
+        Caron et al., ICCV 2021, Eq. 3.
+
+    Example:
+        >>> import torch
+        >>> targets = torch.full((2, 1, 2), 0.5)
+        >>> dino_loss(targets, torch.zeros(3, 1, 2))
+        tensor(0.6931)
+    """
+    check_shape(targets, "G B K", "targets")
+    check_shape(student, "V B K", "student")
+    return losses.dino_loss(targets, student, temperature)
+
+
+def sinkhorn(outputs: Tensor, temperature: float = 0.04, iterations: int = 3) -> Tensor:
+    """Return probabilities that use all outputs equally, by Sinkhorn-Knopp on exp(outputs / temperature).
+
+    Columns are scaled to sum to 1/K and rows to 1/N in turn; at the end every row sums to 1.
+
+    Args:
+        outputs: [N, K].
+        temperature: Small ones make the probabilities sharp.
+        iterations: Number of turns.
+
+    References:
+        Caron et al., NeurIPS 2020, Sec. 3.1.
+
+    Example:
+        >>> import torch
+        >>> sinkhorn(torch.tensor([[5.0, 0.0], [5.0, 0.0]]), temperature=1.0)
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    check_shape(outputs, "N K", "outputs")
+    return losses.sinkhorn(outputs, temperature, iterations)
+
+
+def supervised_contrastive_loss(features: Tensor, labels: Tensor, temperature: float = 0.1) -> Tensor:
+    """Return the supervised contrastive loss, averaged over the images that share their class with another.
+
+        -1/|P(i)| sum_{p in P(i)} log[ exp(z_i . z_p / t) / sum_{a != i} exp(z_i . z_a / t) ]
+
+    Args:
+        features: [N, D], scaled to length 1 here.
+        labels: Classes [N]; P(i) are the others of the class of i.
+        temperature: The temperature t.
+
+    References:
+        Khosla et al., NeurIPS 2020, Eq. 2; chen2022 App. C.
+
+    Example:
+        >>> import torch
+        >>> features = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+        >>> round(supervised_contrastive_loss(features, torch.tensor([0, 0, 1, 1]), 1.0).item(), 4)  # log(1 + 2 / e)
+        0.5514
+    """
+    check_shape(features, "N D", "features")
+    check_labels(labels, len(features), "labels")
+    return losses.supervised_contrastive_loss(features, labels, temperature)
+
+
+def knn_predict(
+    bank: Tensor, labels: Tensor, queries: Tensor, num_classes: int, k: int = 20, temperature: float = 0.07
+) -> Tensor:
+    """Return the share of the votes of each query's k nearest neighbours that each class has, [N, K].
+
+        votes(c) = sum_{i among the k nearest, y_i = c} exp(cos(q, x_i) / temperature)
+
+    Args:
+        bank: Features of labelled images [M, D].
+        labels: Their classes [M].
+        queries: Features to classify [N, D].
+        num_classes: Number of classes K.
+        k: Number of neighbours.
+        temperature: Temperature of the votes; large ones make all neighbours equal.
+
+    References:
+        Wu et al., CVPR 2018; Caron et al., ICCV 2021.
+
+    Example:
+        >>> import torch
+        >>> bank = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.1, 1.0]])
+        >>> knn_predict(bank, torch.tensor([0, 1, 1]), torch.tensor([[2.0, 0.1]]), 2, k=1)
+        tensor([[1., 0.]])
+    """
+    check_shape(bank, "M D", "bank")
+    check_shape(queries, "N D", "queries")
+    check_labels(labels, len(bank), "labels")
+    return neighbours.knn_predict(widen(bank), labels, widen(queries), num_classes, k, temperature)
+
+
+def effective_rank(features: Tensor) -> float:
+    """Return exp of the entropy of the singular values of centred features: 1 on a line, at most D, 0 if constant.
+
+        exp(-sum_i p_i log p_i),   p_i = s_i / sum_j s_j
+
+    Args:
+        features: [N, D].
+
+    References:
+        Roy and Vetterli, EUSIPCO 2007.
+
+    Example:
+        >>> import torch
+        >>> round(effective_rank(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 4)
+        2.0
+    """
+    check_shape(features, "N D", "features")
+    return neighbours.effective_rank(features)
