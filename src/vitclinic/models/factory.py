@@ -35,6 +35,8 @@ class Normalized(nn.Module):
     std: Tensor
     keyword: str | None = None
     """Keyword that the backbone takes images by, if they are not its first argument."""
+    output: str | None = None
+    """Name of the tensor to return, if the backbone returns several by name."""
 
     def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -47,7 +49,8 @@ class Normalized(nn.Module):
     def forward(self, x_bchw: Tensor) -> Any:
         # Cast back: a network in half precision does not take the float32 that the mean makes of its images.
         x_bchw = ((x_bchw - self.mean) / self.std).to(x_bchw.dtype)
-        return self.backbone(x_bchw) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
+        returned = self.backbone(x_bchw) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
+        return returned if self.output is None else getattr(returned, self.output)
 
 
 _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")

@@ -1,11 +1,10 @@
-"""The trainer: forward and backward passes, step rules, and one optimizer step at a time."""
+"""The trainer: network, optimizer and data stream of a run, one optimizer step at a time."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,116 +18,15 @@ from vitclinic.data import Batch, Dataset
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
+from vitclinic.training.init import InitialWeights
 from vitclinic.training.network import Learner, adapt_augmentation, build_network
 from vitclinic.training.optimizer import Schedule, build_optimizer
+from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
+from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.run import Row
-from vitclinic.treatments import (
-    InputAscent,
-    Losses,
-    LossesAndGradients,
-    MixedSteps,
-    Objective,
-    StepRule,
-    TakesInputAscent,
-    Treatment,
-)
-from vitclinic.treatments.sam_core import average_over_processes, freeze, keep_buffers
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Passes:
-    """Forward and backward of a learner (`LossesAndGradients`) with DDP, compilation, autocast and loss scaler."""
-
-    def __init__(
-        self,
-        learner: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        scaler: torch.amp.GradScaler,
-        *,
-        ddp: DistributedDataParallel | None,
-        compiled: bool,
-        precision: str,
-        accumulate: int,
-    ) -> None:
-        self.module, self.parameters, self.scaler = learner, parameters, scaler
-        self.ddp = ddp
-        outer = ddp or learner
-        self.wrapped: nn.Module = torch.compile(outer) if compiled else outer  # type: ignore[assignment]
-        self.alone: nn.Module = torch.compile(learner) if compiled and ddp else learner  # type: ignore[assignment]
-        self.device = parameters[0].device
-        self.precision, self.accumulate = precision, accumulate
-
-    @property
-    def scale(self) -> float:
-        return self.scaler.get_scale()
-
-    def __call__(self, batch: Batch, sync: bool = True, weight: float = 1.0) -> Losses:
-        # Seed dropout and stochastic depth from the samples, so that a second pass repeats the masks.
-        torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
-        with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
-            with self.autocast():
-                losses: Losses = self._outer()(batch)
-            total = sum(losses.values(), torch.zeros((), device=self.device)) * (weight / self.accumulate)
-            self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
-        return {name: value.detach() for name, value in losses.items()}
-
-    def _outer(self) -> nn.Module:
-        """Return the module to call: without DDP if no parameter needs a gradient, as when only the images climb.
-
-        Such a pass has nothing to synchronise, and its caller restores the buffers. DDP broadcasts the leading
-        process's buffers once per step; it must not spend that on a pass whose buffers are thrown away.
-        """
-        alone = self.ddp is not None and not any(p.requires_grad for p in self.parameters)
-        return self.alone if alone else self.wrapped
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        if self.ddp is not None:
-            average_over_processes(tensors, self.ddp.process_group)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass at the recipe's precision."""
-        dtype = _AUTOCAST.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-
-class PlainStep:
-    """Plain back-propagation: the mean gradient of the micro-batches, synchronised in the last one."""
-
-    def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
-        passes = [losses_and_gradients(batch, sync=batch is batches[-1]) for batch in batches]
-        return mean_losses(passes)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class InputAscentStep(PlainStep):
-    """Back-propagation on perturbed images; the pass that perturbs them leaves running statistics alone."""
-
-    def __init__(self, inputs: InputAscent) -> None:
-        self.inputs = inputs
-
-    def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
-        return super().__call__([self._climb(batch, losses_and_gradients) for batch in batches], losses_and_gradients)
-
-    def _climb(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
-        """Return the batch with its images moved towards a higher loss."""
-        started = self.inputs.start(batch)
-        with keep_buffers(losses_and_gradients.module), freeze(losses_and_gradients.module):
-            losses_and_gradients(started, sync=False)
-        return self.inputs.finish(batch, started)
-
-
-def mean_losses(passes: Sequence[Losses]) -> Losses:
-    """Return the mean of each named loss over micro-batches."""
-    return {name: sum(p[name] for p in passes) / len(passes) for name in passes[0]}  # type: ignore[misc]
-
+from vitclinic.treatments import Losses, MixedSteps, Objective, StepRule
 
 EXPLODED = 10.0
 """A loss this many times that of the first step counts as divergence."""
@@ -140,7 +38,13 @@ class Trainer:
     """Network, optimizer and data stream of a run; `advance()` makes one step and returns its row of metrics."""
 
     def __init__(
-        self, recipe: Recipe, dataset: Dataset, total_steps: int, distributed: Distributed, device: torch.device
+        self,
+        recipe: Recipe,
+        dataset: Dataset,
+        total_steps: int,
+        distributed: Distributed,
+        device: torch.device,
+        init: InitialWeights | None = None,
     ) -> None:
         self.recipe, self.dataset, self.distributed, self.device = recipe, dataset, distributed, device
         self.total_steps = total_steps
@@ -152,7 +56,8 @@ class Trainer:
 
         spec = dataset.spec
         treatments = recipe.treatments
-        network = build_network(recipe, dataset).to(device, self.dtype)
+        network, self.loaded = build_network(recipe, dataset, init)
+        network = network.to(device, self.dtype)
         # Copy before any objective adds hooks to the network.
         self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
         objectives: dict[str, Objective] = {}
@@ -166,6 +71,8 @@ class Trainer:
         transforms = (t.batch_transform(network.backbone, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
         augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.backbone, spec)
+        if self.loaded is not None:
+            self.notices = [*self.loaded.notices, *self.notices]
 
         self.network: Normalized = network
         self.task = recipe.resolved_task
@@ -176,7 +83,8 @@ class Trainer:
             min([self.micro_batch, *(t.pass_images(self.micro_batch) for t in treatments)]) < self.micro_batch
         )
         self.learner = Learner(network, self.task, objectives, self.criterion).to(device, self.dtype).train()
-        self.optimizer = build_optimizer(recipe.optimizer, self.learner, network)
+        freeze_units(recipe, network, spec)
+        self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
@@ -237,7 +145,7 @@ class Trainer:
         started = time.perf_counter()
         batches = self._prepare([next(self._batches) for _ in range(self.recipe.accumulate)])
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
-            group["lr"] = self.rate(self.step)
+            group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
             group["weight_decay"] = decay * self.decay_factor(self.step)
         losses = (rule or self.due_rule)(batches, self.passes)
         self.scaler.unscale_(self.optimizer)
@@ -377,27 +285,3 @@ def _micro_batch(recipe: Recipe, distributed: Distributed) -> int:
             " micro-batches; choose a multiple."
         )
     return recipe.batch_size // parts
-
-
-def choose_step_rule(treatments: Sequence[Treatment]) -> StepRule:
-    """Return the step rule of a run; an input ascent joins the rule's first pass, or gets a rule of its own."""
-    rules = [rule for t in treatments if (rule := t.step_rule()) is not None]
-    ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
-    if len(rules) > 1 or len(ascents) > 1:
-        raise RecipeError("At most one treatment of a run may set the step rule, and at most one may perturb images.")
-    if not rules:
-        return choose_early_rule(treatments)
-    if not ascents:
-        return rules[0]
-    if not isinstance(rules[0], TakesInputAscent):
-        raise RecipeError(
-            "The treatment that sets the step rule has no first pass in which the images could be perturbed as well."
-        )
-    rules[0].take_input_ascent(ascents[0])
-    return rules[0]
-
-
-def choose_early_rule(treatments: Sequence[Treatment]) -> StepRule:
-    """Return the rule of the steps before the treatments' own step rule starts: what a run without it would have."""
-    ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
-    return InputAscentStep(ascents[0]) if ascents else PlainStep()
