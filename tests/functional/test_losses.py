@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightly.loss import DINOLoss
-from pytorch_metric_learning.losses import SupConLoss
+from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.losses import SupConLoss, TripletMarginLoss
+from pytorch_metric_learning.miners import BatchHardMiner
+from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor
 
 from vitclinic import functional as F
@@ -64,6 +67,44 @@ def test_the_supervised_contrastive_loss_is_pytorch_metric_learning_s(seed: int,
     assert loss.item() == pytest.approx(expected.item(), abs=1e-10, rel=1e-10)
     slopes = [torch.autograd.grad(value, features)[0] for value in (loss, expected)]
     torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-10)
+
+
+@given(seed=seeds, margin=st.floats(0, 2))
+@few
+def test_the_batch_hard_triplet_loss_is_pytorch_metric_learning_s(seed: int, margin: float) -> None:
+    features = normal(12, 5, seed=seed).requires_grad_()
+    labels = torch.randint(4, (12,), generator=torch.Generator().manual_seed(seed))
+    labels[:3] = torch.tensor([9, 9, 8])  # at least one pair; 8 has no positive
+    distance = LpDistance(normalize_embeddings=False)
+    hardest = BatchHardMiner(distance=distance)(features, labels)
+    expected = TripletMarginLoss(margin, distance=distance, reducer=MeanReducer())(features, labels, hardest)
+    loss = F.triplet_loss(features, labels, margin)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-10, rel=1e-10)
+    slopes = [torch.autograd.grad(value, features)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-10)
+    same = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
+    F.triplet_loss(same, torch.tensor([0, 0, 1, 1])).backward()
+    assert same.grad is not None
+    assert same.grad.isfinite().all()
+
+
+@given(seed=seeds)
+@few
+def test_average_precision_and_ranks_by_brute_force(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    scores = normal(6, 9, seed=seed)
+    relevant, valid = (torch.rand(6, 9, generator=draw) < share for share in (0.3, 0.8))
+    precisions, ranks = F.average_precision(scores, relevant, valid), F.match_rank(scores, relevant, valid)
+    for row in range(6):
+        gallery = sorted((i for i in range(9) if valid[row, i]), key=lambda i: -scores[row, i].item())
+        places = [place for place, i in enumerate(gallery, 1) if relevant[row, i]]
+        if not places:
+            assert precisions[row].isnan()
+            assert ranks[row].isnan()
+            continue
+        expected = sum(number / place for number, place in enumerate(places, 1)) / len(places)
+        assert precisions[row].item() == pytest.approx(expected)
+        assert ranks[row].item() == places[0]
 
 
 @given(seed=seeds, k=st.integers(1, 9), temperature=st.floats(0.05, 2))

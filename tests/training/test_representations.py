@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError
 from vitclinic.data import open_data
+from vitclinic.data.identities import IdentityOrder
 from vitclinic.tasks import Dino
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training import Run, build_recipe, load_model, resume, train
@@ -26,11 +28,14 @@ from vitclinic.training.trainer import Trainer
 DIGITS = {"source": "digits", "limit": 200, "augment": {"level": "light", "flip": False}}
 DINO = {"name": "dino", "outputs": 32, "hidden": 32, "bottleneck": 16, "local_crops": 2, "momentum": 0.9}
 CONTRASTIVE = {"name": "contrastive", "hidden": 32, "projection": 8}
+RETRIEVAL = {"name": "retrieval", "instances": 4}
 TASKS = {
     "dino": DINO,
     "sinkhorn": {**DINO, "centring": "sinkhorn"},
     "contrastive": CONTRASTIVE,
+    "retrieval": RETRIEVAL,
 }
+SCORES = {"dino": "knn_accuracy", "sinkhorn": "knn_accuracy", "contrastive": "knn_accuracy", "retrieval": "map"}
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def test_features_get_better_than_those_of_the_untrained_network(make, task):
     before = first.task.evaluate(first.network, first.dataset, "val", ALONE)
     run = train({**plain, "validation": {"every": "50%"}})
     assert run.status["status"] == "finished"
-    assert run.results["val"]["knn_accuracy"] > before["knn_accuracy"] + 0.02
+    assert run.results["val"][SCORES[task]] > before[SCORES[task]] + 0.02
     assert run.results["val"]["rank"] > 1.2
     assert "failure" not in run.status
     assert load_model(run.path)(torch.rand(2, 1, 8, 8)).shape == (2, 48)
@@ -94,7 +99,7 @@ def test_dino_killed(make, tmp_path):
     assert same_weights(whole.checkpoints.read("last")[1]["criterion"], killed.checkpoints.read("last")[1]["criterion"])
 
 
-@pytest.mark.parametrize("task", ["dino", pytest.param("sinkhorn", marks=pytest.mark.slow), "contrastive"])
+@pytest.mark.parametrize("task", ["dino", pytest.param("sinkhorn", marks=pytest.mark.slow), "contrastive", "retrieval"])
 def test_two_processes_make_the_steps_of_one_also_with_sam(make, task, tmp_path):
     """Each process climbs on its own 20 images; in one process that is m = 20. timm resamples in float32."""
     plain = make(task, steps=6, precision="fp64", treatments=[{"sam": {"m": 20, "start": 0.5}}])
@@ -106,7 +111,7 @@ def test_two_processes_make_the_steps_of_one_also_with_sam(make, task, tmp_path)
     assert process.returncode == 0, output
     both = Run(tmp_path / "both")
     (weights, state), (others, theirs) = alone.checkpoints.read("last"), both.checkpoints.read("last")
-    tolerance = 1e-10 if task == "contrastive" else 1e-8
+    tolerance = 1e-10 if task in ("contrastive", "retrieval") else 1e-8
     assert same_weights(weights, others, tolerance)
     assert same_weights(state["criterion"], theirs["criterion"], tolerance)
     for ours, row in zip(alone.metrics, both.metrics, strict=True):
@@ -211,7 +216,7 @@ def test_views_of_a_sample_do_not_depend_on_its_batch(make):
         ("dino", {"data": {**DIGITS, "augment": "deit"}}, "takes no data.augment.mixup"),
         ("dino", {"data": {**DIGITS, "augment": "none"}}, "draws its own crops"),
         ("dino", {"progressive_resizing": 0.5}, "remove progressive_resizing"),
-        ("contrastive", {"treatments": ["adversarial"]}, "perturbs one view"),
+        ("contrastive", {"treatments": ["adversarial"]}, "perturbs images one by one"),
         ("contrastive", {"treatments": ["patch_diversity"]}, "is for classification"),
         (
             "contrastive",
@@ -219,6 +224,8 @@ def test_views_of_a_sample_do_not_depend_on_its_batch(make):
             "data.augment.smoothing",
         ),
         ("contrastive", {"compile": True}, "ompile is not for"),
+        ("retrieval", {"batch_size": 42}, "not a multiple of task.instances 4"),
+        ("retrieval", {"data": {**DIGITS, "group": "camera"}}, "has no column 'camera'"),
         ("contrastive", {"loss": "sigmoid"}, "'loss' is only for"),
     ],
 )
@@ -239,6 +246,34 @@ def test_the_plan_of_a_run(make):
     assert plan.passes == pytest.approx(2 + 2 / 3 + 2 / 4)
     assert plan.memory.activations
     assert plan_run(make("contrastive")).passes == 2
+
+
+def test_retrieval_scores_are_those_of_a_search_by_hand(make):
+    trainer = trainer_of(make("retrieval", data={"source": "digits", "limit": 60}))
+    score = trainer.task.evaluate(trainer.network, trainer.dataset, "val", ALONE)
+    val = trainer.dataset.val
+    with torch.no_grad():
+        pixels = torch.from_numpy(val.read(np.arange(len(val)))).permute(0, 3, 1, 2) / 255
+        features = torch.nn.functional.normalize(trainer.network.eval()(pixels), dim=1)
+    first = []
+    for query in range(len(val)):
+        others = [i for i in range(len(val)) if i != query]
+        nearest = max(others, key=lambda i: float(features[query] @ features[i]))
+        first.append(val.labels[nearest] == val.labels[query])
+    assert score["rank1"] == pytest.approx(np.mean(first), abs=1.5 / len(val))
+    assert score["count"] == len(val)
+
+
+def test_a_batch_has_k_images_of_each_identity_and_each_sample_its_own_numbers():
+    labels = np.array([0] * 7 + [1] * 3 + [2] * 9)
+    order = IdentityOrder(labels, seed=1, instances=4)
+    assert order.count == 8 + 4 + 12
+    images, showings = order(np.arange(3 * order.count))
+    assert all(len(set(labels[group])) == 1 for group in images.reshape(-1, 4))
+    assert len(set(zip(images.tolist(), showings.tolist(), strict=True))) == len(images)
+    assert set(images[: order.count]) == set(range(19))  # nobody is left out
+    again, _ = IdentityOrder(labels, seed=1, instances=4)(np.arange(30, 40))
+    assert np.array_equal(again, images[30:40])
 
 
 def test_options_are_refused_without_torch():

@@ -1,9 +1,11 @@
-"""Nearest neighbours of features: votes of the k nearest, and the effective rank of a set of features.
+"""Nearest neighbours of features: votes of the k nearest, scores of retrieval; and the effective rank of features.
 
 Shapes: M images in the bank, N queries, D features, K classes.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,3 +67,55 @@ def effective_rank(features_nd: Tensor) -> float:
         return 0.0
     share = values[values > 0] / total
     return float((-(share * share.log()).sum()).exp())
+
+
+def average_precision(scores_nm: Tensor, relevant_nm: Tensor, valid_nm: Tensor | None = None) -> Tensor:
+    """Return each query's average precision, [N]: the mean, over its matches, of the precision at their ranks.
+
+        AP = 1/R sum_{i relevant} (matches among the first rank_i) / rank_i
+
+    Its mean over queries is mAP. A query without a match is NaN.
+
+    Args:
+        scores_nm: Similarity of each query to each image of the gallery.
+        relevant_nm: True for matches.
+        valid_nm: False for images that a query leaves out, such as itself or those of its own camera.
+
+    Example:
+        >>> scores, relevant = torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[True, False, True]])
+        >>> average_precision(scores, relevant)  # (1/1 + 2/3) / 2
+        tensor([0.8333], dtype=torch.float64)
+    """
+    hits = _ranked_matches(scores_nm, relevant_nm, valid_nm)
+    rank = hits.valid.cumsum(1).clamp(min=1)
+    precision = hits.relevant.cumsum(1).double() / rank
+    return (precision * hits.relevant).sum(1) / hits.relevant.sum(1)
+
+
+def match_rank(scores_nm: Tensor, relevant_nm: Tensor, valid_nm: Tensor | None = None) -> Tensor:
+    """Return the rank of each query's first match, from 1, [N]; NaN for a query without a match.
+
+    The share of queries whose rank is at most k is Rank-k, a point of the CMC curve.
+
+    Example:
+        >>> scores, relevant = torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[False, False, True]])
+        >>> match_rank(scores, relevant), match_rank(scores, relevant, torch.tensor([[False, True, True]]))
+        (tensor([3.], dtype=torch.float64), tensor([2.], dtype=torch.float64))
+    """
+    hits = _ranked_matches(scores_nm, relevant_nm, valid_nm)
+    first = hits.relevant.int().argmax(1, keepdim=True)
+    rank = hits.valid.cumsum(1).gather(1, first)[:, 0].double()
+    return rank.masked_fill(~hits.relevant.any(1), torch.nan)
+
+
+class _Ranked(NamedTuple):
+    """Gallery of each query, the most similar first."""
+
+    relevant: Tensor
+    valid: Tensor
+
+
+def _ranked_matches(scores_nm: Tensor, relevant_nm: Tensor, valid_nm: Tensor | None) -> _Ranked:
+    valid = torch.ones_like(relevant_nm) if valid_nm is None else valid_nm
+    order = scores_nm.sort(dim=1, descending=True, stable=True).indices
+    return _Ranked((relevant_nm & valid).gather(1, order), valid.gather(1, order))

@@ -125,6 +125,13 @@ class DataConfig(Config):
         0.1, description="share of the training images that a missing val or test split takes; 0 trains on all of them"
     )
     augment: Augment = Field(Augment(level="light"), description="none, light or deit, or its details")
+    group: str | None = Field(
+        None, description="column of a parquet source: retrieval matches no two images of one group (camera, drawer)"
+    )
+    split_by: str | None = Field(
+        None,
+        description="column of a parquet source, or `label`: held-out splits get whole values of it",
+    )
     split_seed: int = Field(0, description="seed of held-out splits and subsets, and of `shapes`")
     on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
 

@@ -76,12 +76,15 @@ from vitclinic.functional.landscape import (
     sam_perturbation,
 )
 from vitclinic.functional.losses import (
+    average_precision,
     dino_loss,
     dino_targets,
     effective_rank,
     knn_predict,
+    match_rank,
     sinkhorn,
     supervised_contrastive_loss,
+    triplet_loss,
 )
 from vitclinic.functional.saliency import (
     attention_rollout,
@@ -125,6 +128,7 @@ __all__ = [
     "attention_map",
     "attention_rollout",
     "average_flatness",
+    "average_precision",
     "band_noise",
     "block_structure",
     "cb_scale_ratio",
@@ -158,6 +162,7 @@ __all__ = [
     "looksam_direction",
     "looksam_gradient",
     "loss_landscape",
+    "match_rank",
     "midpoint",
     "mimetic_factors",
     "minibatch_cka",
@@ -194,6 +199,7 @@ __all__ = [
     "supervised_contrastive_loss",
     "talking_heads_attention",
     "token_norms",
+    "triplet_loss",
     "uniform_attention",
     "upper_attention_entropy",
     "weight_norm",

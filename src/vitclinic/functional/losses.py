@@ -1,4 +1,4 @@
-"""Formulas of representation learning: DINO, supervised contrastive learning, nearest neighbours, rank.
+"""Formulas of representation learning: DINO, contrastive and triplet losses, nearest neighbours, retrieval, rank.
 
 Shapes: B images, V views, G of them the teacher's, K outputs or classes, N images or views, D features.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from vitclinic._core import neighbours
-from vitclinic.functional.checks import check_labels, check_shape, widen
+from vitclinic.functional.checks import check_labels, check_same, check_shape, widen
 from vitclinic.tasks import losses
 
 
@@ -101,6 +101,70 @@ def supervised_contrastive_loss(features: Tensor, labels: Tensor, temperature: f
     check_shape(features, "N D", "features")
     check_labels(labels, len(features), "labels")
     return losses.supervised_contrastive_loss(features, labels, temperature)
+
+
+def triplet_loss(features: Tensor, labels: Tensor, margin: float = 0.3) -> Tensor:
+    """Return the batch-hard triplet loss, averaged over the images with a positive and a negative.
+
+        max(0, max_{p in P(i)} |f_i - f_p| - min_{n not in P(i)} |f_i - f_n| + margin)
+
+    Args:
+        features: [N, D].
+        labels: Classes [N]; P(i) are the others of the class of i.
+        margin: The margin.
+
+    References:
+        Hermans et al., 2017, Eq. 5; wang2022 Table 4.
+
+    Example:
+        >>> import torch
+        >>> features = torch.tensor([[0.0], [1.0], [3.0], [3.0]])
+        >>> triplet_loss(features, torch.tensor([0, 0, 1, 1]), margin=2.0)  # 0, 1, 0 and 0
+        tensor(0.2500)
+    """
+    check_shape(features, "N D", "features")
+    check_labels(labels, len(features), "labels")
+    return losses.triplet_loss(features, labels, margin)
+
+
+def average_precision(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the average precision of each query, [N], whose mean is mAP; NaN for a query without a match.
+
+        AP = 1/R sum_{i relevant} (matches among the first rank_i) / rank_i
+
+    Args:
+        scores: Similarity of each query to each image of the gallery [N, M].
+        relevant: True for matches [N, M].
+        valid: False for images that a query leaves out, such as itself [N, M]; all count unless given.
+
+    Example:
+        >>> import torch
+        >>> average_precision(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[True, False, True]]))
+        tensor([0.8333], dtype=torch.float64)
+    """
+    check_shape(scores, "N M", "scores")
+    check_same(scores, relevant, "scores and relevant")
+    return neighbours.average_precision(scores, relevant, valid)
+
+
+def match_rank(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the rank of each query's first match, from 1, [N]; NaN for a query without a match.
+
+    The share of queries whose rank is at most k is Rank-k; all of them are the CMC curve.
+
+    Args:
+        scores: Similarity of each query to each image of the gallery [N, M].
+        relevant: True for matches [N, M].
+        valid: False for images that a query leaves out, such as itself [N, M]; all count unless given.
+
+    Example:
+        >>> import torch
+        >>> match_rank(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[False, True, True]]))
+        tensor([2.], dtype=torch.float64)
+    """
+    check_shape(scores, "N M", "scores")
+    check_same(scores, relevant, "scores and relevant")
+    return neighbours.match_rank(scores, relevant, valid)
 
 
 def knn_predict(

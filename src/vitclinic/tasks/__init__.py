@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from vitclinic.tasks.contrastive import Contrastive
     from vitclinic.tasks.criterion import Criterion
     from vitclinic.tasks.dino import Dino
+    from vitclinic.tasks.retrieval import Retrieval
     from vitclinic.tasks.task import Metric, Score, Task, headlines, known_tasks, parse_task, register
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Dino",
     "LossConfig",
     "Metric",
+    "Retrieval",
     "Score",
     "Task",
     "headlines",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from vitclinic.tasks.representation import Representation
+from vitclinic.tasks.representation import NearestNeighbours
 from vitclinic.tasks.task import register
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Width = Annotated[int, Field(ge=1)]
 
 
 @register
-class Contrastive(Representation):
+class Contrastive(NearestNeighbours):
     """Features by class: two views of an image, and all images of its class, are pulled together against the rest.
 
     Each image is compared with all images of the step, in whichever process or micro-batch they are. The network has
@@ -37,7 +37,7 @@ class Contrastive(Representation):
     name = "contrastive"
     title = "supervised contrastive learning"
     paper = "chen2022 App. C"
-    views: ClassVar[str] = "two views of an image"
+    learns_from: ClassVar[str] = "two views of an image"
 
     temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="of the similarities")
     hidden: Width = Field(2048, description="width of the projection head")

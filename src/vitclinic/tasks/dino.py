@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vitclinic.tasks.representation import Representation
+from vitclinic.tasks.representation import NearestNeighbours
 from vitclinic.tasks.task import register
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _JUDGED_FROM = 0.3
 
 
 @register
-class Dino(Representation):
+class Dino(NearestNeighbours):
     """Features without labels: a student predicts the teacher, its moving average, from other crops of an image.
 
     Labels serve the metrics alone. The network to use is the teacher: checkpoints hold it, with the student beside it.
@@ -64,7 +64,7 @@ class Dino(Representation):
     name = "dino"
     title = "self-distillation (DINO)"
     paper = "wang2022 Table 2"
-    views: ClassVar[str] = "several crops of an image"
+    learns_from: ClassVar[str] = "several crops of an image"
 
     outputs: Width = Field(1024, description="number of prototypes")
     hidden: Width = Field(512, description="width of the projection head")

@@ -140,8 +140,10 @@ class DinoCriterion(Criterion):
         for teacher, student in pairs:
             averaged: list[Tensor] = [*teacher.parameters()]
             torch._foreach_lerp_(averaged, [*student.parameters()], 1 - momentum)
-            for kept, buffer in zip(teacher.buffers(), student.buffers(), strict=True):
-                kept.copy_(buffer)
+            kept = dict(teacher.named_buffers())
+            for name, buffer in student.named_buffers():  # a treatment may keep masks that only one of them has made
+                if name in kept and kept[name].shape == buffer.shape:
+                    kept[name].copy_(buffer)
         if self.batch_mean is not None and self.task.centring == "centre":
             self.centre.lerp_(self.batch_mean, 1 - self.task.centre_momentum)
 

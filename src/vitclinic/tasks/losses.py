@@ -1,4 +1,4 @@
-"""Losses of representations: DINO's, with its centre and Sinkhorn's alternative, and supervised contrastive.
+"""Losses of representations: DINO's, with its centre and Sinkhorn's alternative, supervised contrastive, triplets.
 
 All compute in at least float32, even under autocast; float64 stays float64.
 Shapes: B images, V views, G of them global, K outputs, D features.
@@ -86,6 +86,31 @@ def supervised_contrastive_loss(features_nd: Tensor, labels_n: Tensor, temperatu
         count = positive.sum(1)
         mean = -log_nn.masked_fill(~positive, 0).sum(1) / count.clamp(min=1)
         return mean.sum() / (count > 0).sum().clamp(min=1)
+
+
+def triplet_loss(features_nd: Tensor, labels_n: Tensor, margin: float = 0.3) -> Tensor:
+    """Return the batch-hard triplet loss, averaged over the images that have a positive and a negative.
+
+        max(0, max_{p in P(i)} |f_i - f_p| - min_{n not in P(i)} |f_i - f_n| + margin)
+
+    [Hermans et al., 2017, Eq. 5; wang2022 Table 4].
+
+    Args:
+        features_nd: Features.
+        labels_n: Their classes, or identities.
+        margin: The margin.
+    """
+    with torch.autocast(features_nd.device.type, enabled=False):
+        features = _upcast(features_nd)
+        itself = torch.eye(len(features), dtype=torch.bool, device=features.device)
+        same = labels_n[:, None] == labels_n[None]
+        squares = (features[:, None] - features[None]).square().sum(-1)
+        distance = torch.where(squares > 0, squares, 1.0).sqrt() * (squares > 0)  # the root has no slope at 0
+        hardest = distance.masked_fill(~same | itself, -torch.inf).amax(1)
+        nearest = distance.masked_fill(same, torch.inf).amin(1)
+        has_both = (same & ~itself).any(1) & (~same).any(1)
+        loss = (hardest - nearest + margin)[has_both].clamp(min=0)
+        return loss.sum() / max(1, len(loss))
 
 
 def _upcast(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Base of the tasks that learn features without a classifier: scored by the nearest neighbours of val among train.
+"""Bases of the tasks that learn features without a classifier, and of those scored by nearest neighbours.
 
 torch is imported inside the functions: a typo in a recipe should not wait for torch.
 """
@@ -30,44 +30,30 @@ COLLAPSED = 1.2
 
 
 class Representation(Task):
-    """Base of tasks whose network has no head: it returns features.
+    """Base of tasks whose network has no head: it returns features. Scores have `rank`, their effective rank."""
 
-    Scores have `knn_accuracy` with its 95% interval, `knn_nll` (of the shares of the neighbours' votes, mixed with one
-    hundredth of a uniform guess), and `rank`, the effective rank of the features.
-    """
-
-    metrics = (
-        Metric("knn_accuracy", share=True, interval=True),
-        Metric("rank"),
-        Metric("knn_nll", headline=False),
-    )
-    selects = "knn_accuracy"
-    loss_metric = "knn_nll"
-    views: ClassVar[str] = "several views of an image"
-
-    knn: Annotated[int, Field(ge=1)] = Field(20, description="neighbours that vote on a validation image")
-    knn_images: Annotated[int, Field(ge=1)] = Field(
-        5000, description="training images, at most, among which neighbours are looked for"
-    )
+    learns_from: ClassVar[str] = "several views of an image"
+    """What it learns from, for messages."""
+    several_views: ClassVar[bool] = True
 
     def num_outputs(self, spec: ImageSpec) -> int:
         return 0
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse what would be meaningless with several views of an image."""
+        """Refuse what would be meaningless without class scores, or with several views of an image."""
         augment = recipe.data.augment.resolve()
         made = [part for part in _LABELS if getattr(augment, part)]
         if made:
             raise ValueError(f"the task {self.name} takes no data.augment.{made[0]}: set it to 0")
-        if recipe.progressive_resizing.shares:
-            raise ValueError(f"the task {self.name} learns from {self.views}: remove progressive_resizing")
+        if recipe.progressive_resizing.shares and self.several_views:
+            raise ValueError(f"the task {self.name} learns from {self.learns_from}: remove progressive_resizing")
         if recipe.compile:
             raise ValueError(f"compile is not for the task {self.name}: remove it")
         for treatment in recipe.treatments:
             if treatment.input_ascent() is not None:
                 raise ValueError(
-                    f"the treatment {treatment.name} perturbs one view of an image, and the task {self.name} learns"
-                    f" from {self.views}: remove one of the two"
+                    f"the treatment {treatment.name} perturbs images one by one, and the task {self.name} learns from"
+                    f" {self.learns_from}: remove one of the two"
                 )
 
     def losses(self, outputs: Tensor, batch: Batch) -> Losses:
@@ -78,6 +64,35 @@ class Representation(Task):
 
     def summarize(self, sums: list[float]) -> Score:
         raise TypeError(f"The metrics of the task {self.name} are no sums over images.")
+
+    def find_failure(self, row: Mapping[str, Any], progress: float) -> str | None:
+        if row["kind"] == "train" or row["rank"] >= COLLAPSED:
+            return None
+        return (
+            f"the features have collapsed: those of {row['count']:,} {row['kind']} images vary along"
+            f" {row['rank']:.2f} directions (effective rank)"
+        )
+
+
+class NearestNeighbours(Representation):
+    """Base of tasks that are scored by the nearest neighbours of an image among the training images.
+
+    Scores have `knn_accuracy` with its 95% interval, `knn_nll` (of the shares of the neighbours' votes, mixed with one
+    hundredth of a uniform guess), and `rank`.
+    """
+
+    metrics = (
+        Metric("knn_accuracy", share=True, interval=True),
+        Metric("rank"),
+        Metric("knn_nll", headline=False),
+    )
+    selects = "knn_accuracy"
+    loss_metric = "knn_nll"
+
+    knn: Annotated[int, Field(ge=1)] = Field(20, description="neighbours that vote on a validation image")
+    knn_images: Annotated[int, Field(ge=1)] = Field(
+        5000, description="training images, at most, among which neighbours are looked for"
+    )
 
     def evaluation_images(self, counts: Mapping[str, int], split: str) -> int:
         return counts[split] + min(self.knn_images, counts["train"])
@@ -106,25 +121,15 @@ class Representation(Task):
             "count": count,
         }
 
-    def find_failure(self, row: Mapping[str, Any], progress: float) -> str | None:
-        if row["kind"] == "train" or row["rank"] >= COLLAPSED:
-            return None
-        return (
-            f"the features have collapsed: those of {row['count']:,} {row['kind']} images vary along"
-            f" {row['rank']:.2f} directions (effective rank)"
-        )
-
 
 def limit_train(dataset: Dataset, count: int) -> Dataset:
     """Return the data with at most `count` training images, in the proportions of their classes."""
-    from vitclinic.data import Split
     from vitclinic.data.source import subset
 
     train = dataset.train
     if count >= len(train):
         return dataset
-    rows = subset(train.labels, count, seed=0)
-    part = Split(train.images, train.rows[rows], train.labels[rows])
+    part = train.take(subset(train.labels, count, seed=0))
     return replace(dataset, splits={**dataset.splits, "train": part})
 
 
