@@ -20,7 +20,7 @@ from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, subset
+from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, assign_values, subset
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -43,9 +43,16 @@ class Split:
     images: Store
     rows: NDArray[np.int64]
     labels: NDArray[np.int64]
+    groups: NDArray[np.int64] | None = None
+    """The group of each image (`data.group`), such as its camera."""
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def take(self, rows: NDArray[np.int64]) -> Split:
+        """Return some of the images."""
+        groups = None if self.groups is None else self.groups[rows]
+        return Split(self.images, self.rows[rows], self.labels[rows], groups)
 
     def read(self, indices: NDArray[np.int64]) -> Images:
         """Return the pixels of the images at `indices` in this split, uint8 [B, height, width, C]."""
@@ -336,8 +343,10 @@ def _dataset(
     if "train" in labels and not len(labels["train"]):
         raise DataError(f"'{source.name}' has no readable training image.")
     splits: dict[str, Split] = {}
-    for split, (origin, rows) in assign(labels, config.split_seed, config.held_out).items():
-        splits[split] = Split(stores[origin], rows, labels[origin][rows])
+    groups = None if config.group is None else _read_column(source, stores, config.group, "group")
+    for split, (origin, rows) in _assign(source, config, stores, labels).items():
+        of_split = None if groups is None else groups[origin][rows]
+        splits[split] = Split(stores[origin], rows, labels[origin][rows], of_split)
     if config.train_on_val:
         splits |= _merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
@@ -349,14 +358,15 @@ def _dataset(
 def _merge_val(train: Split, val: Split) -> dict[str, Split]:
     """Return the train split with the val images in it, and an empty val split."""
     labels = np.concatenate((train.labels, val.labels))
-    nothing = np.empty(0, dtype=np.int64)
-    if train.images is val.images:
-        rows = np.concatenate((train.rows, val.rows))
-        order = np.argsort(rows)
-        return {"train": Split(train.images, rows[order], labels[order]), "val": Split(val.images, nothing, nothing)}
-    border = len(train.images.kept)
-    joined = Split(Joined(train.images, val.images), np.concatenate((train.rows, border + val.rows)), labels)
-    return {"train": joined, "val": Split(val.images, nothing, nothing)}
+    groups = None
+    if train.groups is not None and val.groups is not None:
+        groups = np.concatenate((train.groups, val.groups))
+    empty = val.take(np.empty(0, dtype=np.int64))
+    if train.images is not val.images:
+        rows = np.concatenate((train.rows, len(train.images.kept) + val.rows))
+        return {"train": Split(Joined(train.images, val.images), rows, labels, groups), "val": empty}
+    rows = np.concatenate((train.rows, val.rows))
+    return {"train": Split(train.images, rows, labels, groups).take(np.argsort(rows)), "val": empty}
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:
@@ -367,5 +377,27 @@ def _limit_train(train: Split, config: DataConfig) -> Split:
         return train
     if count > len(train):
         raise DataError(f"data.limit is {count}, but there are only {len(train)} training images.")
-    rows = subset(train.labels, count, config.split_seed)
-    return Split(train.images, train.rows[rows], train.labels[rows])
+    return train.take(subset(train.labels, count, config.split_seed))
+
+
+def _assign(
+    source: Source, config: DataConfig, stores: Mapping[str, Store], labels: dict[str, NDArray[np.int64]]
+) -> dict[str, tuple[str, NDArray[np.int64]]]:
+    """Return the source split and rows of each split, by class or by whole values of `split_by`."""
+    if config.split_by is None or "train" not in labels:
+        return assign(labels, config.split_seed, config.held_out)
+    by_label = config.split_by == "label"
+    values = labels if by_label else _read_column(source, stores, config.split_by, "split_by")
+    return assign_values(labels, values["train"], config.split_seed, config.held_out)
+
+
+def _read_column(source: Source, stores: Mapping[str, Store], name: str, key: str) -> dict[str, NDArray[np.int64]]:
+    """Return a column of all splits, for the images that can be read."""
+    found = {}
+    for split, store in stores.items():
+        columns: Mapping[str, NDArray[np.int64]] = getattr(source.splits[split], "columns", {})
+        if name not in columns:
+            known = ", ".join(columns) or "none: only parquet has columns"
+            raise DataError(f"'data.{key}': '{source.name}' has no column '{name}' ({known}).")
+        found[split] = columns[name][store.kept]
+    return found

@@ -204,6 +204,37 @@ def assign(
     return result
 
 
+def assign_values(
+    labels: Mapping[str, NDArray[np.int64]], values: NDArray[np.int64], seed: int, share: float = HELD_OUT
+) -> dict[str, tuple[str, Indices]]:
+    """Return the same as `assign`, with whole values of a column held out: no two splits share one.
+
+    Values are taken in a random order, val and test in turn, until each has at least its share of the images.
+
+    Args:
+        labels: Labels of each split of the source.
+        values: The column's value for each training image.
+        seed: Seed of the order.
+        share: Share of the training images that a missing val or test split takes.
+
+    Raises:
+        DataError: Too few values are left for training.
+    """
+    missing = [split for split in ("val", "test") if split not in labels]
+    result = {
+        split: (split, np.arange(len(found), dtype=np.int64)) for split, found in labels.items() if split != "train"
+    }
+    order = list(generator("values", seed).permutation(np.unique(values)))
+    for split in missing:
+        taken: list[int] = []
+        while share and np.isin(values, taken).sum() < share * len(values):
+            if len(order) < 2:
+                raise DataError("'data.split_by': the column has too few values to hold some out and train on others.")
+            taken.append(order.pop())
+        result[split] = ("train", np.flatnonzero(np.isin(values, taken)).astype(np.int64))
+    return {**result, "train": ("train", np.flatnonzero(np.isin(values, order)).astype(np.int64))}
+
+
 def training_count(images: int, splits: Collection[str], share: float = HELD_OUT) -> int:
     """Return how many of `images` training images `assign` leaves for training, if the source has these splits."""
     return images - round(share * images) * len({"val", "test"}.difference(splits))

@@ -48,8 +48,11 @@ from vitclinic.functional.curvature import (
 )
 from vitclinic.functional.embeddings import (
     alignment,
+    average_precision,
     cumulative_matching,
+    effective_rank,
     knn_predict,
+    match_rank,
     mean_average_precision,
     uniformity,
 )
@@ -94,6 +97,13 @@ from vitclinic.functional.landscape import (
     random_direction,
     sam_perturbation,
 )
+from vitclinic.functional.losses import (
+    dino_loss,
+    dino_targets,
+    sinkhorn,
+    supervised_contrastive_loss,
+    triplet_loss,
+)
 from vitclinic.functional.saliency import (
     attention_rollout,
     deletion_curve,
@@ -133,6 +143,7 @@ __all__ = [
     "attention_map",
     "attention_rollout",
     "average_flatness",
+    "average_precision",
     "band_noise",
     "block_structure",
     "cb_scale_ratio",
@@ -143,6 +154,9 @@ __all__ = [
     "corrupt",
     "cumulative_matching",
     "deletion_curve",
+    "dino_loss",
+    "dino_targets",
+    "effective_rank",
     "expected_calibration_error",
     "feature_variance",
     "fgsm",
@@ -164,6 +178,7 @@ __all__ = [
     "looksam_direction",
     "looksam_gradient",
     "loss_landscape",
+    "match_rank",
     "mean_average_precision",
     "midpoint",
     "mimetic_factors",
@@ -190,6 +205,7 @@ __all__ = [
     "sequence_pool",
     "shape_bias",
     "sigmoid_loss",
+    "sinkhorn",
     "soft_targets",
     "softmax_free_attention",
     "softmax_jacobian_norm",
@@ -197,8 +213,10 @@ __all__ = [
     "sparsity",
     "spatial_smoothing",
     "squeeze_excitation",
+    "supervised_contrastive_loss",
     "talking_heads_attention",
     "token_norms",
+    "triplet_loss",
     "uniform_attention",
     "uniformity",
     "upper_attention_entropy",
