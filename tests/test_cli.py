@@ -49,6 +49,12 @@ def test_the_surface_grows_on_purpose():
                 *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "predict": sorted(
+            [
+                *("target", "images", "--out", "-o", "--top-k", "--probabilities", "--temperature", "--size"),
+                *("--batch-size", "--workers", "--device", "--json", "--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "prescribe": sorted(
             [
                 *("words", "--data", "--budget", "--try", "--treatments", "--from", "--seed", "--out"),
@@ -78,7 +84,7 @@ WITHOUT_TORCH = [
         for what in ("probes", "treatments", "remedies", "studies", "datasets", "recipes", "tasks", "models")
     ),
     ["--help"],
-    *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report")),
+    *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report", "predict")),
     *([verb, "--help"] for verb in ("corrupt", "list")),
     ["trian"],
     ["train"],
@@ -118,6 +124,9 @@ WITHOUT_TORCH = [
     ["prescribe", "--data", "shapes", "--try", "samm"],
     ["prescribe", "--data", "/no/such/place"],
     ["report", "/no/run"],
+    ["predict", "/no/run", "x.png"],
+    ["predict", "timm:resnet18", "/no/such.png"],
+    ["predict", "timm:resnet18", "/no/such.png", "-o", "x.txt"],
     ["corrupt", "/no/such/place", "--out", "copies"],
     ["corrupt", "digits", "--out", "copies", "--corruption", "fgo"],
     ["corrupt", "digits", "--out", "copies", "--severity", "6"],

@@ -47,11 +47,11 @@ def test_the_files_that_architecture_names_are_there():
 
 
 PUBLIC = {
-    *("examine", "train", "resume", "prescribe", "study", "report", "treat"),
+    *("examine", "train", "resume", "predict", "prescribe", "study", "report", "treat"),
     *("create_model", "load_model", "open_data", "open_study", "build_recipe", "plan_run", "report_studies"),
     *("list_datasets", "list_models", "list_probes", "list_recipes", "list_remedies", "list_studies", "list_tasks"),
     "list_treatments",
-    *("Callback", "Dataset", "Exam", "Exams", "Finding", "Measurement", "Prescription", "Recipe", "Run"),
+    *("Callback", "Dataset", "Exam", "Exams", "Finding", "Measurement", "Predictions", "Prescription", "Recipe", "Run"),
     *("Checkpoint", "Comparison", "RunPlan", "Study", "StudyResult", "Verdict", "VitclinicError", "__version__"),
     *("anatomy", "data", "functional", "models", "probes", "tasks", "treatments"),
 }
@@ -61,7 +61,7 @@ def test_the_public_surface_grows_on_purpose():
     assert set(vitclinic.__all__) == set(dir(vitclinic)) == PUBLIC
 
 
-LAZY = ["", *("anatomy", "data", "data.corruptions", "exam", "probes", "tasks", "training", "treatments")]
+LAZY = ["", *("anatomy", "data", "data.corruptions", "deployment", "exam", "probes", "tasks", "training", "treatments")]
 
 
 @pytest.mark.parametrize("package", LAZY)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vitclinic._core.errors import VitclinicError
     from vitclinic._core.records import Finding, Measurement
     from vitclinic.data.dataset import Dataset, open_data
+    from vitclinic.deployment.predict import Predictions, predict
     from vitclinic.exam.exam import Exam, Exams
     from vitclinic.exam.examine import examine
     from vitclinic.exam.reporting import report
@@ -52,6 +53,7 @@ __all__ = [
     "Exams",
     "Finding",
     "Measurement",
+    "Predictions",
     "Prescription",
     "Recipe",
     "Run",
@@ -80,6 +82,7 @@ __all__ = [
     "open_data",
     "open_study",
     "plan_run",
+    "predict",
     "prescribe",
     "probes",
     "report",

@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, Literal, overload
 
+import numpy as np
 import timm
 import torch
+from PIL import Image
 from timm.models import is_model, list_models, model_entrypoint, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import eval_mode
+from vitclinic.data.decoding import Preprocessing
 from vitclinic.models.calling import image_keyword
 
 
@@ -35,6 +38,12 @@ class Normalized(nn.Module):
     std: Tensor
     keyword: str | None = None
     """Keyword that the backbone takes images by, if they are not its first argument."""
+    preprocessing: Preprocessing | None = None
+    """The way from an image file to pixels, if it is known: `load_model` sets it, and images are then taken, too."""
+    classes: tuple[str, ...] | None = None
+    """The names of the outputs, if they are known: `load_model` sets them."""
+    descriptive = frozenset({"preprocessing", "classes"})
+    """Attributes that do not change what is computed of pixels, and so are no part of the digest."""
 
     def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -44,10 +53,26 @@ class Normalized(nn.Module):
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
 
-    def forward(self, x_bchw: Tensor) -> Any:
+    def forward(self, images: Tensor | Image.Image | Sequence[Image.Image]) -> Any:
+        """Return what the backbone returns, such as logits [B, K].
+
+        Args:
+            images: Pixels [B, C, H, W] in [0, 1]; of a run's network also an image of Pillow's, or several, of any size
+                and mode, which are prepared as the run's test images were.
+        """
+        x_bchw = images if isinstance(images, Tensor) else self._prepare(images)
         # Cast back: a network in half precision does not take the float32 that the mean makes of its images.
         x_bchw = ((x_bchw - self.mean) / self.std).to(x_bchw.dtype)
         return self.backbone(x_bchw) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
+
+    def _prepare(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
+        listed = [images] if isinstance(images, Image.Image) else list(images)
+        if self.preprocessing is None or not all(isinstance(image, Image.Image) for image in listed):
+            raise ModelError(
+                "This network takes a tensor of pixels in [0, 1]; only a run's (`load_model`) takes images of Pillow."
+            )
+        pixels = torch.from_numpy(np.stack([self.preprocessing(image) for image in listed]))
+        return (pixels.permute(0, 3, 1, 2).float() / 255).to(self.mean.device)
 
 
 _TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
