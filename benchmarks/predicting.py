@@ -2,9 +2,9 @@
 
     python benchmarks/predicting.py [--model vit_tiny_patch16_224] [--images 512] [--size 224] [--repeats 3]
 
-The images are JPEG files of noise-like texture, 1.5 times the network's size, decoded by one worker per spare core while
-the network runs on one thread. Wants: `predict` within 5% of the bare pass. Wall time needs a quiet machine with a core to
-spare; CPU time of the process that runs the network, without its workers, hardly does.
+The images are JPEG files of coarse noise, 1.5 times the network's size, decoded by one worker per spare core while
+the network runs on one thread. Wants: `predict` within 5% of the bare pass. Wall time needs a quiet machine with a core
+to spare; CPU time of the process that runs the network, without its workers, hardly does.
 """
 
 from __future__ import annotations

@@ -55,6 +55,9 @@ def test_the_surface_grows_on_purpose():
                 *("--batch-size", "--workers", "--device", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "export": sorted(
+            ["run", "--to", "--out", "-o", "--push", "--public", "--json", "--verbose", "-v", "--quiet", "-q"]
+        ),
         "prescribe": sorted(
             [
                 *("words", "--data", "--budget", "--try", "--treatments", "--from", "--seed", "--out"),
@@ -84,8 +87,8 @@ WITHOUT_TORCH = [
         for what in ("probes", "treatments", "remedies", "studies", "datasets", "recipes", "tasks", "models")
     ),
     ["--help"],
-    *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report", "predict")),
-    *([verb, "--help"] for verb in ("corrupt", "list")),
+    *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report")),
+    *([verb, "--help"] for verb in ("corrupt", "list", "predict", "export")),
     ["trian"],
     ["train"],
     ["train", "epoch=3"],
@@ -125,6 +128,8 @@ WITHOUT_TORCH = [
     ["prescribe", "--data", "/no/such/place"],
     ["report", "/no/run"],
     ["predict", "/no/run", "x.png"],
+    ["export", "/no/run", "--to", "onnx"],
+    ["export", "/no/run", "--to", "onxx"],
     ["predict", "timm:resnet18", "/no/such.png"],
     ["predict", "timm:resnet18", "/no/such.png", "-o", "x.txt"],
     ["corrupt", "/no/such/place", "--out", "copies"],

@@ -47,7 +47,7 @@ def test_the_files_that_architecture_names_are_there():
 
 
 PUBLIC = {
-    *("examine", "train", "resume", "predict", "prescribe", "study", "report", "treat"),
+    *("examine", "train", "resume", "predict", "export", "push_to_hub", "prescribe", "study", "report", "treat"),
     *("create_model", "load_model", "open_data", "open_study", "build_recipe", "plan_run", "report_studies"),
     *("list_datasets", "list_models", "list_probes", "list_recipes", "list_remedies", "list_studies", "list_tasks"),
     "list_treatments",

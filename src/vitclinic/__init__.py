@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vitclinic._core.errors import VitclinicError
     from vitclinic._core.records import Finding, Measurement
     from vitclinic.data.dataset import Dataset, open_data
+    from vitclinic.deployment.card import push_to_hub
+    from vitclinic.deployment.export import export
     from vitclinic.deployment.predict import Predictions, predict
     from vitclinic.exam.exam import Exam, Exams
     from vitclinic.exam.examine import examine
@@ -68,6 +70,7 @@ __all__ = [
     "create_model",
     "data",
     "examine",
+    "export",
     "functional",
     "list_datasets",
     "list_models",
@@ -85,6 +88,7 @@ __all__ = [
     "predict",
     "prescribe",
     "probes",
+    "push_to_hub",
     "report",
     "report_studies",
     "resume",

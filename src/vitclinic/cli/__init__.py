@@ -19,6 +19,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     corrupt,
     demo,
     examine,
+    export,
     list,
     predict,
     prescribe,
@@ -28,7 +29,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
 )
 from vitclinic.cli.common import app, follows
 
-VERBS = ("demo", "train", "predict", "anatomy", "examine", "prescribe", "study", "report", "corrupt", "list")
+VERBS = ("demo", "train", "predict", "export", "anatomy", "examine", "prescribe", "study", "report", "corrupt", "list")
 """In the order of the help."""
 
 app.registered_commands.sort(key=lambda command: VERBS.index(command.name or command.callback.__name__))  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
-from timm.models import is_model, list_models, model_entrypoint, register_model
+from timm.models import is_model, list_models, load_pretrained, model_entrypoint, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -75,7 +75,7 @@ class Normalized(nn.Module):
         return (pixels.permute(0, 3, 1, 2).float() / 255).to(self.mean.device)
 
 
-_TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "cache_dir")
 
 
 def fit_patch_size(side: int) -> int:
@@ -88,17 +88,50 @@ def fit_patch_size(side: int) -> int:
     return next(patch for patch in range(min(16, max(1, side // 8)), 0, -1) if side % patch == 0)
 
 
+def load_exported(network: nn.Module, name: str, exported: dict[str, Any] | None) -> None:
+    """Load the weights of a folder or repository that `export` wrote.
+
+    Args:
+        network: The network.
+        name: Its name in timm's registry.
+        exported: What `take_exported` returned.
+
+    Raises:
+        ModelError: Pretrained weights are asked for by the name alone; there are none.
+    """
+    if exported is None:
+        return
+    if not (exported.get("file") or exported.get("hf_hub_id")):
+        raise ModelError(f"'{name}' has no published weights.")
+    channels = exported["input_size"][0]
+    load_pretrained(network, pretrained_cfg=exported, num_classes=exported["num_classes"], in_chans=channels)
+
+
+def take_exported(keywords: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove from an entry point's keywords what is timm's alone, and return where weights are, if they are asked for.
+
+    The number of classes of an exported network becomes a keyword.
+    """
+    given = keywords.get("pretrained_cfg")
+    found = dict(given if isinstance(given, dict) else vars(given)) if given is not None else {}
+    wanted = keywords.get("pretrained", False)
+    for name in TIMM_ONLY:
+        keywords.pop(name, None)
+    if wanted and found.get("num_classes"):
+        keywords.setdefault("num_classes", found["num_classes"])
+    return found if wanted else None
+
+
 @register_model  # type: ignore[untyped-decorator]
 def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
     """Build ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
-    if keywords.get("pretrained"):
-        raise ModelError("'vit_tiny_fitted' has no published weights.")
-    for name in _TIMM_ONLY:
-        keywords.pop(name, None)
+    exported = take_exported(keywords)
     size = keywords.setdefault("img_size", 224)
     side = size if isinstance(size, int) else min(size)
     defaults = {"patch_size": fit_patch_size(side), "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return VisionTransformer(**{**defaults, **keywords})
+    network = VisionTransformer(**{**defaults, **keywords})
+    load_exported(network, "vit_tiny_fitted", exported)
+    return network
 
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
