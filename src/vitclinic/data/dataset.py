@@ -17,7 +17,7 @@ from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.io import fingerprint
 from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images, survey
 from vitclinic.data.config import DataConfig, ImageSpec
-from vitclinic.data.decoding import Images, Size, centre_view, storage_size
+from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
 from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, assign_values, subset
@@ -78,6 +78,8 @@ class Dataset:
     skipped: list[str] = field(default_factory=list)
     undivided: bool = False
     """True if all splits are the same images, because the loader was not divided into splits."""
+    preprocessing: Preprocessing | None = None
+    """The way from an image file to what evaluation sees; None if there are no files."""
 
     @property
     def spec(self) -> ImageSpec:
@@ -197,12 +199,26 @@ def open_data(
     if isinstance(config, str):
         config = DataConfig(source=config)
     source = open_source(config)
+    way = find_preprocessing(source, size, channels, progress)
+    stores = _stores(source, config, way, progress)
+    return _dataset(source, config, stores, way, Dataset)
+
+
+def find_preprocessing(
+    source: Source, size: int | Size | None, channels: int | None, progress: Progress = lambda what, done, total: None
+) -> Preprocessing:
+    """Return the way from the image files of a source to the pixels that evaluation sees; arguments of `open_data`."""
     found = survey(source, progress)
     wanted = (size, size) if isinstance(size, int) else size or found.size
     depth = channels or found.channels
     framed = storage_size(wanted, found.shorter_side)
-    stores = _stores(source, config, wanted, framed, depth, progress)
-    return _dataset(source, config, stores, wanted, depth, Dataset)
+    return Preprocessing(wanted, framed, depth, whole=is_photo(wanted) and not _is_small(source, framed, depth))
+
+
+def _is_small(source: Source, framed: Size, channels: int) -> bool:
+    """Return True if the decoded images of a source are cached."""
+    count = sum(len(records) for records in source.splits.values())
+    return count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
 
 
 class DescribedDataset(Dataset):
@@ -255,13 +271,11 @@ def describe_data(
     """
     named = find_missing_data(config.source)
     source = open_source(config) if named is None else named.as_source()
-    found = survey(source, progress)
-    wanted = (size, size) if isinstance(size, int) else size or found.size
     stores: dict[str, Store] = {
         split: _Undecoded(source.name, np.arange(len(records), dtype=np.int64))
         for split, records in source.splits.items()
     }
-    return _dataset(source, config, stores, wanted, channels or found.channels, DescribedDataset)
+    return _dataset(source, config, stores, find_preprocessing(source, size, channels, progress), DescribedDataset)
 
 
 def check_source(config: DataConfig) -> None:
@@ -312,18 +326,15 @@ def _nearby(path: Path) -> str:
     return did_you_mean(path.name, [*siblings, *EMBEDDED])
 
 
-def _stores(
-    source: Source, config: DataConfig, size: Size, framed: Size, channels: int, progress: Progress
-) -> dict[str, Store]:
-    count = sum(len(records) for records in source.splits.values())
-    small = count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
-    stores: dict[str, Store] = {}
+def _stores(source: Source, config: DataConfig, way: Preprocessing, progress: Progress) -> dict[str, Store]:
+    framed, channels, stores = way.framed, way.channels, dict[str, Store]()
+    small = _is_small(source, framed, channels)
     for split, records in source.splits.items():
         if small:
             key = cache_key(source.fingerprint, split, framed, channels, config.on_error)
             stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
         else:
-            stores[split] = StreamedImages(records, size, framed, channels, config.on_error, progress)
+            stores[split] = StreamedImages(records, way.size, framed, channels, config.on_error, progress)
         _RECORDS[stores[split]] = records
     return stores
 
@@ -335,8 +346,7 @@ def _dataset(
     source: Source,
     config: DataConfig,
     stores: dict[str, Store],
-    size: Size,
-    channels: int,
+    way: Preprocessing,
     kind: type[Kind],
 ) -> Kind:
     labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
@@ -350,9 +360,10 @@ def _dataset(
     if config.train_on_val:
         splits |= _merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
-    contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
+    contents = [source.classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     skipped = [sentence for store in stores.values() for sentence in store.skipped]
-    return kind(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
+    facts = (way.size, way.channels, splits, fingerprint(*contents), skipped)
+    return kind(source.name, source.classes, *facts, preprocessing=way)
 
 
 def _merge_val(train: Split, val: Split) -> dict[str, Split]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -293,9 +293,10 @@ def spare_workers() -> int:
     return max(1, min(8, (os.cpu_count() or 1) // processes - 1))
 
 
-def read_ahead(
-    stream: TorchDataset[Batch], requests: Iterable[range], workers: int, pin: bool = False
-) -> Iterator[Batch]:
+T = TypeVar("T")
+
+
+def read_ahead(stream: TorchDataset[T], requests: Iterable[range], workers: int, pin: bool = False) -> Iterator[T]:
     """Return an iterator over `stream[request]` for each request, read by `workers` processes (0: by this one)."""
     if workers == 0:
         return (stream[places] for places in requests)

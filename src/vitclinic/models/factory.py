@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, Literal, overload
 
+import numpy as np
 import timm
 import torch
-from timm.models import is_model, list_models, model_entrypoint, register_model
+from PIL import Image
+from timm.models import is_model, list_models, load_pretrained, model_entrypoint, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import eval_mode
+from vitclinic.data.decoding import Preprocessing
 from vitclinic.models.calling import image_keyword
 
 
@@ -37,6 +40,12 @@ class Normalized(nn.Module):
     """Keyword that the backbone takes images by, if they are not its first argument."""
     output: str | None = None
     """Name of the tensor to return, if the backbone returns several by name."""
+    preprocessing: Preprocessing | None = None
+    """The way from an image file to pixels, if it is known: `load_model` sets it, and images are then taken, too."""
+    classes: tuple[str, ...] | None = None
+    """The names of the outputs, if they are known: `load_model` sets them."""
+    descriptive = frozenset({"preprocessing", "classes"})
+    """Attributes that do not change what is computed of pixels, and so are no part of the digest."""
 
     def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -46,14 +55,30 @@ class Normalized(nn.Module):
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
 
-    def forward(self, x_bchw: Tensor) -> Any:
+    def forward(self, images: Tensor | Image.Image | Sequence[Image.Image]) -> Any:
+        """Return what the backbone returns, such as logits [B, K].
+
+        Args:
+            images: Pixels [B, C, H, W] in [0, 1]; of a run's network also an image of Pillow's, or several, of any size
+                and mode, which are prepared as the run's test images were.
+        """
+        x_bchw = images if isinstance(images, Tensor) else self._prepare(images)
         # Cast back: a network in half precision does not take the float32 that the mean makes of its images.
         x_bchw = ((x_bchw - self.mean) / self.std).to(x_bchw.dtype)
         returned = self.backbone(x_bchw) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
         return returned if self.output is None else getattr(returned, self.output)
 
+    def _prepare(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
+        listed = [images] if isinstance(images, Image.Image) else list(images)
+        if self.preprocessing is None or not all(isinstance(image, Image.Image) for image in listed):
+            raise ModelError(
+                "This network takes a tensor of pixels in [0, 1]; only a run's (`load_model`) takes images of Pillow."
+            )
+        pixels = torch.from_numpy(np.stack([self.preprocessing(image) for image in listed]))
+        return (pixels.permute(0, 3, 1, 2).float() / 255).to(self.mean.device)
 
-_TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "cache_dir")
 
 
 def fit_patch_size(side: int) -> int:
@@ -66,17 +91,50 @@ def fit_patch_size(side: int) -> int:
     return next(patch for patch in range(min(16, max(1, side // 8)), 0, -1) if side % patch == 0)
 
 
+def load_exported(network: nn.Module, name: str, exported: dict[str, Any] | None) -> None:
+    """Load the weights of a folder or repository that `export` wrote.
+
+    Args:
+        network: The network.
+        name: Its name in timm's registry.
+        exported: What `take_exported` returned.
+
+    Raises:
+        ModelError: Pretrained weights are asked for by the name alone; there are none.
+    """
+    if exported is None:
+        return
+    if not (exported.get("file") or exported.get("hf_hub_id")):
+        raise ModelError(f"'{name}' has no published weights.")
+    channels = exported["input_size"][0]
+    load_pretrained(network, pretrained_cfg=exported, num_classes=exported["num_classes"], in_chans=channels)
+
+
+def take_exported(keywords: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove from an entry point's keywords what is timm's alone, and return where weights are, if they are asked for.
+
+    The number of classes of an exported network becomes a keyword.
+    """
+    given = keywords.get("pretrained_cfg")
+    found = dict(given if isinstance(given, dict) else vars(given)) if given is not None else {}
+    wanted = keywords.get("pretrained", False)
+    for name in TIMM_ONLY:
+        keywords.pop(name, None)
+    if wanted and found.get("num_classes"):
+        keywords.setdefault("num_classes", found["num_classes"])
+    return found if wanted else None
+
+
 @register_model  # type: ignore[untyped-decorator]
 def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
     """Build ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
-    if keywords.get("pretrained"):
-        raise ModelError("'vit_tiny_fitted' has no published weights.")
-    for name in _TIMM_ONLY:
-        keywords.pop(name, None)
+    exported = take_exported(keywords)
     size = keywords.setdefault("img_size", 224)
     side = size if isinstance(size, int) else min(size)
     defaults = {"patch_size": fit_patch_size(side), "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return VisionTransformer(**{**defaults, **keywords})
+    network = VisionTransformer(**{**defaults, **keywords})
+    load_exported(network, "vit_tiny_fitted", exported)
+    return network
 
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -113,7 +113,8 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
         checkpoint: `best`, `last`, `previous` or `epoch-N`. By default `best`, or `last` for a run without one.
 
     Returns:
-        The network in evaluation mode. It takes pixels in [0, 1] and normalizes them itself.
+        The network in evaluation mode. It takes pixels in [0, 1] and normalizes them itself, or images of Pillow's,
+        which it prepares as the run's test images were; `classes` has the names of its outputs.
 
     Raises:
         RunError: The directory is not a run, or the checkpoint is missing or damaged.
@@ -121,10 +122,13 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
     Example:
         >>> network = load_model("runs/first")  # doctest: +SKIP
         >>> logits = network(torch.rand(1, 3, 32, 32))  # doctest: +SKIP
+        >>> network.classes[network(Image.open("cat.jpg")).argmax()]  # doctest: +SKIP
+        'cat'
     """
     run = Run.open(path)
     network = create_network(run.recipe, run.spec)
     load_network_state(network, run.checkpoints.read_model(checkpoint or run.checkpoints.default()), f"'{path}'")
+    network.preprocessing, network.classes = run.preprocessing, tuple(run.data_facts["classes"])
     return network.eval()
 
 
