@@ -48,7 +48,7 @@ def export(
 
     Nothing is sent anywhere without --push. More: docs/export.md.
     """
-    from vitclinic.exam.request import find_run
+    from vitclinic.training.run import find_run
 
     if find_run(run) is None:
         raise RunError(f"'{run}' is not a run directory: it has no recipe.yaml.")

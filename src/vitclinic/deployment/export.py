@@ -34,9 +34,9 @@ from vitclinic._core.io import write_errors
 from vitclinic.anatomy.maps import attention_scores, sdpa_mask
 from vitclinic.deployment.card import write_card
 from vitclinic.deployment.predict import CALIBRATION
-from vitclinic.exam.request import find_run
 from vitclinic.models import Normalized
 from vitclinic.training import Checkpoint, Run, load_model
+from vitclinic.training.run import find_run
 
 Form = Literal["timm", "hf", "onnx", "torch-export"]
 FORMS: tuple[str, ...] = get_args(Form)
