@@ -50,6 +50,7 @@ class _Call:
         query, value = bound["query"], bound["value"]
         if bound.get("enable_gqa"):
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+        value = value.expand(*query.shape[:-2], *value.shape[-2:])  # all heads may share one
         values, result = (_arrange(x, seen, side) for x, side in ((value, 1), (self.result, 0)))
         return _equal(weights @ values, result, tolerance)
 
