@@ -33,6 +33,12 @@ def test_the_surface_grows_on_purpose():
     }
     assert surface == {
         "train": ["--dry-run", "--json", "--quiet", "--resume", "--verbose", "-q", "-v", "words"],
+        "transfer": sorted(
+            [
+                *("words", "--data", "--lrs", "--held-out", "--processes", "--out", "--json"),
+                *("--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
         "demo": ["--out", "--quiet", "-q"],
         "anatomy": ["--data", "--json", "target"],
         "examine": sorted(
@@ -40,6 +46,12 @@ def test_the_surface_grows_on_purpose():
                 *("targets", "--data", "--probes", "--set", "--split", "--limit", "--size", "--batch-size", "--seed"),
                 *("--budget", "--quick", "--full", "--report", "--no-report", "--no-images"),
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
+        "features": sorted(
+            [
+                *("target", "--data", "--out", "-o", "--split", "--limit", "--size", "--batch-size", "--device"),
+                *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),
         "report": sorted(["targets", "--all", "--out", "--no-images", "--title", "--verbose", "-v", "--quiet", "-q"]),
@@ -78,7 +90,10 @@ WITHOUT_TORCH = [
         for what in ("probes", "treatments", "remedies", "studies", "datasets", "recipes", "tasks", "models")
     ),
     ["--help"],
-    *([verb, "--help"] for verb in ("demo", "train", "anatomy", "examine", "prescribe", "study", "report")),
+    *(
+        [verb, "--help"]
+        for verb in ("demo", "train", "transfer", "anatomy", "examine", "features", "prescribe", "study", "report")
+    ),
     *([verb, "--help"] for verb in ("corrupt", "list")),
     ["trian"],
     ["train"],
@@ -109,6 +124,10 @@ WITHOUT_TORCH = [
     ["examine", "timm:resnet18", "--data", "digits", "--quick", "--full"],
     ["examine", "timm:resnet18", "--data", "digits", "--split", "tset"],
     ["study", "C66"],
+    ["transfer", "runs/none", "--data", "shapes", "stepz=3"],
+    ["features", "tim:resnet18", "--data", "shapes", "-o", "x.parquet"],
+    ["features", "timm:resnet18", "--data", "shapes", "-o", "x.csv"],
+    ["transfer", "runs/none", "--data", "/no/such/place"],
     ["prescribe", "--data", "shapes", "--budget", "5x"],
     ["prescribe", "--data", "shapes", "model=vit_tny"],
     ["prescribe", "--data", "shapes", "--treatments", "samm"],

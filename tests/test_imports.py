@@ -47,12 +47,22 @@ def test_the_files_that_architecture_names_are_there():
 
 
 PUBLIC = {
-    *("examine", "train", "resume", "prescribe", "study", "report", "treat"),
+    *("examine", "features", "train", "resume", "prescribe", "study", "report", "transfer", "treat"),
     *("create_model", "load_model", "open_data", "open_study", "build_recipe", "plan_run", "report_studies"),
     *("list_datasets", "list_models", "list_probes", "list_recipes", "list_remedies", "list_studies", "list_tasks"),
     "list_treatments",
-    *("Callback", "Dataset", "Exam", "Exams", "Finding", "Measurement", "Prescription", "Recipe", "Run"),
-    *("Checkpoint", "Comparison", "RunPlan", "Study", "StudyResult", "Verdict", "VitclinicError", "__version__"),
+    *("Callback", "Dataset", "Exam", "Exams", "Features", "Finding", "Measurement", "Prescription", "Recipe", "Run"),
+    *(
+        "Checkpoint",
+        "Comparison",
+        "RunPlan",
+        "Study",
+        "StudyResult",
+        "Transfer",
+        "Verdict",
+        "VitclinicError",
+        "__version__",
+    ),
     *("anatomy", "data", "functional", "models", "probes", "tasks", "treatments"),
 }
 

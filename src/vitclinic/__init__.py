@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vitclinic.data.dataset import Dataset, open_data
     from vitclinic.exam.exam import Exam, Exams
     from vitclinic.exam.examine import examine
+    from vitclinic.exam.features import Features, features
     from vitclinic.exam.reporting import report
     from vitclinic.experiments.prescribe.conduct import prescribe
     from vitclinic.experiments.prescribe.prescription import Prescription
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vitclinic.experiments.study.schema import Study
     from vitclinic.experiments.study.store import report_studies
     from vitclinic.experiments.study.verdicts import Verdict
+    from vitclinic.experiments.transfer import Transfer, transfer
     from vitclinic.models.factory import create_model
     from vitclinic.reports.study_result import Comparison
     from vitclinic.training.network import load_model
@@ -50,6 +52,7 @@ __all__ = [
     "Dataset",
     "Exam",
     "Exams",
+    "Features",
     "Finding",
     "Measurement",
     "Prescription",
@@ -58,6 +61,7 @@ __all__ = [
     "RunPlan",
     "Study",
     "StudyResult",
+    "Transfer",
     "Verdict",
     "VitclinicError",
     "__version__",
@@ -66,6 +70,7 @@ __all__ = [
     "create_model",
     "data",
     "examine",
+    "features",
     "functional",
     "list_datasets",
     "list_models",
@@ -88,6 +93,7 @@ __all__ = [
     "study",
     "tasks",
     "train",
+    "transfer",
     "treat",
     "treatments",
 ]

@@ -17,9 +17,9 @@ from torch import nn
 
 import vitclinic
 from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic.exam.checkpoints import fill, read_weights
-from vitclinic.exam.request import split_key
 from vitclinic.exam.targets import resolve
+from vitclinic.models.filling import fill
+from vitclinic.models.weights import read_weights, split_key
 
 CPU = torch.device("cpu")
 NAME = "vit_tiny_patch16_224"
@@ -77,7 +77,7 @@ def test_averaged_weights_are_told_and_the_others_can_be_had(tmp_path, caplog):
     file = save_by_timm(tmp_path, network, ModelEmaV3(averaged))
     assert same(f"{TARGET}@{file}", averaged)
     assert (
-        f"'{file}' has several weights; 'state_dict_ema' are examined. For the others, write last.pth.tar#state_dict."
+        f"'{file}' has several weights; 'state_dict_ema' are taken. For the others, write last.pth.tar#state_dict."
         in caplog.text
     )
     caplog.clear()
@@ -224,7 +224,7 @@ def test_published_weights_with_another_number_of_classes(tmp_path, monkeypatch,
     (stored / "snapshots" / "abc").mkdir(parents=True)
     save_file(network.state_dict(), stored / "snapshots" / "abc" / "model.safetensors")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("vitclinic.exam.libraries._is_offline", lambda: True)
+    monkeypatch.setattr("vitclinic.models.libraries._is_offline", lambda: True)
     assert resolve("timm:test_vit", CPU).drawn == ()
     assert resolve("timm:test_vit?num_classes=0", CPU).drawn == ()
     with caplog.at_level(logging.WARNING):

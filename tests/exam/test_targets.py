@@ -147,7 +147,7 @@ def test_without_a_network_weights_come_from_the_cache_of_the_hub(tmp_path, monk
     (stored / "snapshots" / "abc").mkdir(parents=True)
     save_file(network.state_dict(), stored / "snapshots" / "abc" / "model.safetensors")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("vitclinic.exam.libraries._is_offline", lambda: True)
+    monkeypatch.setattr("vitclinic.models.libraries._is_offline", lambda: True)
     found = resolve("timm:test_vit", CPU).network.backbone.state_dict()
     assert all(torch.equal(value, found[key]) for key, value in network.state_dict().items())
     with pytest.raises(ModelError, match=r"its cache has no weights of timm/test_vit2\.r160_in1k"):
@@ -160,8 +160,8 @@ def test_without_weights_the_sentence_says_what_to_do(monkeypatch):
             raise ConnectionError("Max retries exceeded\nand a page of details")
         return vitclinic.models.create_model(name, **keywords)
 
-    monkeypatch.setattr("vitclinic.exam.libraries._is_offline", lambda: False)
-    monkeypatch.setattr("vitclinic.exam.libraries.create_model", offline)
+    monkeypatch.setattr("vitclinic.models.libraries._is_offline", lambda: False)
+    monkeypatch.setattr("vitclinic.models.libraries.create_model", offline)
     with pytest.raises(ModelError) as caught:
         resolve("timm:resnet18", CPU)
     assert str(caught.value) == (

@@ -20,6 +20,7 @@ ORDER = [
     *("attention_entropy", "softmax_jacobian", "attention_distance", "attention_maps", "cb_scale", "trajectory"),
     *("hessian_spectrum", "sharpness", "train_nll", "corruptions", "landscape", "lesion", "frequency_noise"),
     *("saliency", "shape_bias", "flatness", "fgsm", "occlusion", "missing_rate", "pgd", "ntk", "shift"),
+    *("knn", "retrieval", "alignment_uniformity", "linear_probe"),
 ]
 
 
@@ -37,7 +38,13 @@ def test_every_probe_of_ours_says_all_of_itself(name):
 def test_ranks_are_the_order_of_plans():
     assert sorted(OURS, key=lambda name: OURS[name].rank) == ORDER
     assert len({probe.rank for probe in OURS.values()}) == len(OURS)
-    assert [name for name, probe in OURS.items() if probe.asked_for] == ["shift"]
+    assert [name for name, probe in OURS.items() if probe.asked_for] == [
+        "alignment_uniformity",
+        "knn",
+        "linear_probe",
+        "retrieval",
+        "shift",
+    ]
 
 
 def test_a_probe_that_says_nothing_comes_last_under_its_name():

@@ -22,7 +22,7 @@ def test_equals_a_hand_written_loop_to_the_bit(tiny):
     rows = [row for row in run.metrics if row["kind"] == "train"]
     recipe = build_recipe(plain)
     data = open_data(DataConfig(source="digits", limit=200, augment="none"))
-    network = build_network(recipe, data)
+    network, _ = build_network(recipe, data)
     exempt = network.backbone.no_weight_decay()
     named = list(network.backbone.named_parameters())
     decayed = [p for n, p in named if p.ndim > 1 and n not in exempt]
@@ -62,7 +62,7 @@ def test_ema_is_the_average_it_says(tiny):
             seen.append(trainer.network.state_dict()["backbone.head.weight"].clone())
 
     recipe = build_recipe(tiny(ema=0.8))
-    initial = build_network(recipe, open_data(recipe.data)).state_dict()["backbone.head.weight"]
+    initial = build_network(recipe, open_data(recipe.data))[0].state_dict()["backbone.head.weight"]
     run = train(recipe, callbacks=[Watch()])
     average = initial
     for number, value in enumerate(seen):  # timm's warm-up: young averages forget faster

@@ -52,7 +52,7 @@ def test_words_win_over_the_file_also_for_the_length(tmp_path):
         (["optimzer.lr=1"], r"Unknown key 'optimzer'. Did you mean 'optimizer'\?"),
         (["data.limt=1"], r"Unknown key 'data.limt'. Did you mean 'limit'\?"),
         (["data.augment.mixp=1"], r"Unknown key 'data.augment.mixp'. Did you mean 'mixup'\?"),
-        (["qqq=1"], r"Unknown key 'qqq'. Known here: model, data"),
+        (["qqq=1"], r"Unknown key 'qqq'. Known here: model, init, data"),
         (["optimizer.lr=fast"], r"'optimizer.lr': .*valid number \(got 'fast'\)"),
         (["data.augment=strong"], r"'data.augment.level': .*'none', 'light' or 'deit'"),
         (["epochs=3", "steps=4"], "one of epochs, steps, max_time"),

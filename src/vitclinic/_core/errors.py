@@ -27,6 +27,10 @@ class ModelError(RecipeError):
     """Network that cannot be built, or that does not fit the data."""
 
 
+class MissingWeightsError(ModelError):
+    """Published weights that are not here and cannot be fetched."""
+
+
 class AnatomyError(ModelError):
     """Network whose structure is unknown, or not what its family describes."""
 

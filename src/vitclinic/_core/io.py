@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from vitclinic._core.errors import LockedError, RunError
+from vitclinic._core.errors import LockedError, RecipeError, RunError
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,34 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(text: str) -> Any:
     """Parse YAML; raise a yaml.YAMLError if it is invalid or has a duplicate key."""
     return yaml.load(text, _Loader)
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """Parse a YAML text; `what` names it in error messages.
+
+    Raises:
+        RecipeError: The text is not valid YAML.
+    """
+    try:
+        value = read_yaml(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{what} is not YAML: {reason}") from error
+    return _numbers(value)
+
+
+def _numbers(value: Any) -> Any:
+    """Convert strings such as `1e-3` to numbers: YAML 1.1 reads them as strings, nobody means that."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    if isinstance(value, str) and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
 
 
 def read_json(text: str) -> Any:

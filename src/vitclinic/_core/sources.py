@@ -284,6 +284,10 @@ def read_classes(package: str, decorator: str = "register") -> dict[str, SourceC
     return dict(sorted(found.items()))
 
 
+LIBRARIES = ("timm", "torchvision", "hf")
+"""Libraries whose networks are named as `LIBRARY:NAME`."""
+
+
 def read_model_names() -> list[str]:
     """Return every name in timm's registry including our networks, in timm's order, read from the sources of both."""
     spec = find_spec("timm")
@@ -301,6 +305,8 @@ def check_model_name(name: str) -> None:
     Nothing is checked if timm is loaded, or a package extends vitclinic: either may have registered more networks.
     """
     if "timm" in sys.modules or any(group.startswith("vitclinic.") for group in entry_points().groups):
+        return
+    if name.partition(":")[0] in LIBRARIES[1:]:
         return
     names = read_model_names()
     if name.partition(".")[0] not in names:  # after the dot is a tag of its weights

@@ -19,15 +19,20 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     corrupt,
     demo,
     examine,
+    features,
     list,
     prescribe,
     report,
     study,
     train,
+    transfer,
 )
 from vitclinic.cli.common import app, follows
 
-VERBS = ("demo", "train", "anatomy", "examine", "prescribe", "study", "report", "corrupt", "list")
+VERBS = (
+    *("demo", "train", "transfer", "anatomy", "examine", "features"),
+    *("prescribe", "study", "report", "corrupt", "list"),
+)
 """In the order of the help."""
 
 app.registered_commands.sort(key=lambda command: VERBS.index(command.name or command.callback.__name__))  # type: ignore[union-attr]

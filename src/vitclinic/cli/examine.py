@@ -142,7 +142,7 @@ def _names(probes: str | None) -> list[str] | None:
 
 def _settings(words: list[str]) -> dict[str, dict[str, Any]]:
     """Parse `probe.option=value` into {probe: {option: value}}."""
-    from vitclinic.training.overrides import parse_yaml
+    from vitclinic._core.io import parse_yaml
 
     options: dict[str, dict[str, Any]] = {}
     for word in words:

@@ -80,9 +80,9 @@ def prescribe(
 
 def _refuse_typos(budget: str, treatments: str | None, examined: Path | None) -> list[Any] | None:
     """Return the treatments that are named; raise for a mistake that shows before torch is loaded."""
+    from vitclinic._core.io import parse_yaml
     from vitclinic._core.time import parse_budget
     from vitclinic.training import Run
-    from vitclinic.training.overrides import parse_yaml
     from vitclinic.treatments.treatment import TREATMENTS
 
     parse_budget(budget)

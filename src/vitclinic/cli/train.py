@@ -46,14 +46,15 @@ def train(
     vitclinic train shapes epochs=5             a shipped recipe, with a change
     vitclinic train my.yaml optimizer.lr=3e-4   your own recipe file
     vitclinic train data=photos/ max_time=30m   as many steps as fit
+    vitclinic train data=photos/ init=runs/...  from the weights of a run
     vitclinic train chen2022-vit-b16-sam --dry-run   what it would take
     vitclinic train --resume runs/photos-...    after Ctrl-C or a crash
     torchrun --nproc-per-node 4 -m vitclinic train data=photos/
 
-    Keys: model, data, treatments, task, loss, optimizer, schedule, epochs or
-    steps or max_time, batch_size, accumulate, clip, ema, progressive_resizing,
-    precision, compile, checkpoint, validation, test, seed, out, workers, device,
-    logging.
+    Keys: model, init, data, treatments, task, loss, optimizer, layer_decay,
+    head_lr, freeze, schedule, epochs or steps or max_time, batch_size,
+    accumulate, clip, ema, progressive_resizing, precision, compile, checkpoint,
+    validation, test, seed, out, workers, device, logging.
 
     Values are YAML. Some keys have keys of their own, such as data.limit=500;
     docs/train.md describes them all. `vitclinic list` shows the recipes, models,

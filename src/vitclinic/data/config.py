@@ -124,6 +124,9 @@ class DataConfig(Config):
     held_out: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.1, description="share of the training images that a missing val or test split takes; 0 trains on all of them"
     )
+    train_on_val: bool = Field(
+        False, description="train on the val images, too; none then select a checkpoint, and the last one is used"
+    )
     augment: Augment = Field(Augment(level="light"), description="none, light or deit, or its details")
     split_seed: int = Field(0, description="seed of held-out splits and subsets, and of `shapes`")
     on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")

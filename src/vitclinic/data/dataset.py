@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.source import SPLITS, Source, assign, subset
+from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, subset
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -27,17 +28,6 @@ SMALL_SET_BYTES = 2 * 2**30
 _STATISTICS_FROM = 2000
 
 EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
-
-
-class Store(Protocol):
-    """Protocol of the readable images of a source split."""
-
-    digest: str
-    skipped: list[str]
-    kept: NDArray[np.int64]
-    """Indices of the source's records that it contains."""
-
-    def read(self, indices: NDArray[np.int64]) -> Images: ...
 
 
 @dataclass(frozen=True)
@@ -142,6 +132,28 @@ class Dataset:
         rows = np.concatenate([split.rows for split in together])
         order = np.argsort(rows, kind="stable")
         return Split(first.images, rows[order], np.concatenate([split.labels for split in together])[order])
+
+
+_RECORDS: WeakKeyDictionary[Store, Records] = WeakKeyDictionary()
+"""What the images of open stores are made from; not a part of them, since workers get copies of these."""
+
+
+def name_images(split: Split) -> list[str]:
+    """Return the names of the images of a split, in order: their files, or their table and row.
+
+    Example:
+        >>> name_images(open_data("digits").test)[0]
+        'digits image 2'
+    """
+    return [_name_image(split.images, int(row)) for row in split.rows]
+
+
+def _name_image(store: Store, row: int) -> str:
+    if isinstance(store, Joined):
+        inside, first = row - store.border, row < store.border
+        return _name_image(store.first, row) if first else _name_image(store.second, inside)
+    records = _RECORDS.get(store)
+    return f"image {row}" if records is None else records.name(int(store.kept[row]))
 
 
 def open_data(
@@ -305,6 +317,7 @@ def _stores(
             stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
         else:
             stores[split] = StreamedImages(records, size, framed, channels, config.on_error, progress)
+        _RECORDS[stores[split]] = records
     return stores
 
 
@@ -325,10 +338,25 @@ def _dataset(
     splits: dict[str, Split] = {}
     for split, (origin, rows) in assign(labels, config.split_seed, config.held_out).items():
         splits[split] = Split(stores[origin], rows, labels[origin][rows])
+    if config.train_on_val:
+        splits |= _merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     skipped = [sentence for store in stores.values() for sentence in store.skipped]
     return kind(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
+
+
+def _merge_val(train: Split, val: Split) -> dict[str, Split]:
+    """Return the train split with the val images in it, and an empty val split."""
+    labels = np.concatenate((train.labels, val.labels))
+    nothing = np.empty(0, dtype=np.int64)
+    if train.images is val.images:
+        rows = np.concatenate((train.rows, val.rows))
+        order = np.argsort(rows)
+        return {"train": Split(train.images, rows[order], labels[order]), "val": Split(val.images, nothing, nothing)}
+    border = len(train.images.kept)
+    joined = Split(Joined(train.images, val.images), np.concatenate((train.rows, border + val.rows)), labels)
+    return {"train": joined, "val": Split(val.images, nothing, nothing)}
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:

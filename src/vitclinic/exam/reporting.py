@@ -18,13 +18,14 @@ import torch
 
 from vitclinic._core.errors import RunError, VitclinicError
 from vitclinic._core.records import Measurement
-from vitclinic.exam.request import find_run, nothing_stored
+from vitclinic.exam.request import nothing_stored
 from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
 from vitclinic.probes.digest import network_digest
 from vitclinic.reports.figure import ExamView
 from vitclinic.tasks import headlines
 from vitclinic.training import Run
+from vitclinic.training.run import find_run
 
 log = logging.getLogger(__name__)
 

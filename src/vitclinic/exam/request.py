@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic._core.sources import check_model_name, read_model_names
+from vitclinic._core.sources import LIBRARIES, check_model_name, read_model_names
 from vitclinic._core.time import parse_budget
 from vitclinic.probes.probe import PROBES, default_probes, known_probes, parse_probes
+from vitclinic.training.run import find_run
 
 if TYPE_CHECKING:
     from vitclinic.probes import Probe
@@ -18,32 +19,6 @@ BUDGET = "5m"
 """Unless the user gives one: what an exam of all targets together may take."""
 
 SPLITS = ("train", "val", "test")
-
-LIBRARIES = ("timm", "torchvision", "hf")
-
-
-def find_run(text: str) -> tuple[Path, str] | None:
-    """Return the run directory and the checkpoint that `DIRECTORY[@CHECKPOINT]` names, if there is such a run."""
-    before, _, after = text.rpartition("@")
-    for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
-        path = Path(folder).expanduser()
-        if folder and (path / "recipe.yaml").is_file():
-            return path, checkpoint
-    return None
-
-
-def split_key(text: str) -> tuple[Path, str | None]:
-    """Return the file and the key of the weights in it that `FILE[#KEY]` names.
-
-    Example:
-        >>> split_key("last.pth.tar#state_dict")[1]
-        'state_dict'
-    """
-    whole = Path(text).expanduser()
-    file, sharp, key = text.rpartition("#")
-    if not sharp or whole.is_file():  # a file's own name may hold a #
-        return whole, None
-    return Path(file).expanduser(), key
 
 
 def check_target(text: str) -> None:
@@ -121,6 +96,12 @@ def check_split(split: str) -> None:
     """Raise a RecipeError for a split that no data has."""
     if split not in SPLITS:
         raise RecipeError(f"There is no split '{split}': choose {', '.join(SPLITS[:-1])} or {SPLITS[-1]}.")
+
+
+def check_features_file(path: str) -> None:
+    """Raise a RecipeError unless embeddings can be written to a file of that name."""
+    if Path(path).suffix != ".parquet":
+        raise RecipeError(f"Embeddings are written as parquet; name a file that ends in .parquet (got '{path}').")
 
 
 def parse_request(

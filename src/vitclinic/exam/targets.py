@@ -13,6 +13,7 @@ networks are examined on are opened once for all networks that see them alike (`
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 import sys
@@ -31,24 +32,22 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.io import fingerprint
+from vitclinic._core.sources import LIBRARIES
 from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, open_data
 from vitclinic.data.decoding import Size
-from vitclinic.exam.checkpoints import read_weights
-from vitclinic.exam.libraries import fixed_seed, from_hugging_face, from_timm, from_torchvision
-from vitclinic.exam.request import LIBRARIES, advise, check_target, find_run, split_key
+from vitclinic.exam.request import advise, check_target
 from vitclinic.models import Normalized
-from vitclinic.models.calling import check_ready
+from vitclinic.models.factory import check_ready
+from vitclinic.models.libraries import fixed_seed, open_library
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import Data, is_loader, name_classes
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.callbacks import read_projections
 from vitclinic.training.network import adapt_augmentation
 from vitclinic.training.optimizer import weight_decay_parameters
-from vitclinic.training.overrides import parse_yaml
+from vitclinic.training.run import find_run
 
-RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
-"""Keywords of the libraries' factories, which say what the rest of a target says already."""
-
+log = logging.getLogger(__name__)
 
 Target = str | Path | Run | Checkpoint | nn.Module
 """What can be examined."""
@@ -142,7 +141,15 @@ def _resolve(text: str, random_weights: bool) -> Network:
         return _run(text, *found)
     library, _, rest = text.partition(":")
     if library in LIBRARIES:
-        return _from_library(text, library, rest, random_weights)
+        opened = open_library(text, random_weights)
+        if opened.drawn:
+            log.warning(
+                "The weights of %s have no classifier of this size. It is drawn at random (%s), and what needs labels"
+                " is not measured.",
+                text,
+                ", ".join(opened.drawn),
+            )
+        return Network(text, opened.network, opened.size, len(opened.network.mean), drawn=opened.drawn)
     network = _call(text, library, rest)
     return Network(text, network, channels=_channels(network))
 
@@ -151,44 +158,6 @@ def _run(text: str, folder: Path, checkpoint: str) -> Network:
     run = Run.open(folder)
     height, width = run.data_facts["size"]
     return Network(text, load_model(folder, checkpoint or None), (height, width), run.data_facts["channels"], run)
-
-
-def _from_library(text: str, library: str, rest: str, random_weights: bool) -> Network:
-    described, at, file = rest.partition("@")
-    if at and random_weights:
-        raise RecipeError(f"'{text}' names a file of weights; leave out `random_weights`.")
-    name, _, query = described.partition("?")
-    if at and not file:
-        raise RecipeError(f"'{text}' names no file of weights after its '@'.")
-    if not name and not (library == "timm" and at):  # a file of timm's may say what it is
-        raise RecipeError(f"'{text}' names no network; write {library}:NAME{at}{file}.")
-    keywords = _keywords(query, text)
-    pretrained = not at and not random_weights
-    if library == "hf":
-        if at:
-            raise RecipeError(f"hf: takes a name or a folder without '@' (got '{text}').")
-        found = from_hugging_face(name, keywords, pretrained)
-    else:
-        weights = read_weights(*split_key(file)) if at else None
-        build = from_timm if library == "timm" else from_torchvision
-        found = build(name, keywords, weights, pretrained)
-    return Network(text, found.network, found.size, len(found.network.mean), drawn=found.drawn)
-
-
-def _keywords(query: str, text: str) -> dict[str, Any]:
-    """`img_size=32&patch_size=4`, values as YAML."""
-    keywords = {}
-    for part in filter(None, query.split("&")):
-        key, equals, value = part.partition("=")
-        if not equals or not key.isidentifier():
-            raise RecipeError(f"'{part}' in '{text}' is not key=value.")
-        if key in RESERVED:
-            raise RecipeError(
-                f"'{key}' in '{text}' is not the network's own; its weights are the published ones, a file's are @FILE,"
-                " random ones `random_weights`."
-            )
-        keywords[key] = parse_yaml(value, f"'{part}' in '{text}'")
-    return keywords
 
 
 def _call(text: str, module: str, function: str) -> nn.Module:

@@ -45,10 +45,11 @@ class Pool:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._data_digests: dict[tuple[object, ...], str] = {}
+        self._settled: dict[str, Recipe] = {}
 
     def path(self, recipe: Recipe) -> Path:
         """Return where the run of a recipe is, or will be."""
-        return self.folder / recipe.digest(self._data_digest(recipe))[:16]
+        return self.folder / self._settle(recipe).digest(self._data_digest(recipe))[:16]
 
     def find(self, recipe: Recipe) -> Run | None:
         """Return the run of a recipe if it is there and has ended."""
@@ -81,6 +82,17 @@ class Pool:
         if run.status["status"] not in ENDED:
             raise KeyboardInterrupt(f"'{path}' was interrupted; it continues when it is asked for again")
         return run
+
+    def _settle(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the digest of the weights that it starts from, which are read once."""
+        if recipe.init.source is None or recipe.init.digest is not None:
+            return recipe
+        from vitclinic.training.init import read_initial_weights, settle
+
+        key = recipe.model_dump_json()
+        if key not in self._settled:
+            self._settled[key] = settle(recipe, read_initial_weights(recipe))[0]
+        return self._settled[key]
 
     def _data_digest(self, recipe: Recipe) -> str:
         """Return the digest of a recipe's data, which is opened once however many recipes share it."""

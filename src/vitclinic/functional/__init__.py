@@ -34,6 +34,8 @@ from vitclinic.functional.behaviour import (
     missing_rate,
     reliability_diagram,
     shape_bias,
+    sigmoid_loss,
+    softmax_loss,
 )
 from vitclinic.functional.curvature import (
     Estimate,
@@ -43,6 +45,13 @@ from vitclinic.functional.curvature import (
     hessian_trace,
     hessian_vector_product,
     nep,
+)
+from vitclinic.functional.embeddings import (
+    alignment,
+    cumulative_matching,
+    knn_predict,
+    mean_average_precision,
+    uniformity,
 )
 from vitclinic.functional.features import (
     activation_norm,
@@ -61,7 +70,17 @@ from vitclinic.functional.features import (
     token_norms,
     weight_norm,
 )
-from vitclinic.functional.images import attack_step, band_noise, corrupt, fgsm, frequency_rings, occlude_center, pgd
+from vitclinic.functional.images import (
+    attack_step,
+    band_noise,
+    corrupt,
+    fgsm,
+    frequency_rings,
+    occlude_center,
+    patch_cutmix,
+    pgd,
+    soft_targets,
+)
 from vitclinic.functional.landscape import (
     Polar,
     average_flatness,
@@ -89,14 +108,10 @@ from vitclinic.functional.treatments import (
     mimetic_factors,
     patch_contrastive_loss,
     patch_cosine_loss,
-    patch_cutmix,
     patch_mixing_loss,
     remove_registers,
     scaled_relu,
     sequence_pool,
-    sigmoid_loss,
-    soft_targets,
-    softmax_loss,
     spatial_smoothing,
     squeeze_excitation,
 )
@@ -110,6 +125,7 @@ __all__ = [
     "accuracy_on_valid",
     "activation_norm",
     "active_neurons",
+    "alignment",
     "ape",
     "attack_step",
     "attention_distance",
@@ -125,6 +141,7 @@ __all__ = [
     "context_broadcasting",
     "convolution_factors",
     "corrupt",
+    "cumulative_matching",
     "deletion_curve",
     "expected_calibration_error",
     "feature_variance",
@@ -142,10 +159,12 @@ __all__ = [
     "hsic",
     "insert_registers",
     "insertion_curve",
+    "knn_predict",
     "lesion",
     "looksam_direction",
     "looksam_gradient",
     "loss_landscape",
+    "mean_average_precision",
     "midpoint",
     "mimetic_factors",
     "minibatch_cka",
@@ -181,6 +200,7 @@ __all__ = [
     "talking_heads_attention",
     "token_norms",
     "uniform_attention",
+    "uniformity",
     "upper_attention_entropy",
     "weight_norm",
 ]

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from vitclinic.probes.features.fourier import Fourier
     from vitclinic.probes.features.hsic import mini_batch_cka
     from vitclinic.probes.features.lesion import Lesion
+    from vitclinic.probes.features.linear_probe import LinearProbe
+    from vitclinic.probes.features.neighbours import KNN, AlignmentUniformity, Retrieval
     from vitclinic.probes.features.sparsity import Sparsity
     from vitclinic.probes.features.token_norms import TokenNorms
     from vitclinic.probes.features.token_similarity import TokenSimilarity
@@ -74,9 +76,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CKA",
     "FGSM",
+    "KNN",
     "NTK",
     "PGD",
     "Accuracy",
+    "AlignmentUniformity",
     "AnatomyProbe",
     "AttentionDistance",
     "AttentionEntropy",
@@ -92,6 +96,7 @@ __all__ = [
     "HessianSpectrum",
     "Landscape",
     "Lesion",
+    "LinearProbe",
     "Measurement",
     "MissingRate",
     "Need",
@@ -103,6 +108,7 @@ __all__ = [
     "ProbeCollection",
     "ProbeFacts",
     "Result",
+    "Retrieval",
     "RunningMean",
     "Saliency",
     "Scalar",

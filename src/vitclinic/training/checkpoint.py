@@ -100,6 +100,10 @@ class Checkpoints:
         except (OSError, ValueError, KeyError) as error:
             raise RunError(f"The checkpoint '{file.parent}' is damaged ({error}).") from error
 
+    def default(self) -> str:
+        """Return the name of the checkpoint to use unless one is named: `best`, or `last` without one."""
+        return "best" if "best" in self.names() else "last"
+
     def names(self) -> list[str]:
         """Return the names of all checkpoints."""
         if not self.folder.is_dir():

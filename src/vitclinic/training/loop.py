@@ -25,6 +25,7 @@ from vitclinic._core.errors import RunError
 from vitclinic.data import Dataset, open_data
 from vitclinic.training.budget import fit_size, total_steps
 from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
+from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import MetricsFile, Row, Run, cut_back
@@ -84,7 +85,8 @@ class Session:
         trainer = self.trainer
         self.callback.on_train_start(trainer)
         if trainer.step == 0:
-            self._save(self._epochs_done(-1))
+            # A run that began with other weights must be able to go on without them.
+            self._save([*self._epochs_done(-1), *["last"] * (trainer.loaded is not None)])
         while trainer.step < trainer.total_steps:
             epochs_before = trainer.epoch
             names = ["last"] if self._due(trainer.recipe.checkpoint.every) else []
@@ -224,6 +226,10 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
     with ExitStack() as stack:
         distributed = stack.enter_context(join_processes(device))
         stack.enter_context(torch.random.fork_rng(enabled=True))
+        init = None
+        if run is None or not run.checkpoints.names():  # a checkpoint has all that is needed to go on
+            init = distributed.leader_first(lambda: read_initial_weights(recipe))
+        recipe, settled = settle(recipe, init)
         dataset = distributed.leader_first(
             lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
         )
@@ -237,9 +243,9 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
             callbacks = [*callbacks, TrajectoryRecorder(path, recipe.logging.trajectory)]
         steps = run.status.get("total_steps") if run is not None else None
         steps = steps or total_steps(recipe, dataset, distributed, device)
-        trainer = Trainer(recipe, dataset, steps, distributed, device)
-        trainer.notices = [*fitted, *trainer.notices]
-        distributed.leader_only(lambda: _claim(path, recipe, run, dataset, stack))
+        trainer = Trainer(recipe, dataset, steps, distributed, device, init)
+        trainer.notices = [*settled, *fitted, *trainer.notices]
+        distributed.leader_only(lambda: _claim(path, trainer, run, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
 
 
@@ -252,11 +258,12 @@ def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
     return run.path
 
 
-def _claim(path: Path, recipe: Recipe, run: Run | None, dataset: Dataset, stack: ExitStack) -> None:
+def _claim(path: Path, trainer: Trainer, run: Run | None, stack: ExitStack) -> None:
     """Lock the directory for as long as `stack` is open, and create the run if it is new."""
     stack.enter_context(Run(path).lock())
     if run is None:
-        Run.create(path, recipe, dataset)
+        loaded = None if trainer.loaded is None else trainer.loaded.plain()
+        Run.create(path, trainer.recipe, trainer.dataset, loaded)
 
 
 def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:

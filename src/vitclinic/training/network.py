@@ -14,8 +14,10 @@ from vitclinic._core.errors import ModelError
 from vitclinic.data import Augment, Batch, Dataset, ImageSpec
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized, check_fit, create_model
+from vitclinic.models.classifiers import create_library_network
 from vitclinic.tasks.task import Task
 from vitclinic.training.checkpoint import load_network_state
+from vitclinic.training.init import InitialWeights, Loaded
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Run
 from vitclinic.treatments import Losses, Objective, Treatment, operate
@@ -39,16 +41,36 @@ class Learner(nn.Module):
         return losses
 
 
-def build_network(recipe: Recipe, dataset: Dataset) -> Normalized:
+def build_network(
+    recipe: Recipe, dataset: Dataset, init: InitialWeights | None = None
+) -> tuple[Normalized, Loaded | None]:
     """Build the network to train: sized for the data, with the task's head and the treatments' surgery.
 
-    A network trained from scratch normalizes with the mean and standard deviation of the training images.
+    A network trained from scratch normalizes with the mean and standard deviation of the training images, any other as
+    its weights want it.
+
+    Args:
+        recipe: The recipe.
+        dataset: The data.
+        init: The weights to start from; without them, they are drawn from the seed, or timm's published ones.
+
+    Returns:
+        The network, and what was loaded of `init`.
     """
     spec = dataset.spec
-    statistics = {} if recipe.model.pretrained else dict(zip(("mean", "std"), dataset.statistics, strict=True))
-    network = create_network(recipe, spec, recipe.model.pretrained, **statistics)
+    known = None if recipe.model.pretrained else dataset.statistics
+    if init is not None:
+        known = init.statistics
+    statistics = {} if known is None else dict(zip(("mean", "std"), known, strict=True))
+    loaded = None
+    with torch.random.fork_rng():
+        network = _create_untreated(recipe, spec, recipe.model.pretrained, **statistics)
+        state = None if init is None else init.convert_for(network.backbone, spec)
+        network.backbone = operate(network.backbone, recipe.treatments, spec)
+    if init is not None and state is not None:
+        loaded = init.load_into(network.backbone, state, dataset.classes)
     check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
-    return network
+    return network, loaded
 
 
 def adapt_augmentation(
@@ -95,19 +117,26 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
     """
     run = Run.open(path)
     network = create_network(run.recipe, run.spec)
-    name = checkpoint or ("best" if "best" in run.checkpoints.names() else "last")
-    load_network_state(network, run.checkpoints.read_model(name), f"'{path}'")
+    load_network_state(network, run.checkpoints.read_model(checkpoint or run.checkpoints.default()), f"'{path}'")
     return network.eval()
 
 
-def create_network(
-    recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]
-) -> Normalized:
+def create_network(recipe: Recipe, spec: ImageSpec) -> Normalized:
     """Create the recipe's treated network for images of this spec, with weights drawn from its seed.
 
     Raises:
         ModelError: The network cannot be built, or `model.num_classes` contradicts the task.
     """
+    with torch.random.fork_rng():
+        network = _create_untreated(recipe, spec)
+        network.backbone = operate(network.backbone, recipe.treatments, spec)
+    return network
+
+
+def _create_untreated(
+    recipe: Recipe, spec: ImageSpec, pretrained: bool = False, **statistics: Sequence[float]
+) -> Normalized:
+    """Create the recipe's network before surgery, which goes on with its random numbers."""
     outputs = recipe.task.num_outputs(spec)
     keywords: dict[str, Any] = {"num_classes": outputs, "in_chans": spec.in_chans, **recipe.model.keywords}
     if keywords["num_classes"] != outputs:
@@ -116,11 +145,14 @@ def create_network(
             f" needs {outputs} outputs; remove model.num_classes."
         )
     size = spec.img_size[0] if spec.img_size[0] == spec.img_size[1] else spec.img_size
-    build = partial(create_model, recipe.model.name, img_size=size, pretrained=pretrained, normalize=True, **statistics)
-    with torch.random.fork_rng():
-        network = _seeded(build, recipe, keywords)
-        network.backbone = operate(network.backbone, recipe.treatments, spec)
-    return network
+    name = recipe.model.name
+    if name.partition(":")[0] in ("torchvision", "hf"):
+        if pretrained:
+            raise ModelError(f"model.pretrained is for timm's networks; write init={name} instead.")
+        build = partial(create_library_network, name, img_size=size, **statistics)  # type: ignore[arg-type]
+        return _seeded(build, recipe, keywords)
+    build = partial(create_model, name, img_size=size, pretrained=pretrained, normalize=True, **statistics)
+    return _seeded(build, recipe, keywords)
 
 
 def _seeded(build: Callable[..., Normalized], recipe: Recipe, keywords: Mapping[str, Any]) -> Normalized:

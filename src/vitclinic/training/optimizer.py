@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -101,8 +102,13 @@ class OptimizerConfig(Config):
         return self
 
 
-def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalized) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, task: nn.Module, network: Normalized, scales: Mapping[int, float] | None = None
+) -> torch.optim.Optimizer:
     """Build the recipe's optimizer for everything trainable in `task`; weight decay follows `parameter_groups`.
+
+    `scales` are factors on the learning rate of parameters, by their id; each makes a group of its own, which knows it
+    as `lr_scale`.
 
     With `muon`, the hidden matrices of the network (`training.muon.hidden_matrices`) are a group of their own, which
     comes first; AdamW trains the rest, such as the parameters of added objectives.
@@ -110,6 +116,8 @@ def build_optimizer(config: OptimizerConfig, task: nn.Module, network: Normalize
     import torch
 
     groups = parameter_groups(task, network, config.weight_decay)
+    if scales:
+        groups = [part for group in groups for part in _split_by_scale(group, scales, config.lr)]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
     betas = (config.betas[0], config.betas[1])
@@ -132,7 +140,16 @@ def _build_muon(
     matrices = hidden_matrices(network, weight_decay_parameters(network))
     chosen = {id(parameter) for parameter in matrices}
     others = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
-    return Muon([{**groups[0], "params": matrices}], others, lr, betas)
+    hidden = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in groups]
+    return Muon([group for group in hidden if group["params"]] or hidden[:1], others, lr, betas)
+
+
+def _split_by_scale(group: dict[str, Any], scales: Mapping[int, float], lr: float) -> list[dict[str, Any]]:
+    """Return a parameter group as several, one for each factor on the learning rate."""
+    by_scale: dict[float, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        by_scale.setdefault(scales.get(id(parameter), 1.0), []).append(parameter)
+    return [{**group, "params": part, "lr": lr * scale, "lr_scale": scale} for scale, part in by_scale.items()]
 
 
 def parameter_groups(task: nn.Module, network: Normalized, weight_decay: float) -> list[dict[str, Any]]:

@@ -7,11 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitclinic._core.config import Config, section, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic._core.io import read_yaml
+from vitclinic._core.io import parse_yaml
 from vitclinic.training.recipe import LENGTHS, Recipe
 from vitclinic.treatments import Treatments
 
@@ -69,14 +67,14 @@ def build_recipe(
 
 
 def default_base(overrides: Overrides | None = None, **keys: Any) -> str | None:
-    """Return the name of the recipe to start from if none is named: `small`, or None if a network or task is.
+    """Return the name of the recipe to start from if none is named: `small`, or None with a network, weights or task.
 
     Example:
         >>> default_base(["data=photos/"]), default_base(["data=photos/", "model=resnet18"]), default_base(task="own")
         ('small', None, None)
     """
     given = {**_changes(overrides), **{key: value for key, value in keys.items() if value is not None}}
-    return None if given.keys() & {"model", "task"} else DEFAULT
+    return None if given.keys() & {"model", "init", "task"} else DEFAULT
 
 
 def _changes(overrides: Overrides | None) -> dict[str, Any]:
@@ -136,34 +134,6 @@ def parse_word(word: str) -> dict[str, Any]:
     if not equals or not key:
         raise RecipeError(f"'{word}' is not of the form key=value.")
     return nest(key, parse_yaml(text, f"the value of '{key}'"))
-
-
-def parse_yaml(text: str, what: str) -> Any:
-    """Parse a YAML text; `what` names it in error messages.
-
-    Raises:
-        RecipeError: The text is not valid YAML.
-    """
-    try:
-        value = read_yaml(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"{what} is not YAML: {reason}") from error
-    return _numbers(value)
-
-
-def _numbers(value: Any) -> Any:
-    """Convert strings such as `1e-3` to numbers: YAML 1.1 reads them as strings, nobody means that."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    if isinstance(value, str) and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def merge(config: type[Config], lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitclinic._core.distributed import Distributed, pick_device
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import MissingWeightsError, RecipeError
 from vitclinic._core.sources import check_model_name
 from vitclinic.data import Batch
 from vitclinic.data.augment import PatchMixing
@@ -25,6 +25,7 @@ from vitclinic.data.dataset import describe_data
 from vitclinic.data.named import find_missing_data
 from vitclinic.models.cost import count_flops, peak_bytes
 from vitclinic.training.budget import fit_size_to_images, image_counts, total_steps
+from vitclinic.training.init import InitialWeights, read_initial_weights, settle
 from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.trainer import Trainer
@@ -165,12 +166,13 @@ def plan_run(
     """
     built = build_recipe(recipe, overrides)
     check_model_name(built.model.name)
+    built, init, settled = _find_init(built)
     dataset = describe_data(built.data, size=built.image_size, channels=built.model.in_chans)
     built = fit_size_to_images(built, len(dataset.train))
     alone = Distributed()
     steps = None if built.max_time is not None else total_steps(built, dataset, alone, _CPU)
-    trainer = Trainer(built.model_copy(update={"compile": False}), dataset, steps or 1, alone, _CPU)
-    notes = [*trainer.notices, *_find_notes(built)]
+    trainer = Trainer(built.model_copy(update={"compile": False}), dataset, steps or 1, alone, _CPU, init)
+    notes = [*settled, *trainer.notices, *_find_notes(built)]
     network, learner = trainer.network, trainer.learner
     parameters, trainable = _count(network.parameters()), _count(trainer.parameters)
     objectives = _count(learner.objectives.parameters())
@@ -205,6 +207,16 @@ def plan_run(
         memory=memory,
         notes=tuple(notes),
     )
+
+
+def _find_init(recipe: Recipe) -> tuple[Recipe, InitialWeights | None, list[str]]:
+    """Return the recipe with its initial weights, and notes; published weights need not be here."""
+    try:
+        init, notes = read_initial_weights(recipe), []
+    except MissingWeightsError as error:
+        init, notes = read_initial_weights(recipe, random_weights=True), [str(error)]
+    settled, notices = settle(recipe, init)
+    return settled, init, [*notices, *notes]
 
 
 def _find_notes(recipe: Recipe) -> Iterator[str]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from vitclinic._core.config import SENTENCE, Config
@@ -35,7 +35,9 @@ class ModelConfig(Config):
     model_config = ConfigDict(extra="allow")
     main_key: ClassVar[str | None] = "name"
 
-    name: str = Field("vit_tiny_fitted", description="any name of `vitclinic list models`")
+    name: str = Field(
+        "vit_tiny_fitted", description="any name of `vitclinic list models`, `torchvision:NAME` or `hf:TYPE`"
+    )
     pretrained: bool = Field(False, description="start from timm's published weights")
     img_size: Side | Annotated[list[Side], Field(min_length=2, max_length=2)] | None = Field(
         None, description="pixels per side; the data's own unless given"
@@ -46,6 +48,24 @@ class ModelConfig(Config):
     def keywords(self) -> dict[str, Any]:
         """The remaining keywords, passed on to timm."""
         return dict(self.model_extra or {})
+
+
+class InitConfig(Config):
+    """`init` of a recipe: the weights to start from."""
+
+    main_key: ClassVar[str | None] = "source"
+
+    source: str | None = Field(
+        None,
+        description="weights to start from: RUN[@CHECKPOINT], timm:NAME, torchvision:NAME, hf:NAME, or FILE[#KEY]",
+    )
+    digest: str | None = Field(None, description="SHA-256 of these weights; noted when the run starts")
+
+    @model_validator(mode="after")
+    def _check_source(self) -> InitConfig:
+        if self.digest is not None and self.source is None:
+            raise ValueError("'digest' is that of the weights that 'source' names; give it, too")
+        return self
 
 
 class CheckpointConfig(Config):
@@ -99,6 +119,10 @@ def _with_sentences(parse: Callable[[Any], T], value: Any) -> T:
         raise PydanticCustomError(SENTENCE, "{sentence}", {"sentence": str(error)}) from error
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 def _write_task(task: Task) -> str | dict[str, Any]:
     return task.plain()
 
@@ -120,6 +144,7 @@ class Recipe(Config):
     """
 
     model: ModelConfig = ModelConfig()
+    init: InitConfig = InitConfig()
     data: DataConfig = DataConfig()
     treatments: Annotated[Treatments, PlainValidator(_parse_treatments), PlainSerializer(_write_treatments)] = Field(
         Treatments(), description="names, or {name: {option: value}}"
@@ -129,6 +154,15 @@ class Recipe(Config):
     )
     loss: LossConfig = Field(LossConfig(), description="for the task classification")
     optimizer: OptimizerConfig = OptimizerConfig()
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="factor on the learning rate of each block, from the head down"
+    )
+    head_lr: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="peak learning rate of the classifier; that of the optimizer unless given"
+    )
+    freeze: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        [], description="units or blocks of `vitclinic anatomy` that are not trained, or `backbone`"
+    )
     schedule: ScheduleConfig = ScheduleConfig()
     progressive_resizing: ResizingConfig = ResizingConfig()
     epochs: Annotated[float, Field(gt=0)] | None = Field(
@@ -169,6 +203,10 @@ class Recipe(Config):
             raise ValueError(f"give one of {', '.join(LENGTHS)}, not {' and '.join(given)}")
         if self.batch_size % self.accumulate:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of accumulate {self.accumulate}")
+        if self.init.source is not None and self.model.pretrained:
+            raise ValueError("give init or model.pretrained, not both: each says which weights to start from")
+        if self.head_lr is not None and self.optimizer.lr == 0:
+            raise ValueError("'head_lr' wants optimizer.lr above 0; to train the head alone, write freeze=backbone")
         self._check_task()
         return self
 
@@ -200,5 +238,7 @@ class Recipe(Config):
         """Return the SHA-256 of everything that determines the run's numbers."""
         identity = {key: value for key, value in self.plain().items() if key not in self.unidentified}
         identity.setdefault("data", {}).pop("source", None)  # identified by the data's digest, not by its path
+        if self.init.digest is not None:
+            identity["init"].pop("source")
         text = json.dumps([SCHEMA, identity, data_digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -129,14 +129,23 @@ class Run:
         return run
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe, dataset: Dataset) -> Run:
-        """Create a run directory; it must be new, empty or left over from an interrupted creation."""
+    def create(cls, path: Path, recipe: Recipe, dataset: Dataset, init: Mapping[str, Any] | None = None) -> Run:
+        """Create a run directory; it must be new, empty or left over from an interrupted creation.
+
+        Args:
+            path: The directory.
+            recipe: The recipe, to be stored with all defaults.
+            dataset: The data, of which facts are stored.
+            init: What was loaded of the weights that the run starts from, if it does.
+        """
         run = cls(path)
         run.refuse_foreign_files()
         with write_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         write_json(path / "environment.json", _environment())
         write_json(path / "data.json", _data_facts(dataset))
+        if init is not None:
+            write_json(path / "init.json", init)
         run.write_status("running", step=0, digest=recipe.digest(dataset.digest))
         # Includes all defaults, so that changing one later does not affect stored runs. Written last: it marks a run.
         write_text(path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
@@ -144,7 +153,7 @@ class Run:
 
     def refuse_foreign_files(self) -> None:
         """Raise a RunError if the directory contains anything but a run's own files; we never write into those."""
-        ours = {".lock", "environment.json", "data.json", "status.json"}
+        ours = {".lock", "environment.json", "data.json", "init.json", "status.json"}
         if self.path.is_dir() and any(p.name not in ours and not p.name.endswith(".tmp") for p in self.path.iterdir()):
             raise RunError(f"'{self.path}' is not empty; choose another out=.")
 
@@ -225,6 +234,16 @@ class Checkpoint:
 
     def __str__(self) -> str:
         return f"{self.run.path}@{self.name}"
+
+
+def find_run(text: str) -> tuple[Path, str] | None:
+    """Return the run directory and the checkpoint that `DIRECTORY[@CHECKPOINT]` names, if there is such a run."""
+    before, _, after = text.rpartition("@")
+    for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
+        path = Path(folder).expanduser()
+        if folder and (path / "recipe.yaml").is_file():
+            return path, checkpoint
+    return None
 
 
 def _now() -> str:

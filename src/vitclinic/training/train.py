@@ -14,7 +14,14 @@ from vitclinic.data.dataset import check_source
 from vitclinic.tasks import LossConfig, Task
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.training.overrides import Overrides, build_recipe, default_base
-from vitclinic.training.recipe import CheckpointConfig, LoggingConfig, ModelConfig, Recipe, ValidationConfig
+from vitclinic.training.recipe import (
+    CheckpointConfig,
+    InitConfig,
+    LoggingConfig,
+    ModelConfig,
+    Recipe,
+    ValidationConfig,
+)
 from vitclinic.training.resizing import ResizingConfig
 from vitclinic.training.run import Run
 from vitclinic.treatments import Treatment
@@ -30,11 +37,15 @@ def train(
     overrides: Overrides | None = None,
     *,
     model: str | Mapping[str, Any] | ModelConfig | None = None,
+    init: str | Path | Mapping[str, Any] | InitConfig | None = None,
     data: str | Path | Mapping[str, Any] | DataConfig | None = None,
     treatments: Sequence[str | Mapping[str, Any] | Treatment] | None = None,
     task: str | Mapping[str, Any] | Task | None = None,
     loss: str | Mapping[str, Any] | LossConfig | None = None,
     optimizer: str | Mapping[str, Any] | OptimizerConfig | None = None,
+    layer_decay: float | None = None,
+    head_lr: float | None = None,
+    freeze: str | Sequence[str] | None = None,
     schedule: str | Mapping[str, Any] | ScheduleConfig | None = None,
     progressive_resizing: float | Mapping[str, Any] | ResizingConfig | None = None,
     epochs: float | None = None,
@@ -64,14 +75,20 @@ def train(
 
     Args:
         recipe: Name of a shipped recipe (`vitclinic list recipes`), YAML file, plain data or `Recipe`. By default
-            `small`, or the defaults of all keys if a `model` or `task` is given; at least one key must then be given.
+            `small`, or the defaults of all keys if a `model`, `init` or `task` is given; at least one key
+            must then be given.
         overrides: Changes to it: `{"optimizer.lr": 3e-4}`, nested plain data, or words such as `"optimizer.lr=3e-4"`.
         model: Name of a network, or `{"name": ..., keyword: value}` with keywords for timm.
+        init: Weights to start from: a run directory (`RUN@CHECKPOINT`), `timm:NAME`, `torchvision:NAME`, `hf:NAME` or a
+            file. Without a `model`, the network is theirs.
         data: A folder with one sub-folder per class, a parquet file, or a name from `vitclinic list datasets`.
         treatments: Names, `{name: {option: value}}` or `Treatment` objects.
         task: A name from `vitclinic list tasks`, or `{"name": ..., option: value}`.
         loss: `"softmax"` or `"sigmoid"`, for the task classification.
         optimizer: `"adamw"`, `"muon"`, `"sgd"` or `"lamb"`, or `{"name": ..., "lr": ...}`.
+        layer_decay: Factor on the learning rate of each block, from the head down.
+        head_lr: Peak learning rate of the classifier.
+        freeze: Units or blocks of the network that are not trained, or `"backbone"`.
         schedule: `"cosine"`, `"linear"` or `"constant"`, or `{"name": ..., "warmup": ...}`.
         progressive_resizing: Side of the first training images, as a share of the full one, or
             `{"start": 0.5, "until": "70%"}`; full size unless given.

@@ -18,8 +18,10 @@ from vitclinic._core.errors import RecipeError
 from vitclinic.data import Batch, Dataset, TrainingStream
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
+from vitclinic.training.init import InitialWeights
 from vitclinic.training.network import Learner, adapt_augmentation, build_network
 from vitclinic.training.optimizer import Schedule, build_optimizer
+from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.run import Row
@@ -139,7 +141,13 @@ class Trainer:
     """Network, optimizer and data stream of a run; `advance()` makes one step and returns its row of metrics."""
 
     def __init__(
-        self, recipe: Recipe, dataset: Dataset, total_steps: int, distributed: Distributed, device: torch.device
+        self,
+        recipe: Recipe,
+        dataset: Dataset,
+        total_steps: int,
+        distributed: Distributed,
+        device: torch.device,
+        init: InitialWeights | None = None,
     ) -> None:
         self.recipe, self.dataset, self.distributed, self.device = recipe, dataset, distributed, device
         self.total_steps = total_steps
@@ -151,7 +159,8 @@ class Trainer:
 
         spec = dataset.spec
         treatments = recipe.treatments
-        network = build_network(recipe, dataset).to(device, self.dtype)
+        network, self.loaded = build_network(recipe, dataset, init)
+        network = network.to(device, self.dtype)
         # Copy before any objective adds hooks to the network.
         self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
         objectives: dict[str, Objective] = {}
@@ -165,11 +174,14 @@ class Trainer:
         transforms = (t.batch_transform(network.backbone, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
         augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.backbone, spec)
+        if self.loaded is not None:
+            self.notices = [*self.loaded.notices, *self.notices]
 
         self.network: Normalized = network
         self.task = recipe.resolved_task
         self.learner = Learner(network, self.task, objectives).to(device, self.dtype).train()
-        self.optimizer = build_optimizer(recipe.optimizer, self.learner, network)
+        freeze_units(recipe, network, spec)
+        self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.passes = Passes(
@@ -232,7 +244,7 @@ class Trainer:
         started = time.perf_counter()
         batches = [self._prepare(next(self._batches)) for _ in range(self.recipe.accumulate)]
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.step)
+            group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
         losses = (rule or self.due_rule)(batches, self.passes)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import DataError, RecipeError, did_you_mean
+from vitclinic._core.io import parse_yaml
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.data.cache import survey
 from vitclinic.data.dataset import open_source
@@ -18,7 +19,7 @@ from vitclinic.data.named import find_missing_data
 from vitclinic.data.source import training_count
 from vitclinic.experiments.study.schema import Study, parse_study
 from vitclinic.training import Recipe
-from vitclinic.training.overrides import overlay, parse_yaml
+from vitclinic.training.overrides import overlay
 
 
 def require_data(claim: str, recipes: Iterable[Recipe]) -> None:

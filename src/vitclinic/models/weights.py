@@ -1,4 +1,4 @@
-"""Checkpoints as people have them: reading a file of weights, and putting it into a network.
+"""Files of weights as people have them.
 
 Files are safetensors, or torch's own: a state dict, or a training checkpoint (of timm, torchvision, Lightning or one's
 own loop) with a state dict in it. Only tensors and plain values are unpickled.
@@ -11,9 +11,7 @@ import json
 import logging
 import pickle
 import re
-import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitclinic._core.errors import ModelError
 
@@ -44,6 +42,20 @@ class Weights:
     """Name of the architecture, as timm and torchvision note it."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Keywords of the network, as timm notes them."""
+
+
+def split_key(text: str) -> tuple[Path, str | None]:
+    """Return the file and the key of the weights in it that `FILE[#KEY]` names.
+
+    Example:
+        >>> split_key("last.pth.tar#state_dict")[1]
+        'state_dict'
+    """
+    whole = Path(text).expanduser()
+    file, sharp, key = text.rpartition("#")
+    if not sharp or whole.is_file():  # a file's own name may hold a #
+        return whole, None
+    return Path(file).expanduser(), key
 
 
 def read_weights(file: Path, key: str | None = None) -> Weights:
@@ -139,124 +151,12 @@ def _choose(content: Mapping[Any, Any], key: str | None, file: Path) -> Mapping[
         return under
     if len(states) > 1:
         others = " or ".join(f"{file.name}#{name}" for name in states if name != chosen)
-        log.warning("'%s' has several weights; '%s' are examined. For the others, write %s.", file, chosen, others)
+        log.warning("'%s' has several weights; '%s' are taken. For the others, write %s.", file, chosen, others)
     return state
 
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and any(isinstance(each, Tensor) for each in value.values())
-
-
-def fill(network: nn.Module, weights: Weights, note: str = "") -> tuple[str, ...]:
-    """Put weights into a network; what does not fit is a sentence that names the first tensor.
-
-    Names may have a prefix; position embeddings of another image size are resampled. A classifier that the file does
-    not have stays as it was drawn.
-
-    Returns:
-        The names of the classifier's parameters if the file does not have them.
-
-    Raises:
-        ModelError: If the weights do not fit.
-    """
-    wanted = network.state_dict()
-    state = _resample(network, strip_prefix(weights.state, wanted, weights.file), weights.file)
-    classifier = find_classifier(network)
-    if not any(key.startswith(classifier) for key in wanted):  # an encoder has no use for a classifier
-        state = {key: value for key, value in state.items() if not key.startswith(classifier)}
-    lacking = [key for key in wanted if key not in state]
-    surplus = [key for key in state if key not in wanted]
-    drawn = tuple(key for key in lacking if key.startswith(classifier))
-    problems = [f"it lacks {key}" for key in lacking if key not in drawn]
-    problems += [f"it has {key}, which the network does not" for key in surplus]
-    problems += [
-        f"{key} is {list(state[key].shape)} in the file and {list(wanted[key].shape)} in the network"
-        for key in wanted
-        if key in state and state[key].shape != wanted[key].shape
-    ]
-    if problems:
-        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        hints = f" The file is of '{weights.arch}'." if weights.arch else ""
-        hints += f" The file's note: '{note}'." if note else ""
-        raise ModelError(
-            f"The weights in '{weights.file}' do not fit: {problems[0]}{more}.{hints} Keywords go before the file, as"
-            " in timm:NAME?num_classes=10@FILE; for a network that was changed by hand, write module:function."
-        )
-    network.load_state_dict(state, strict=False)
-    return drawn
-
-
-def strip_prefix(state: State, wanted: Iterable[str], file: Path) -> State:
-    """Return the tensors under the prefix that most of the wanted names have in common, without it.
-
-    Wrappers and training loops put their own names in front (`module.`, `model.`, `module.backbone.`), and other
-    tensors beside these, such as a loss's.
-
-    Raises:
-        ModelError: If the weights are there under several prefixes, such as a network's and its average's.
-
-    Example:
-        >>> state = {"model.head.bias": torch.ones(1), "criterion.weight": torch.ones(1)}
-        >>> list(strip_prefix(state, ["head.bias"], Path("last.ckpt")))
-        ['head.bias']
-    """
-    state = {key.replace("_orig_mod.", ""): value for key, value in state.items()}  # of torch.compile, anywhere
-    names = set(wanted)
-    prefixes = Counter(
-        key[:start]
-        for key in state
-        for start in (0, *(dot.end() for dot in re.finditer(r"\.", key)))
-        if key[start:] in names
-    )
-    most = max(prefixes.values(), default=0)
-    if 2 * most < len(names):  # the weights of another network share a few names by accident
-        return state
-    best = [prefix for prefix, count in prefixes.items() if count == most]
-    if len(best) > 1:
-        choices = " or ".join(f"{file.name}#{prefix.rstrip('.')}" for prefix in best if prefix)
-        raise ModelError(f"'{file}' has the network's weights {len(best)} times. Write {choices}.")
-    return {key.removeprefix(best[0]): value for key, value in state.items() if key.startswith(best[0])}
-
-
-def find_classifier(network: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the classifier's parameters: as timm notes them, else of the last linear layer."""
-    noted = (getattr(network, "pretrained_cfg", None) or {}).get("classifier") or ()
-    names = (noted,) if isinstance(noted, str) else tuple(noted)
-    if not names:
-        names = tuple(name for name, module in network.named_modules() if isinstance(module, nn.Linear))[-1:]
-    return tuple(f"{name}." for name in names)
-
-
-def _resample(network: nn.Module, state: State, file: Path) -> State:
-    """Return the state with position embeddings of the network's size, by its library's own function."""
-    wanted = network.state_dict()
-    if all(key in wanted and value.shape == wanted[key].shape for key, value in state.items()):
-        return state
-    try:
-        converted = _convert(network, dict(state))
-    except Exception as error:  # libraries expect their own files
-        log.info("'%s' cannot be converted for %s", file, type(network).__name__, exc_info=error)
-        return state
-    changed = [key for key in converted if key in state and converted[key].numel() != state[key].numel()]
-    if any("pos" not in key for key in changed):  # resampled patches are another network
-        return state
-    for key in changed:
-        sizes = list(state[key].shape), list(converted[key].shape)
-        log.warning("'%s': %s is resampled from %s to %s, for another image size.", file, key, *sizes)
-    return converted
-
-
-def _convert(network: nn.Module, state: State) -> State:
-    filters = getattr(sys.modules[type(network).__module__], "checkpoint_filter_fn", None)
-    if filters is not None:  # timm's
-        converted: State = filters(state, network)
-        return converted
-    if type(network).__module__ == "torchvision.models.vision_transformer":
-        from torchvision.models.vision_transformer import interpolate_embeddings
-
-        vit: Any = network
-        return dict(interpolate_embeddings(vit.image_size, vit.patch_size, state))
-    return state
 
 
 def metadata(file: Path) -> dict[str, str]:

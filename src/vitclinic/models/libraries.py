@@ -15,15 +15,27 @@ import torch
 from timm.models import get_pretrained_cfg, is_model
 from torch import nn
 
-from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, did_you_mean
+from vitclinic._core.errors import (
+    MissingExtraError,
+    MissingWeightsError,
+    ModelError,
+    RecipeError,
+    VitclinicError,
+    did_you_mean,
+)
+from vitclinic._core.io import parse_yaml
 from vitclinic.data.decoding import Size
-from vitclinic.exam.checkpoints import Weights, fill, find_classifier, json_object, metadata, number_list
 from vitclinic.models import Normalized, create_model
 from vitclinic.models.factory import IMAGENET_MEAN, IMAGENET_STD
+from vitclinic.models.filling import fill, find_classifier
+from vitclinic.models.weights import Weights, json_object, metadata, number_list, read_weights, split_key
 
 log = logging.getLogger(__name__)
 
 N = TypeVar("N", bound=nn.Module)
+
+RESERVED = frozenset({"pretrained", "weights", "checkpoint_path", "name", "model_name"})
+"""Keywords of the libraries' factories, which say what the rest of a target says already."""
 
 
 class Loaded(NamedTuple):
@@ -32,8 +44,58 @@ class Loaded(NamedTuple):
     network: Normalized
     size: Size | None
     """The size of its images, where only one will do."""
+    name: str
+    """The name under which `model=` of a recipe builds it."""
+    keywords: dict[str, Any]
+    """What it is built with besides."""
     drawn: tuple[str, ...] = ()
     """The classifier's parameters, if the weights have no classifier of this size and it was drawn at random."""
+
+
+def open_library(text: str, random_weights: bool = False) -> Loaded:
+    """Return the network that `LIBRARY:NAME[?KEYWORDS][@FILE[#KEY]]` names, with published or a file's weights.
+
+    Args:
+        text: Such as `timm:vit_tiny_patch16_224?img_size=32@last.pth.tar`, `torchvision:resnet18` or `hf:FOLDER`.
+        random_weights: Draw the weights, the same at every call.
+
+    Raises:
+        RecipeError: The text is not of this form, or there is no such network, or no weights of it.
+    """
+    library, _, rest = text.partition(":")
+    described, at, file = rest.partition("@")
+    if at and random_weights:
+        raise RecipeError(f"'{text}' names a file of weights; leave out `random_weights`.")
+    name, _, query = described.partition("?")
+    if at and not file:
+        raise RecipeError(f"'{text}' names no file of weights after its '@'.")
+    if not name and not (library == "timm" and at):  # a file of timm's may say what it is
+        raise RecipeError(f"'{text}' names no network; write {library}:NAME{at}{file}.")
+    keywords = _keywords(query, text)
+    pretrained = not at and not random_weights
+    if library == "hf":
+        if at:
+            raise RecipeError(f"hf: takes a name or a folder without '@' (got '{text}').")
+        return from_hugging_face(name, keywords, pretrained)
+    weights = read_weights(*split_key(file)) if at else None
+    build = from_timm if library == "timm" else from_torchvision
+    return build(name, keywords, weights, pretrained)
+
+
+def _keywords(query: str, text: str) -> dict[str, Any]:
+    """`img_size=32&patch_size=4`, values as YAML."""
+    keywords = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier():
+            raise RecipeError(f"'{part}' in '{text}' is not key=value.")
+        if key in RESERVED:
+            raise RecipeError(
+                f"'{key}' in '{text}' is not the network's own; its weights are the published ones, a file's are @FILE,"
+                " random ones `random_weights`."
+            )
+        keywords[key] = parse_yaml(value, f"'{part}' in '{text}'")
+    return keywords
 
 
 def from_timm(name: str, keywords: dict[str, Any], weights: Weights | None, pretrained: bool) -> Loaded:
@@ -58,7 +120,7 @@ def from_timm(name: str, keywords: dict[str, Any], weights: Weights | None, pret
         classifier = find_classifier(backbone)
         drawn = tuple(key for key in backbone.state_dict() if key.startswith(classifier))
     size = keywords.get("img_size") or (published.get("fixed_input_size") and published["input_size"][1:])
-    return Loaded(network, _size(size), _warn(f"timm:{name}", drawn))
+    return Loaded(network, _size(size), name, keywords, drawn)
 
 
 def _read_facts(
@@ -81,24 +143,11 @@ def _read_facts(
     return name or arch, {**weights.settings, **keywords}
 
 
-def _warn(target: str, drawn: tuple[str, ...]) -> tuple[str, ...]:
-    """Say that a classifier was drawn at random."""
-    if drawn:
-        log.warning(
-            "The weights of %s have no classifier of this size. It is drawn at random (%s), and what needs labels is"
-            " not measured.",
-            target,
-            ", ".join(drawn),
-        )
-    return drawn
-
-
 def from_torchvision(name: str, keywords: dict[str, Any], weights: Weights | None, pretrained: bool) -> Loaded:
     """Build torchvision's classifier `name`."""
     from torchvision import models
 
-    if name not in models.list_models(module=models):
-        raise ModelError(f"torchvision has no model '{name}'.{did_you_mean(name, models.list_models(module=models))}")
+    check_torchvision(name)
     published = models.get_model_weights(name).DEFAULT
 
     def build(pretrained: bool) -> nn.Module:
@@ -110,15 +159,12 @@ def from_torchvision(name: str, keywords: dict[str, Any], weights: Weights | Non
     transforms = published.transforms() if pretrained else None
     mean, std = getattr(transforms, "mean", IMAGENET_MEAN), getattr(transforms, "std", IMAGENET_STD)
     size = _size(getattr(backbone, "image_size", None))
-    return Loaded(Normalized(backbone, mean, std), size, _warn(f"torchvision:{name}", drawn))
+    return Loaded(Normalized(backbone, mean, std), size, f"torchvision:{name}", keywords, drawn)
 
 
 def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> Loaded:
     """Load an image classifier, or an encoder of which there is none, from the hub or a local folder."""
-    try:
-        import transformers
-    except ImportError:
-        raise MissingExtraError(f"hf:{name}", "hf") from None
+    transformers = import_transformers(f"hf:{name}")
     only = {"local_files_only": _is_offline()}
     lacking: Sequence[str] = ()
     with _published(f"hf:{name}", keywords), fixed_seed():
@@ -136,7 +182,31 @@ def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> 
         )
     mean, std = _processing(transformers, name, only)
     size = _size(getattr(backbone.config, "image_size", None))
-    return Loaded(Normalized(backbone, mean, std), size, _warn(f"hf:{name}", tuple(lacking)))
+    stated, known = backbone.config.to_diff_dict(), type(config)()  # a file may state what its network does not have
+    facts = {key: value for key, value in stated.items() if key not in _NOT_STRUCTURE and hasattr(known, key)}
+    return Loaded(Normalized(backbone, mean, std), size, f"hf:{config.model_type}", facts, tuple(lacking))
+
+
+_NOT_STRUCTURE = ("model_type", "architectures", "transformers_version", "dtype", "id2label", "label2id", "num_labels")
+"""Entries of a Hugging Face config that are not about how the network is built."""
+
+
+def check_torchvision(name: str) -> None:
+    """Raise a ModelError if torchvision has no classifier of that name."""
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise ModelError(f"torchvision has no model '{name}'.{did_you_mean(name, known)}")
+
+
+def import_transformers(purpose: str) -> Any:
+    """Return the package transformers; without it, `purpose` needs an extra."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtraError(purpose, "hf") from None
+    return transformers
 
 
 def _processing(transformers: Any, name: str, only: Mapping[str, bool]) -> tuple[Sequence[float], Sequence[float]]:
@@ -155,9 +225,14 @@ def _build(target: str, build: Callable[[bool], N], pretrained: bool, keywords: 
     if pretrained:
         with _published(target, keywords, lambda: _build(target, build, False, keywords)):
             return build(True)
+    with fixed_seed():
+        return catch_keywords(target, lambda: build(False))
+
+
+def catch_keywords(target: str, build: Callable[[], N]) -> N:
+    """Return what `build` builds, without weights; what fails is the fault of the keywords."""
     try:
-        with fixed_seed():
-            return build(False)
+        return build()
     except VitclinicError:
         raise
     except Exception as error:  # libraries refuse keywords in as many ways as they use them
@@ -188,7 +263,7 @@ def _published(
         find_fault()
         asked = f"{target} with these keywords" if keywords else target
         instead = "a local folder (hf:FOLDER)" if target.startswith("hf:") else f"a file ({target}@FILE)"
-        raise ModelError(
+        raise MissingWeightsError(
             f"There are no pretrained weights for {asked} here ({_first_line(error)}). Give {instead}, or examine it at"
             " random weights (`random_weights`)."
         ) from error

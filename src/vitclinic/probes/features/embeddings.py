@@ -1,0 +1,202 @@
+"""Embeddings: one vector for each image, and what distances between them say.
+
+The embedding of an image is what the classifier reads, or what an encoder without one returns. Features with positions
+are averaged over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitclinic._core.errors import ModelError
+from vitclinic.anatomy.wrappers import unwrap
+from vitclinic.models.filling import find_classifier
+from vitclinic.probes.output import read_output
+from vitclinic.probes.probe import DoesNotApply
+from vitclinic.probes.subject import Subject
+
+_CHUNK = 512
+"""Images whose distances to all others are computed at a time."""
+
+_KNOWN: WeakKeyDictionary[Subject, Tensor] = WeakKeyDictionary()
+"""Embeddings that were computed: probes that look at the same images share one pass."""
+
+
+def embed(subject: Subject) -> Tensor:
+    """Return the embeddings of a subject's images, [n, D] in float32 on the CPU.
+
+    The network must be in eval mode. A second call for the same subject returns the same tensor.
+
+    Raises:
+        ModelError: Some are not finite.
+    """
+    if subject not in _KNOWN:
+        found = []
+        with torch.no_grad(), _watch_classifier(subject) as read:
+            for batch in subject.batches():
+                found.append(read(subject.logits(batch.images)).float().cpu())
+        x_nd = torch.cat(found)
+        if not x_nd.isfinite().all():
+            raise ModelError("the embedding is not finite (NaN or infinity) for some image.")
+        _KNOWN[subject] = x_nd
+    return _KNOWN[subject]
+
+
+def labels_of(subject: Subject) -> Tensor:
+    """Return the labels of a subject's images, [n].
+
+    Raises:
+        DoesNotApply: The data has no labels.
+    """
+    if not subject.classes:
+        raise DoesNotApply("the data has no labels.")
+    return torch.from_numpy(subject.images.labels.copy())
+
+
+@contextmanager
+def _watch_classifier(subject: Subject) -> Iterator[Any]:
+    """Yield a function from the network's output for a batch to its embeddings."""
+    seen: list[tuple[Tensor, Any]] = []
+    classifier = None if subject.features is not None else _find_layer(subject.network)
+    if classifier is None:
+        yield lambda output: output
+        return
+
+    def read(output: Tensor) -> Tensor:
+        """Return what the classifier read, if its output is the network's; else the output."""
+        inputs, returned = seen[-1] if seen else (output, output)
+        seen.clear()
+        same = isinstance(returned, Tensor) and returned.numel() == output.numel()
+        return read_output(inputs) if same and torch.equal(returned.reshape(output.shape), output) else output
+
+    def note(_: nn.Module, inputs: tuple[Any, ...], returned: Any) -> None:
+        if inputs and isinstance(inputs[0], Tensor):
+            seen.append((inputs[0].detach(), returned))
+
+    handle = classifier.register_forward_hook(note)
+    try:
+        yield read
+    finally:
+        handle.remove()
+
+
+def _find_layer(network: nn.Module) -> nn.Module | None:
+    """Return the layer that computes the class scores."""
+    core, _ = unwrap(network)
+    modules = dict(core.named_modules())
+    return next((modules[name[:-1]] for name in find_classifier(core) if name[:-1] in modules), None)
+
+
+def knn_predict(
+    train: Tensor, labels: Tensor, queries: Tensor, k: int = 20, temperature: float | None = None
+) -> Tensor:
+    """Return the class of each query by a vote of its k nearest training embeddings, in cosine similarity, [m].
+
+    A neighbour's vote weighs exp(similarity / temperature) [Wu et al. 2018, Caron et al. 2021], or 1 without a
+    temperature. Among classes with the same votes, the first is taken.
+
+    Example:
+        >>> train = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
+        >>> knn_predict(train, torch.tensor([1, 1, 0]), torch.tensor([[0.8, 0.2]]), k=1)
+        tensor([1])
+    """
+    train, queries = F.normalize(train, dim=1), F.normalize(queries, dim=1)
+    one_hot = F.one_hot(labels).to(train.dtype)
+    found = []
+    for start in range(0, len(queries), _CHUNK):
+        nearest = (queries[start : start + _CHUNK] @ train.T).topk(min(k, len(train)), dim=1)
+        weights = torch.ones_like(nearest.values) if temperature is None else (nearest.values / temperature).exp()
+        found.append(torch.einsum("mk,mkc->mc", weights, one_hot[nearest.indices]).argmax(1))
+    return torch.cat(found)
+
+
+class Ranking(NamedTuple):
+    """How each query ranks its gallery, for queries with at least one relevant image."""
+
+    average_precision: Tensor
+    """[queries]"""
+    first_rank: Tensor
+    """Rank of the first relevant image, from 1, [queries]."""
+
+
+def rank_leave_one_out(x_nd: Tensor, labels: Tensor) -> Ranking:
+    """Rank all other images for each image by cosine similarity; relevant are those with the same label.
+
+    AP = 1/R sum over relevant images of (relevant images up to its rank) / rank. Images whose label no other has are no
+    queries. Ties keep the order of the images.
+
+    Example:
+        >>> ranking = rank_leave_one_out(torch.eye(3)[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 1]))
+        >>> ranking.average_precision.tolist(), ranking.first_rank.tolist()
+        ([1.0, 1.0, 1.0, 1.0], [1, 1, 1, 1])
+    """
+    x_nd = F.normalize(x_nd, dim=1)
+    numbers = torch.arange(len(x_nd))
+    precisions, firsts = [], []
+    for start in range(0, len(numbers), _CHUNK):
+        part = numbers[start : start + _CHUNK]
+        similarity = x_nd[part] @ x_nd.T
+        similarity[torch.arange(len(part)), part] = -math.inf  # itself comes last, and is cut off
+        order = similarity.argsort(dim=1, descending=True, stable=True)[:, :-1]
+        hits = labels[order] == labels[part][:, None]
+        hits = hits[hits.any(1)]
+        ranks = torch.arange(1, hits.shape[1] + 1)
+        precisions.append((hits.cumsum(1) / ranks * hits).sum(1) / hits.sum(1))
+        firsts.append(hits.int().argmax(1) + 1)
+    return Ranking(torch.cat(precisions), torch.cat(firsts))
+
+
+def matching_curve(first_rank: Tensor, ranks: int) -> Tensor:
+    """Return the cumulative matching characteristic: the share of queries with a hit within 1, 2, ... `ranks`, [ranks].
+
+    Example:
+        >>> matching_curve(torch.tensor([1, 3, 2, 1]), 3)
+        tensor([0.5000, 0.7500, 1.0000])
+    """
+    return (first_rank[:, None] <= torch.arange(1, ranks + 1)).float().mean(0)
+
+
+def alignment(x_nd: Tensor, labels: Tensor, alpha: float = 2.0) -> float:
+    """Return the mean of |x - y|^alpha over pairs of images of one class, for unit vectors [Wang and Isola 2020].
+
+    NaN without such a pair.
+
+    Example:
+        >>> alignment(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([3, 3]))
+        2.0
+    """
+    x_nd = F.normalize(x_nd.double(), dim=1)
+    total, pairs = 0.0, 0
+    for label in sorted(set(labels.tolist())):
+        squared = _squared_distances(x_nd[labels == label])
+        total += float(squared.pow(alpha / 2).sum())
+        pairs += len(squared)
+    return total / pairs if pairs else math.nan
+
+
+def uniformity(x_nd: Tensor, t: float = 2.0) -> float:
+    """Return log mean exp(-t |x - y|^2) over all pairs of images, for unit vectors [Wang and Isola 2020].
+
+    0 if all are the same; the lower, the more evenly they are spread over the sphere.
+
+    Example:
+        >>> uniformity(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        -8.0
+    """
+    squared = _squared_distances(F.normalize(x_nd.double(), dim=1))
+    return float(torch.logsumexp(-t * squared, 0) - math.log(len(squared)))
+
+
+def _squared_distances(x_nd: Tensor) -> Tensor:
+    """Return the squared distances of all pairs, each once, of unit vectors."""
+    rows, columns = torch.triu_indices(len(x_nd), len(x_nd), 1)
+    gram = x_nd @ x_nd.T
+    return (2 - 2 * gram[rows, columns]).clamp(min=0)
