@@ -1,9 +1,12 @@
 """Does the recipe `small` work better than a plain ViT in the same time, and which of its ingredients pay?
 
-    python benchmarks/cure.py DATA POOL GROUP [--seeds 5] [--only small plain] [--threads 2]
+    python benchmarks/cure.py DATA POOL GROUP --measure                         # on a quiet machine, seconds
+    python benchmarks/cure.py DATA POOL GROUP [--seeds 5] [--only small plain]  # any time, any load
 
-Trains what is not yet in the pool (experiments.Pool), seed by seed and arm by arm, so that the machine's moods hit all
-arms alike; adds to docs/results/cure.json and prints the tables of docs/results/cure.md. Groups:
+Equal time becomes equal steps first: `--measure` takes turns between the arms of a group, step by step, on two threads,
+and stores how many steps of each fit into the group's time, validations and test included. The runs then make
+just so many, so that their accuracy does not depend on what else the machine does, and they can go on in another
+session: what docs/results/cure.json has is not trained again. Prints the tables of docs/results/cure.md. Groups:
 
   few         5,000 images, 150 s: small, plain, a CNN of small's size with either recipe
   ablation    the same length: small with each ingredient taken out
@@ -24,10 +27,14 @@ from typing import Any
 import torch
 from scipy import stats
 
+from vitclinic._core.distributed import Distributed
 from vitclinic._core.io import write_json
 from vitclinic._core.statistics import paired_difference
+from vitclinic._core.time import seconds
+from vitclinic.data import open_data
 from vitclinic.experiments.runner import Pool
 from vitclinic.training import Recipe, Run, build_recipe
+from vitclinic.training.budget import fit_size, image_counts, measure_costs
 from vitclinic.training.overrides import overlay
 
 Changes = dict[str, Any]
@@ -73,11 +80,31 @@ GROUPS: dict[str, tuple[int | None, str, Arms]] = {
 }
 
 
-def make_recipe(base: str, changes: Changes, data: str, limit: int | None, time: str, seed: int) -> Recipe:
+def make_recipe(base: str, changes: Changes, data: str, limit: int | None, length: Changes, seed: int) -> Recipe:
     """Return a shipped recipe with changes; all arms are validated, and so selected, at the same four times."""
-    length = {"data": {"source": data, "limit": limit}, "max_time": time, "seed": seed}
-    often = {"validation": "25%", "checkpoint": "50%"}
-    return build_recipe(overlay(overlay(build_recipe(base).plain(), changes), {**length, **often}))
+    common = {"data": {"source": data, "limit": limit}, "seed": seed, "validation": "25%", "checkpoint": "50%"}
+    return build_recipe(overlay(overlay(build_recipe(base).plain(), changes), {**common, **length}))
+
+
+def measure_lengths(data: str, limit: int | None, time: str, arms: Arms, rounds: int = 9) -> dict[str, Changes]:
+    """Return the recipe keys that make each arm take `time`: steps, and the size that `auto` chooses there."""
+    alone, device = Distributed(), torch.device("cpu")
+    recipes = [make_recipe(base, changes, data, limit, {"max_time": time}, 0) for base, changes in arms.values()]
+    dataset = open_data(recipes[0].data)
+    fitted = [fit_size(recipe, dataset, alone, device)[0] for recipe in recipes]
+    counts = image_counts(dataset)
+    found: list[list[int]] = []
+    for _ in range(rounds):
+        costs = measure_costs(fitted, dataset, alone, device)
+        found.append(
+            [cost.steps_within(seconds(time), recipe, counts) for cost, recipe in zip(costs, fitted, strict=True)]
+        )
+        print(*(f"{name}: {steps}" for name, steps in zip(arms, found[-1], strict=True)), sep=", ", flush=True)
+    lengths: dict[str, Changes] = {}
+    for name, recipe, steps in zip(arms, fitted, zip(*found, strict=True), strict=True):
+        size = recipe.model.keywords.get("size")
+        lengths[name] = {"steps": int(statistics.median(steps))} | ({"model": {"size": size}} if size else {})
+    return lengths
 
 
 def read(run: Run) -> dict[str, Any]:
@@ -113,6 +140,21 @@ def print_table(rows: dict[str, dict[str, dict[str, Any]]]) -> None:
         print(f"| {name} | {summarize(accuracies)} | {difference} | {epochs:.0f} | {len(seeds)} |")
 
 
+def load() -> dict[str, Any]:
+    """Return what is known so far, of all groups."""
+    return json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+
+
+def store(group: str, found: dict[str, Any], under: list[str]) -> None:
+    """Add what was found to a group of the results, which another process may have written to meanwhile."""
+    results = load()
+    place = results.setdefault(group, {})
+    for key in under:
+        place = place.setdefault(key, {})
+    place |= found
+    write_json(RESULTS, results)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
@@ -120,23 +162,26 @@ def main() -> None:
     parser.add_argument("group", choices=GROUPS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--measure", action="store_true", help="measure the arms' steps anew instead of training")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     limit, time, arms = GROUPS[options.group]
+    if options.measure:
+        torch.set_num_threads(2)
+        store(options.group, {"images": limit, "time": time, "measured": str(date.today())}, [])
+        store(options.group, measure_lengths(options.data, limit, time, arms), ["lengths"])
+        return
     pool = Pool(options.pool)
-    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    rows = results.setdefault(options.group, {}).setdefault("arms", {})
-    results[options.group] |= {"images": limit, "time": time, "threads": options.threads, "date": str(date.today())}
     for seed in range(options.seeds):
         for name, (base, changes) in arms.items():
-            if options.only is not None and name not in options.only:
+            group = load().get(options.group, {})
+            done = str(seed) in group.get("arms", {}).get(name, {})
+            if done or (options.only is not None and name not in options.only):
                 continue
-            run = pool.train(make_recipe(base, changes, options.data, limit, time, seed))
-            rows.setdefault(name, {})[str(seed)] = found = read(run)
+            run = pool.train(make_recipe(base, changes, options.data, limit, group["lengths"][name], seed))
+            found = read(run) | {"date": str(date.today())}
+            store(options.group, {str(seed): found}, ["arms", name])
             print(f"{name}, seed {seed}: {found['accuracy']:.1%}, {found['epochs']:.1f} epochs", flush=True)
-            write_json(RESULTS, results)
-    print_table(rows)
+    print_table(load()[options.group]["arms"])
 
 
 if __name__ == "__main__":

@@ -25,25 +25,35 @@ HEAD = """# The papers' claims, and what was found here
 
 <!-- made by docs/make_tally.py from docs/results/studies: do not edit -->
 
-One study for each claim of the papers, at CPU scale unless it says otherwise: small networks, CIFAR-10, paired seeds.
-The rule ([study.md](../study.md)) is the same for all: a comparison is *as claimed* if its interval (t, corrected for
-the number of comparisons of its study) lies on the side that the claim says, *opposite* if on the other, *undecided*
+Studies of the papers' claims, at CPU scale unless it says otherwise: small networks, CIFAR-10, paired seeds. There is
+none yet of {missing}.
+The rule ([study.md](../study.md)) is the same for all: where a run does not meet the conditions of its study's regime,
+the claim is *not testable here*. Otherwise a comparison is *as claimed* if its test (corrected for the number of
+comparisons of its study) decides for the side that the claim says, *opposite* if for the other, *undecided*
 otherwise; a claim is *reproduced* if all its comparisons are as claimed, *not reproduced* if one is opposite,
-*undecided* otherwise, and *exploratory* below five seeds. Effects are means over seeds, in the measure's own unit,
-with their interval. Cost is training time by the runs' own record; studies share runs, so that costs do not add up.
+*undecided* otherwise, and *exploratory* below five seeds. What was found before studies had a regime is in
+[history.md](history.md). Effects are means over seeds, in the measure's own unit, with their interval. Cost is training
+time by the runs' own record; studies share runs, so that costs do not add up.
 What a study trains and
 measures is in its file, `src/vitclinic/experiments/study/claims/CLAIM.yaml`; `vitclinic study CLAIM` runs it.
 
 Lines that the papers do not give are ours. Those of {not_blind} were drawn after first looks at networks of this size
 (docs/results/layers.md, remedies.md): what is said here of these claims is not blind.
 """
+MISSING = {
+    "C12": "SAM-pretrained models transfer better; SAM helps supervised contrastive training",
+    "W8": "the stem's gain carries to DINO and to retrieval",
+    "H9": "CB carries to segmentation, detection and vision-language",
+    "G5": "the gain carries to fine-tuned Swin and to segmentation",
+}
+"""Claims of the papers that no study tests."""
 COLUMNS = ["| claim | verdict | effects [interval] | seeds | cost | date |", "|---|---|---|---|---|---|"]
 
 
 def page(results: dict[str, StoredResult]) -> str:
     found = tally(results)
     lines = [
-        HEAD.format(not_blind=", ".join(not_blind())),
+        HEAD.format(not_blind=", ".join(not_blind()), missing=", ".join(MISSING)),
         ", ".join(f"**{count}** {outcome}" for outcome, count in count_outcomes(found).items()) + ".",
     ]
     for paper, entries in group_by_paper(found).items():
@@ -59,7 +69,8 @@ def row(entry: Entry) -> str:
     stored = f"[{claim.name}](studies/{entry.page.removesuffix('.html')}.json)"
     cost = f"{format_duration(result.seconds)} of training"
     about = f"**{stored}** {result.title}{scale}"
-    verdict = f"changed: {entry.changed}" if entry.changed else result.verdict
+    broken = "; ".join(f"{one.says} ({one.found})" for one in result.conditions if not one.holds)
+    verdict = f"changed: {entry.changed}" if entry.changed else f"{result.verdict}{f': {broken}' if broken else ''}"
     return line([about, verdict, effects(result), seeds(result), cost, result.date])
 
 

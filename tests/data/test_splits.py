@@ -41,7 +41,17 @@ def test_all_images_are_trained_on_if_none_are_held_out(labels, beside):
     splits = assign({"train": labels, **dict.fromkeys(beside, labels)}, 0, share=0.0)
     assert splits["train"][0] == "train"
     assert splits["train"][1].tolist() == list(range(len(labels)))
-    assert all(len(splits[split][1]) == (len(labels) if split in beside else 0) for split in ("val", "test"))
+    assert len(splits["val"][1]) == (len(labels) if "val" in beside else 0)
+    assert len(splits["test"][1]) == (len(labels) if beside else 0)
+
+
+def test_imagenet_is_trained_on_all_its_images_and_scored_on_its_public_validation_set():
+    """It has train and val, and no test: a tenth of train used to be scored, which no paper does."""
+    train, val = np.zeros(50, dtype=np.int64), np.zeros(7, dtype=np.int64)
+    splits = assign({"train": train, "val": val}, 0, share=0.0)
+    assert len(splits["train"][1]) == 50
+    assert (splits["test"][0], splits["test"][1].tolist()) == ("val", list(range(7)))
+    assert assign({"train": train, "val": val}, 0)["test"][0] == "train"  # held out, unless all are to be trained on
 
 
 def test_a_balanced_set_is_split_exactly():

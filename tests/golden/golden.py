@@ -399,6 +399,8 @@ PLANNED: list[Any] = ["accuracy", "norms", {"occlusion": {"images": 20}}]
 BUDGET = "2m"
 """What it was examined by a second time, within a budget: that leaves a plan."""
 LIMIT = 100
+REDEFINED = frozenset({"cb_scale", "sharpness"})
+"""Probes whose definition has changed since 0.1, and whose stored measurements are therefore made again."""
 OF_THE_MACHINE = {"cost"}
 """Measurements that are those of one machine, and are made anew on another."""
 

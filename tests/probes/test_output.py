@@ -16,7 +16,7 @@ import vitclinic
 from tests.probes.subjects import CLASSES, SIZE, noise, vit
 from vitclinic._core.errors import ModelError
 from vitclinic.models import Normalized
-from vitclinic.models.calling import image_keyword
+from vitclinic.models.factory import image_keyword
 from vitclinic.probes import (
     FGSM,
     NTK,

@@ -11,7 +11,7 @@ from torch import nn
 from tests.probes.test_cost import vit_flops
 from vitclinic import list_treatments, plan_run, train
 from vitclinic._core.distributed import Distributed
-from vitclinic._core.errors import DataError, VitclinicError
+from vitclinic._core.errors import DataError, RecipeError, VitclinicError
 from vitclinic.cli import main
 from vitclinic.data import Batch, open_data
 from vitclinic.models.cost import peak_bytes
@@ -181,9 +181,13 @@ def test_what_cannot_be_traced_is_said():
 
 
 def test_what_is_no_mistake_here_is_a_note():
-    notes = planned(device="cuda", data={"source": "shapes:100", "augment": {"randaugment": "rand-m15-n2"}}).notes
+    notes = planned(device="cuda", data={"source": "shapes:100"}).notes
     assert torch.cuda.is_available() or "torch finds no CUDA device" in notes[0]
-    assert notes[-1] == "timm clips the magnitude of rand-m15-n2 at 10; add -mmax15 to raise it."
+
+
+def test_a_magnitude_that_timm_would_lower_in_silence_is_refused():
+    with pytest.raises(RecipeError, match="would lower the magnitude of rand-m15-n2 to 10; write rand-m15-n2-mmax15"):
+        planned(data={"source": "shapes:100", "augment": {"randaugment": "rand-m15-n2"}})
     assert not planned(data={"source": "shapes:100", "augment": {"randaugment": "rand-m15-n2-mmax15"}}).notes
     assert not planned(data={"source": "shapes:100", "augment": {"randaugment": "rand-m9-n2-mstd0.5"}}).notes
 

@@ -11,6 +11,7 @@ import torch
 import torchvision
 from torch import Tensor
 
+from tests.anatomy.handwritten import EncoderViT
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.probes.subjects import CLASSES, SIZE, subject, vit
 from vitclinic import functional as F
@@ -178,7 +179,7 @@ def test_networks_without_one_sequence_of_tokens_are_refused(name: str) -> None:
     assert str(network) == before
 
 
-def test_no_module_behind_the_blocks_is_told() -> None:
+def test_without_a_module_behind_the_blocks_they_are_dropped_where_the_last_block_ends() -> None:
     network = built()
 
     def forward_features(x: Tensor, **_: Any) -> Tensor:
@@ -188,8 +189,24 @@ def test_no_module_behind_the_blocks_is_told() -> None:
         return x * 1.0
 
     network.forward_features = forward_features
-    with pytest.raises(TreatmentError, match=r"behind the last block: put an nn\.Identity\(\) there"):
-        treat(network, "registers")
+    x = network.norm_pre(network._pos_embed(network.patch_embed(IMAGES)))
+    blocks = copy.deepcopy(network.blocks)
+    treated = treat(network, "registers")
+    expected = passed_by_hand(x, treated.registers.reg_token, 1, blocks)
+    torch.testing.assert_close(treated(IMAGES), network.forward_head(expected))
+
+
+def test_tokens_on_the_first_axis_have_them_as_those_on_the_second() -> None:
+    """Of one network in both orders of axes; registers along the images would leave the outputs as they are."""
+    outputs = []
+    for batch_first in (True, False):
+        torch.manual_seed(0)
+        network = shaken(EncoderViT(batch_first=batch_first)).eval()
+        treated = treat(network, "registers")
+        with torch.no_grad():
+            treated.registers.reg_token.copy_(torch.linspace(-1, 1, 4)[:, None].expand(-1, 48))
+            outputs.append(treated(torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))))
+    torch.testing.assert_close(outputs[1], outputs[0])
 
 
 def test_putting_in_and_taking_out_are_inverse() -> None:

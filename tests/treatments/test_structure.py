@@ -75,7 +75,7 @@ CLASS_ATTENTION = {"mimetic_init": "only its class token attends to the grid"}
 WINDOWS = dict.fromkeys(("registers", "patch_dropout"), r"\w mixes a fixed number of tokens")
 NO_SEQUENCE = dict.fromkeys(("registers", "patch_dropout"), "has none")
 PLACES = {"patch_dropout": "know a patch by its place in the sequence"}
-TWO_MAPS = dict.fromkeys((*OF_ATTENTION, "extra_block"), "which computes 2 maps")
+TWO_MAPS = dict.fromkeys(OF_ATTENTION, "which computes 2 maps")
 REFUSALS: dict[str, dict[str, str]] = {
     "timm/beit_base_patch16_224": PLACES
     | {"gap_head": "does not read its class token", "registers": "with more tokens"},
@@ -86,37 +86,27 @@ REFUSALS: dict[str, dict[str, str]] = {
         "ffn_variant": "is a GluMlp of another kind",
         "registers": "with more tokens",
     },
-    "timm/cait_xxs24_224": NO_CLASS_TOKEN
-    | NO_MEAN
-    | CLASS_ATTENTION
-    | NO_SEQUENCE
-    | {"local_attention": "only its class token attends to the grid"},
+    "timm/cait_xxs24_224": NO_CLASS_TOKEN | NO_MEAN | CLASS_ATTENTION | {"patch_dropout": "has none"},
     "timm/xcit_nano_12_p16_224": WINDOWS
     | CLASS_ATTENTION
     | {
         "conv_stem": r"patch_embed\.proj\.0\.0 has kernel \(3, 3\)",
         "local_attention": "only its class token attends to the grid",
     },
-    "timm/vit_relpos_small_patch16_224": NO_CLASS_TOKEN | NO_SEQUENCE,
+    "timm/vit_relpos_small_patch16_224": NO_CLASS_TOKEN | NO_SEQUENCE | {"registers": "with more tokens"},
     "timm/swin_tiny_patch4_window7_224": NO_CLASS_TOKEN | WINDOWS | {"uniform_heads": "its only head"},
     "timm/pit_ti_224": NO_SEQUENCE,
     "timm/mixer_s16_224": NO_ATTENTION | NO_CLASS_TOKEN | WINDOWS | {"extra_block": "it has no attention"},
-    "transformers/CLIPVisionModel": {"registers": "no module hands on the tokens behind the last block"},
     "transformers/SiglipForImageClassification": NO_CLASS_TOKEN,
     "transformers/BeitForImageClassification": {"gap_head": "does not read its class token"},
     "transformers/Swinv2ForImageClassification": NO_CLASS_TOKEN | WINDOWS,
     "torchvision/swin": NO_CLASS_TOKEN | WINDOWS,
-    "hand-written/linear_patch_vit": {
-        "conv_stem": "the image first meets to_patch_embedding.1, a Linear",
-        "registers": "no module hands on the tokens before the first block",
-    },
+    "hand-written/linear_patch_vit": {"conv_stem": "the image first meets to_patch_embedding.1, a Linear"},
     "hand-written/encoder_vit": NO_CLASS_TOKEN,
-    "hand-written/sequence_first_vit": {"registers": "no module hands on the tokens before the first block"},
     "hand-written/functional_vit": TWO_MAPS
     | NO_CLASS_TOKEN
     | NO_MEAN
-    | NO_SEQUENCE
-    | {"conv_stem": "has none", "ffn_variant": "mlp.0 is part of a FunctionalViT"},
+    | {"patch_dropout": "has none", "conv_stem": "has none", "ffn_variant": "mlp.0 is part of a FunctionalViT"},
     "hand-written/shared_block_vit": NO_CLASS_TOKEN | NO_SEQUENCE,
 }
 """What a network has not, by treatment: the refusal says so."""
@@ -274,6 +264,53 @@ def test_local_attention_of_an_observed_network_is_a_mask_of_near_cells() -> Non
     cells = [(row, column) for row in range(4) for column in range(4)]
     near = torch.tensor([[max(abs(a - c), abs(b - d)) <= 1 for c, d in cells] for a, b in cells])
     torch.testing.assert_close(seen.seen.visibility()[0], F.pad(near, (1, 0, 1, 0), value=True))
+
+
+def test_where_the_network_mixes_heads_after_the_softmax_hidden_keys_stay_hidden() -> None:
+    """CaiT's mixture has a bias, which would give every key a weight: far tokens must not reach each other."""
+    name = "timm/cait_xxs24_224"
+    treated = treat(ZOO[name].awake(), {"local_attention": {"kernel": 3}}, spec=spec_of(name))
+    attention = treated.blocks[0].attn
+    assert attention.proj_w.bias.abs().min() > 1e-3
+    tokens = torch.randn(1, 16, 48, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for token, near in ((0, {0, 1, 4, 5}), (6, {1, 2, 3, 5, 6, 7, 9, 10, 11})):
+        (gradient,) = torch.autograd.grad(attention(tokens)[0, token].sum(), tokens)
+        assert set(gradient[0].abs().sum(-1).nonzero().flatten().tolist()) == near
+
+
+def test_attention_between_two_grids_stays_as_it_is_where_other_attention_is_local() -> None:
+    """Twins attends in windows, and from all tokens to a subsampled grid in turn; its last grids are the same."""
+    name = "timm/twins_svt_small"
+    treated = treat(ZOO[name].build(), {"local_attention": {"kernel": 3}}, spec=spec_of(name))
+    edited = {path: hasattr(module, "neighbourhood") for path, module in treated.named_modules() if "attn" in path}
+    assert edited["blocks.0.0.attn"]
+    assert not edited["blocks.0.1.attn"]
+    assert treated.blocks[0][0].attn.neighbourhood.pairs.shape == (9, 1, 49, 49)
+
+
+@pytest.mark.parametrize("name", ["timm/vit_pwee_patch16_reg1_gap_256", "timm/vit_dwee_patch16_reg1_gap_256"])
+def test_an_extra_block_has_the_heads_of_maps_that_cannot_be_edited(name: str) -> None:
+    """Attention in parallel with an MLP, and the difference of two maps of three heads each."""
+    treated = treat(ZOO[name].awake(), "extra_block", spec=spec_of(name))
+    assert treated.blocks[-1].attn.attn.num_heads == 3
+    train_two_steps(treated, ZOO[name].images())
+
+
+@pytest.mark.parametrize("name", ["hand-written/dict_vit", "hand-written/dataclass_vit"])
+def test_a_mean_of_patches_for_a_network_that_returns_several_things(name: str) -> None:
+    before = ZOO[name].awake()
+    treated = treat(ZOO[name].awake(), "gap_head", spec=spec_of(name))
+    with torch.no_grad():
+        answers = [network(ZOO[name].images()) for network in (before, treated)]
+    values = [answer if isinstance(answer, dict) else vars(answer) for answer in answers]
+    assert all((values[0][key] - values[1][key]).abs().max() > 1e-6 for key in values[0])
+
+
+def test_an_empty_module_is_no_activation() -> None:
+    """A ResNet's skip is an empty Sequential, which is false as a truth value."""
+    name = "hand-written/inline_resnet"
+    with pytest.raises(TreatmentError, match="relu_activation does not fit InlineResNet: it needs a GELU"):
+        treat(ZOO[name].build(), "relu_activation", spec=spec_of(name))
 
 
 def test_a_mask_that_was_examined_at_another_size_is_a_sentence() -> None:

@@ -111,6 +111,63 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> Interval | 
     return float(running.mean) - half, float(running.mean) + half
 
 
+def t_test(values: Sequence[float]) -> float:
+    """Return the two-sided p value of Student's test that the mean of two or more values is 0.
+
+    Example:
+        >>> round(t_test([0.05, 0.06, 0.04]), 4)
+        0.0131
+    """
+    from scipy.special import stdtr  # a tenth of a second that only this needs
+
+    n, mean = len(values), math.fsum(values) / len(values)
+    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+    same = 0.0 if mean else 1.0  # what p is where all values are the same
+    return same if error == 0 else float(2 * stdtr(n - 1, -abs(mean) / error))
+
+
+def t_power(effect: float, pairs: int, alpha: float = 0.05) -> float:
+    """Return how often Student's two-sided test decides for the right side, by the noncentral t distribution.
+
+    Args:
+        effect: The true mean in standard deviations of one value.
+        pairs: The number of values, two or more.
+        alpha: The level of the test.
+
+    Example:
+        >>> round(t_power(2.0, 5), 2), round(t_power(0.0, 5), 3)
+        (0.92, 0.025)
+    """
+    from scipy.special import nctdtr, stdtrit  # a tenth of a second that only this needs
+
+    return float(1 - nctdtr(pairs - 1, abs(effect) * math.sqrt(pairs), stdtrit(pairs - 1, 1 - alpha / 2)))
+
+
+MOST_FLIPS = 2**14
+
+
+def sign_flip_test(values: Sequence[float]) -> float:
+    """Return the two-sided p value of the permutation test that values are symmetric about 0.
+
+    It is the share of all choices of signs whose sum is at least as far from 0 as that of the values: exact for any
+    symmetric distribution, also for numbers that are all the same, whose p is 2 / 2^n. Above 14 values, `MOST_FLIPS`
+    random choices stand for all.
+
+    Example:
+        >>> sign_flip_test([-1.0] * 6), sign_flip_test([0.0, 0.0, 0.0])
+        (0.03125, 1.0)
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    n = len(numbers)
+    if 2**n <= MOST_FLIPS:
+        signs = 1 - 2 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
+    else:
+        signs = np.random.default_rng(0).choice([-1, 1], size=(MOST_FLIPS, n))
+        signs[0] = 1
+    sums = np.abs(signs @ numbers)
+    return float((sums >= sums[0] * (1 - 1e-9)).mean())
+
+
 @dataclass(frozen=True)
 class PairedDifference:
     """Mean of `second - first` over pairs, such as runs with the same seed, with its interval and p value."""
@@ -138,16 +195,11 @@ def paired_difference(
     """
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"at least two pairs are needed (got {len(first)} and {len(second)} values)")
-    from scipy.special import stdtr  # a tenth of a second that only this needs
-
     differences = [b - a for a, b in zip(first, second, strict=True)]
     interval = t_interval(differences, 1 - (1 - confidence) / arms)
     assert interval is not None
-    pairs, mean = len(differences), math.fsum(differences) / len(differences)
-    error = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (pairs - 1) / pairs)
-    same = 0.0 if mean else 1.0  # what p is where the difference is the same in every pair
-    p = same if error == 0 else float(2 * stdtr(pairs - 1, -abs(mean) / error))
-    return PairedDifference(mean, *interval, p, pairs)
+    mean = math.fsum(differences) / len(differences)
+    return PairedDifference(mean, *interval, t_test(differences), len(differences))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

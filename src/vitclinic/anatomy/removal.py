@@ -16,7 +16,7 @@ from vitclinic.anatomy.sites import Site, watch
 
 @dataclass(frozen=True, eq=False)
 class Silence:
-    """Removal that sets a residual branch to zero after its last norm and scale, so that the state passes unchanged.
+    """Removal that sets a branch to zero after its last norm and scale: what it is added to, or lies beside, stays.
 
     Example:
         >>> from vitclinic.anatomy import out_of

@@ -22,6 +22,7 @@ cells of a grid also gives targets for patches.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,6 +120,7 @@ class RandAugment:
     def __init__(self, policy: str, size: Size) -> None:
         from timm.data.auto_augment import rand_augment_transform
 
+        check_magnitude(policy)
         hparams = {"translate_const": int(min(size) * 0.45), "img_mean": (124, 116, 104)}
         try:
             self.transform = rand_augment_transform(policy, hparams)
@@ -142,6 +144,17 @@ class RandAugment:
         np.random.seed(key % 2**32)
         changed = self.transform(as_image(image).convert("RGB"))
         return with_channels(changed, image.shape[2])
+
+
+def check_magnitude(policy: str) -> None:
+    """Raise a RecipeError for a magnitude that timm would lower in silence: to 10, unless `mmax` is raised."""
+    strength, limit = (re.search(rf"-{key}([\d.]+)", policy) for key in ("m", "mmax"))
+    most = limit[1] if limit else "10"
+    if strength and float(strength[1]) > float(most):
+        raise RecipeError(
+            f"'data.augment.randaugment': timm would lower the magnitude of {policy} to {most}; write"
+            f" {policy}-mmax{strength[1]} to have it."
+        )
 
 
 def keep_a_bit(randaugment: Any) -> None:

@@ -8,7 +8,6 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,8 @@ from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Size, centre_view, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, subset
+from vitclinic.data.source import SPLITS, Source, assign, subset
+from vitclinic.data.split import RECORDS, Split, Store, merge_val
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -28,28 +28,6 @@ SMALL_SET_BYTES = 2 * 2**30
 _STATISTICS_FROM = 2000
 
 EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
-
-
-@dataclass(frozen=True)
-class Split:
-    """Images of a source split, or some of them, with their labels.
-
-    Example:
-        >>> test = open_data("digits").test
-        >>> len(test), test.read(np.array([0, 1])).shape
-        (180, (2, 8, 8, 1))
-    """
-
-    images: Store
-    rows: NDArray[np.int64]
-    labels: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, indices: NDArray[np.int64]) -> Images:
-        """Return the pixels of the images at `indices` in this split, uint8 [B, height, width, C]."""
-        return self.images.read(self.rows[indices])
 
 
 @dataclass(frozen=True)
@@ -76,6 +54,11 @@ class Dataset:
     def spec(self) -> ImageSpec:
         """Shape of the images and number of classes that a network for this data set must have."""
         return ImageSpec(len(self.classes), self.channels, self.size)
+
+    @property
+    def scores_val(self) -> bool:
+        """True if its test images are those of val, because it has no others and none are held out."""
+        return len(self.test) > 0 and self.test.images is self.val.images and not self.undivided
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:
@@ -127,28 +110,6 @@ class Dataset:
         rows = np.concatenate([split.rows for split in together])
         order = np.argsort(rows, kind="stable")
         return Split(first.images, rows[order], np.concatenate([split.labels for split in together])[order])
-
-
-_RECORDS: WeakKeyDictionary[Store, Records] = WeakKeyDictionary()
-"""What the images of open stores are made from; not a part of them, since workers get copies of these."""
-
-
-def name_images(split: Split) -> list[str]:
-    """Return the names of the images of a split, in order: their files, or their table and row.
-
-    Example:
-        >>> name_images(open_data("digits").test)[0]
-        'digits image 2'
-    """
-    return [_name_image(split.images, int(row)) for row in split.rows]
-
-
-def _name_image(store: Store, row: int) -> str:
-    if isinstance(store, Joined):
-        inside, first = row - store.border, row < store.border
-        return _name_image(store.first, row) if first else _name_image(store.second, inside)
-    records = _RECORDS.get(store)
-    return f"image {row}" if records is None else records.name(int(store.kept[row]))
 
 
 def open_data(
@@ -312,7 +273,7 @@ def _stores(
             stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
         else:
             stores[split] = StreamedImages(records, size, framed, channels, config.on_error, progress)
-        _RECORDS[stores[split]] = records
+        RECORDS[stores[split]] = records
     return stores
 
 
@@ -334,24 +295,11 @@ def _dataset(
     for split, (origin, rows) in assign(labels, config.split_seed, config.held_out).items():
         splits[split] = Split(stores[origin], rows, labels[origin][rows])
     if config.train_on_val:
-        splits |= _merge_val(splits["train"], splits["val"])
+        splits |= merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     skipped = [sentence for store in stores.values() for sentence in store.skipped]
     return kind(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
-
-
-def _merge_val(train: Split, val: Split) -> dict[str, Split]:
-    """Return the train split with the val images in it, and an empty val split."""
-    labels = np.concatenate((train.labels, val.labels))
-    nothing = np.empty(0, dtype=np.int64)
-    if train.images is val.images:
-        rows = np.concatenate((train.rows, val.rows))
-        order = np.argsort(rows)
-        return {"train": Split(train.images, rows[order], labels[order]), "val": Split(val.images, nothing, nothing)}
-    border = len(train.images.kept)
-    joined = Split(Joined(train.images, val.images), np.concatenate((train.rows, border + val.rows)), labels)
-    return {"train": joined, "val": Split(val.images, nothing, nothing)}
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:

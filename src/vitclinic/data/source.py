@@ -16,8 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint
-from vitclinic.data.decoding import Images, Size
+from vitclinic.data.decoding import Size
 from vitclinic.data.randomness import generator
 
 SPLITS = ("train", "val", "test")
@@ -89,52 +88,6 @@ class Source:
         return self.splits.get("train") or next(iter(self.splits.values()))
 
 
-class Store(Protocol):
-    """Protocol of the readable images of a source split."""
-
-    digest: str
-    skipped: list[str]
-    kept: NDArray[np.int64]
-    """Indices of the source's records that it contains."""
-
-    def read(self, indices: NDArray[np.int64]) -> Images: ...
-
-
-class Joined:
-    """Store of the images of two stores, one after the other."""
-
-    def __init__(self, first: Store, second: Store) -> None:
-        self.first, self.second, self.border = first, second, len(first.kept)
-        self.digest = fingerprint(first.digest, second.digest)
-        self.skipped = [*first.skipped, *second.skipped]
-        self.kept = np.concatenate((first.kept, self.border + second.kept))
-
-    def read(self, indices: NDArray[np.int64]) -> Images:
-        behind = indices >= self.border
-        first, second = self.first.read(indices[~behind]), self.second.read(indices[behind] - self.border)
-        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-            images = np.empty((len(indices), *first.shape[1:]), dtype=np.uint8)
-            images[~behind], images[behind] = first, second
-            return images
-        return _Interleaved(first, second, behind)
-
-
-class _Interleaved:
-    """Originals of two stores in the order of `behind`, which is true for those of the second."""
-
-    def __init__(self, first: Images, second: Images, behind: NDArray[np.bool_]) -> None:
-        assert not isinstance(first, np.ndarray)
-        self.first, self.second, self.behind, self.framed = first, second, behind, first.framed
-
-    def __len__(self) -> int:
-        return len(self.behind)
-
-    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
-        parts = iter(self.first), iter(self.second)
-        for behind in self.behind:
-            yield next(parts[int(behind)])
-
-
 def _check_labels(records: Records, classes: int, split: str) -> None:
     wrong = np.flatnonzero((records.labels < 0) | (records.labels >= classes))
     if wrong.size:
@@ -180,7 +133,8 @@ def assign(
     """Return, for each of train, val and test, the source split it is drawn from and the indices in it.
 
     Splits that the source has are kept as they are; val and test that it lacks are held out of its training
-    images, a `share` of them each. A source without training images (a test set) lacks the others, too.
+    images, a `share` of them each. If nothing is held out, the test images of a source that has val and no test are
+    those of val, as ImageNet is scored. A source without training images (a test set) lacks the others, too.
     """
     if "train" not in labels:
         first, nothing = next(iter(labels)), np.empty(0, dtype=np.int64)
@@ -193,8 +147,9 @@ def assign(
     order = np.arange(len(labels["train"]), dtype=np.int64) if kept else stratify(labels["train"], seed)
     result: dict[str, tuple[str, Indices]] = {}
     for split in ("val", "test"):
-        if split in labels:
-            result[split] = (split, np.arange(len(labels[split]), dtype=np.int64))
+        origin = "val" if split not in labels and held == 0 and "val" in labels else split
+        if origin in labels:
+            result[split] = (origin, np.arange(len(labels[origin]), dtype=np.int64))
         else:
             result[split] = ("train", np.sort(order[:held]))
             order = order[held:]

@@ -20,7 +20,8 @@ from vitclinic.experiments.prescribe.prescription import Prescription, TriedStag
 from vitclinic.experiments.runner import Outcome
 from vitclinic.experiments.study.conduct import StudyResult
 from vitclinic.experiments.study.costs import ASSUMPTION, ArmCost, Plan
-from vitclinic.experiments.study.verdicts import ENOUGH_SEEDS
+from vitclinic.experiments.study.expectations import Expectation
+from vitclinic.experiments.study.verdicts import ENOUGH_SEEDS, count_seeds
 from vitclinic.reports.study_result import ArmNumbers, Comparison
 
 
@@ -179,7 +180,7 @@ class TimeLeft:
 
 Rows = Sequence[dict[str, str]]
 
-_COLOURS = {"reproduced": "green", "not reproduced": "red", "undecided": "yellow"}
+_COLOURS = {"reproduced": "green", "not reproduced": "red", "undecided": "yellow", "not testable here": "yellow"}
 
 
 def show_result(result: StudyResult, console: Console) -> None:
@@ -207,6 +208,9 @@ def show_result(result: StudyResult, console: Console) -> None:
 def statement(result: StudyResult) -> str:
     """Return the verdict in words."""
     text = f"{result.verdict.word}: {result.study.title}"
+    broken = [f"{one.says} ({one.found})" for one in result.verdict.conditions if not one.holds]
+    if broken:
+        return f"{text}. What does not hold: {'; '.join(broken)}"
     if not result.verdict.exploratory:
         return text
     fewest = min(comparison.seeds for comparison in result.verdict.comparisons)
@@ -222,7 +226,7 @@ def _arm_row(result: StudyResult, arm: str) -> dict[str, str]:
     row = {"arm": arm, "runs": ", ".join(runs)}
     for name, measure in result.study.measures.items():
         by_seed = {seed: numbers.get(name, math.nan) for seed, numbers in result.values[arm].items()}
-        row[f"log10 {name}" if measure.log else name] = _cell(ArmNumbers(by_seed, share=measure.result == "diverged"))
+        row[f"log10 {name}" if measure.log else name] = _cell(ArmNumbers(by_seed, share=measure.is_end))
     return row
 
 
@@ -241,6 +245,7 @@ def _comparison_row(one: Comparison) -> dict[str, str]:
         "measure": one.measure,
         "mean": "-" if math.isnan(one.mean) else f"{one.mean:+.3g}",
         "interval": "-" if math.isnan(one.low) else f"[{one.low:.3g}, {one.high:.3g}]",
+        "p": "-" if math.isnan(one.p) else f"{one.p:.2g}{' (signs)' * (one.test == 'signs')}",
         "seeds": f"{one.seeds} ({one.missing} without a number)" if one.missing else str(one.seeds),
         "status": one.status,
     }
@@ -272,6 +277,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     """Print what a dry run found."""
     say(console, f"[bold]{escape(plan.study.claim)}[/]: {escape(plan.study.title)}")
     _show_table("Arms, for one seed", [_cost_row(cost, plan.scale == "paper") for cost in plan.arms], console)
+    rows = [_power_row(plan, expected) for expected in plan.study.expectations]
+    _show_table(f"Power of {plan.seeds} seeds for what the paper states", rows, console)
     seeds = f"{plan.seeds} seed{'s' * (plan.seeds != 1)}"
     arms = f"{len(plan.arms)} arm{'s' * (len(plan.arms) != 1)}"
     say(console, f"{plan.runs} runs ({arms} x {seeds}), {plan.flops:.2g} training FLOPs in total")
@@ -282,6 +289,19 @@ def show_plan(plan: Plan, console: Console) -> None:
         )
     elif plan.minutes is not None:
         say(console, f"about {format_duration(60 * plan.minutes)} on two cores for training alone (an estimate)")
+
+
+def _power_row(plan: Plan, expected: Expectation) -> dict[str, str]:
+    """Return how often this many seeds find the effect that the paper states."""
+    power, needed = plan.power[expected.says], count_seeds(expected, plan.study)
+    known = "-" if expected.effect is None else f"{expected.effect:+.3g}"
+    return {
+        "claim": expected.says,
+        "the paper's effect": known,
+        "spread over seeds": "-" if expected.spread is None else f"{expected.spread:.3g}",
+        "power": "not known" if power is None else f"{power:.0%}",
+        "seeds for 80%": "-" if needed is None else str(needed),
+    }
 
 
 def _cost_row(cost: ArmCost, gpu: bool) -> dict[str, str]:

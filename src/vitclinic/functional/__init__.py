@@ -34,6 +34,8 @@ from vitclinic.functional.behaviour import (
     missing_rate,
     reliability_diagram,
     shape_bias,
+    sigmoid_loss,
+    softmax_loss,
 )
 from vitclinic.functional.curvature import (
     Estimate,
@@ -68,7 +70,17 @@ from vitclinic.functional.features import (
     token_norms,
     weight_norm,
 )
-from vitclinic.functional.images import attack_step, band_noise, corrupt, fgsm, frequency_rings, occlude_center, pgd
+from vitclinic.functional.images import (
+    attack_step,
+    band_noise,
+    corrupt,
+    fgsm,
+    frequency_rings,
+    occlude_center,
+    patch_cutmix,
+    pgd,
+    soft_targets,
+)
 from vitclinic.functional.landscape import (
     Polar,
     average_flatness,
@@ -96,14 +108,10 @@ from vitclinic.functional.treatments import (
     mimetic_factors,
     patch_contrastive_loss,
     patch_cosine_loss,
-    patch_cutmix,
     patch_mixing_loss,
     remove_registers,
     scaled_relu,
     sequence_pool,
-    sigmoid_loss,
-    soft_targets,
-    softmax_loss,
     spatial_smoothing,
     squeeze_excitation,
 )

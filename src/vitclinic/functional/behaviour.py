@@ -1,4 +1,4 @@
-"""Formulas of what a network answers: accuracy, calibration, lesions, missing rate, shape bias.
+"""Formulas of what a network answers: losses, accuracy, calibration, lesions, missing rate, shape bias.
 
 Shapes: B images, K classes.
 """
@@ -21,6 +21,7 @@ from vitclinic.probes.behaviour import accuracy as answers
 from vitclinic.probes.behaviour import missing_rate as midpoints
 from vitclinic.probes.behaviour import shape_bias as conflicts
 from vitclinic.probes.behaviour import shift
+from vitclinic.tasks import classification
 
 Model = Callable[[Tensor], Any]
 
@@ -228,3 +229,38 @@ def shape_bias(predictions: Tensor, shapes: Tensor, textures: Tensor) -> float:
     chosen, shape, texture = (labels.cpu().numpy().astype(np.int64) for labels in (predictions, shapes, textures))
     by_shape, by_texture = (int(count.sum()) for count in conflicts.count_decisions(chosen, shape, texture, 0))
     return by_shape / (by_shape + by_texture) if by_shape + by_texture else float("nan")
+
+
+def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy (NLL), averaged over images; half precision is computed in float32.
+
+        -1/B sum_i sum_k y_i(k) log p_i(k)
+
+    Args:
+        logits: [B, K].
+        targets: Class indices [B], or shares of the classes [B, K].
+
+    Example:
+        >>> softmax_loss(torch.zeros(1, 2), torch.tensor([1]))
+        tensor(0.6931)
+    """
+    check_shape(logits, "B K", "logits")
+    return classification.softmax_loss(logits, targets)
+
+
+def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the binary cross-entropy of every class, summed over classes and averaged over images.
+
+    Args:
+        logits: [B, K].
+        targets: Class indices [B], or shares of the classes [B, K].
+
+    References:
+        chen2022 App. E.1.
+
+    Example:
+        >>> sigmoid_loss(torch.zeros(1, 2), torch.tensor([1]))  # 2 log 2
+        tensor(1.3863)
+    """
+    check_shape(logits, "B K", "logits")
+    return classification.sigmoid_loss(logits, targets)

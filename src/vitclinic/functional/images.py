@@ -1,4 +1,4 @@
-"""Formulas of changed images: attacks, noise of one band of frequencies, occlusion, corruptions.
+"""Formulas of changed images: attacks, noise of one band of frequencies, occlusion, corruptions, CutMix on patches.
 
 Images are [B, C, H, W] in [0, 1]; a model takes them as they are, so that normalization belongs inside it.
 Shapes: B images, C channels.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitclinic.data import corruptions
+from vitclinic.data import augment, corruptions
 from vitclinic.data.corruptions.noise import Ball, Norm
 from vitclinic.functional.checks import check_labels, check_same, check_shape, widen
 from vitclinic.probes.behaviour import attacks, frequency_noise, occlusion
@@ -202,3 +202,56 @@ def corrupt(images: Tensor, name: str, severity: int, indices: Sequence[int] | N
     """
     check_shape(images, "B C H W", "images")
     return corruptions.corrupt(images, name, severity, indices, seed)
+
+
+def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
+    """Convert labels to soft targets, with `smoothing` spread evenly over all classes.
+
+    Args:
+        labels: Class indices [B].
+        num_classes: K.
+        smoothing: Between 0 and 1.
+
+    Returns:
+        [B, K].
+
+    Example:
+        >>> soft_targets(torch.tensor([1]), 2, smoothing=0.2)
+        tensor([[0.1000, 0.9000]])
+    """
+    check_labels(labels, len(labels), "labels")
+    return augment.soft_targets(labels, num_classes, smoothing)
+
+
+def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mix images by CutMix on patch borders; return them with a target for each image and for each patch.
+
+    An image's target is lambda y_i + (1 - lambda) y_j, lambda being the share of its patches that are its own.
+
+    Args:
+        images: [B, C, H, W], H and W multiples of the grid's rows and columns.
+        targets: Shares of the classes, [B, K]; see `soft_targets`.
+        partner: Which image each is mixed with, [B].
+        cut: Booleans [B, rows, columns]: the patches that show the partner.
+
+    Returns:
+        Mixed images [B, C, H, W], targets [B, K] and patch targets [B, N, K].
+
+    References:
+        gong2021 Sec. 4; Yun et al., ICCV 2019 (CutMix).
+
+    Example:
+        >>> images = torch.stack([torch.zeros(1, 2, 2), torch.ones(1, 2, 2)])
+        >>> cut = torch.tensor([[[True, False], [False, False]], [[False, False], [False, False]]])
+        >>> mixed, targets, patches = patch_cutmix(images, torch.eye(2), torch.tensor([1, 0]), cut)
+        >>> mixed[0, 0].tolist(), targets[0].tolist(), patches[0, 0].tolist()
+        ([[1.0, 0.0], [0.0, 0.0]], [0.75, 0.25], [0.0, 1.0])
+    """
+    check_shape(images, "B C H W", "images")
+    check_shape(targets, "B K", "targets")
+    check_labels(partner, len(images), "partner")
+    if cut.ndim != 3 or len(cut) != len(images) or len(targets) != len(images):
+        raise ValueError(f"cut must be [B, rows, columns] for {len(images)} images (got {tuple(cut.shape)}).")
+    if images.shape[2] % cut.shape[1] or images.shape[3] % cut.shape[2]:
+        raise ValueError(f"images of {tuple(images.shape[2:])} do not divide into {tuple(cut.shape[1:])} patches.")
+    return augment.mix_cells(images, targets, partner, cut.bool())

@@ -110,7 +110,7 @@ def loss_landscape(
         loss: A callable that returns a scalar, or (model, criterion, batches).
         params: The parameters that move.
         along: One or two directions, each one tensor a parameter; see `filter_normalize`.
-        points: On each axis; odd, so that w itself is one.
+        points: On each axis, at least 3; w itself is one of them if their number is odd.
         span: The end of each axis.
 
     Returns:
@@ -125,8 +125,8 @@ def loss_landscape(
         (tensor([-1.,  0.,  1.], dtype=torch.float64), tensor([1., 0., 1.], dtype=torch.float64))
     """
     surface = Surface(loss, params)
-    if len(along) not in (1, 2) or points < 3 or points % 2 == 0:
-        raise ValueError(f"Give one or two directions and an odd number of points (got {len(along)} and {points}).")
+    if len(along) not in (1, 2) or points < 3:
+        raise ValueError(f"Give one or two directions and at least 3 points (got {len(along)} and {points}).")
     for direction in along:
         check_parts(direction, surface.weights, "each direction")
     grid = landscape.Grid(points, span, len(along))

@@ -1,4 +1,4 @@
-"""Formulas of the remedies: losses, scaled ReLU, Context Broadcasting, patch losses, CutMix on patch borders.
+"""Formulas of the remedies: scaled ReLU, Context Broadcasting, mimetic factors, pooling, registers, patch losses.
 
 All of them can be differentiated.
 Shapes: B images, N tokens, D channels, K classes, C channels of a map of H x W places.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitclinic.data import augment
-from vitclinic.functional.checks import check_labels, check_same, check_shape
-from vitclinic.tasks import classification
+from vitclinic.functional.checks import check_same, check_shape
 from vitclinic.treatments import context_broadcasting as broadcasting
 from vitclinic.treatments import mimetic_init as mimetic
 from vitclinic.treatments import patch_losses
@@ -19,41 +17,6 @@ from vitclinic.treatments import registers as register_tokens
 from vitclinic.treatments import sequence_pooling as pooling
 from vitclinic.treatments import spatial_smoothing as smoothing
 from vitclinic.treatments import squeeze_excitation as gating
-
-
-def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy (NLL), averaged over images; half precision is computed in float32.
-
-        -1/B sum_i sum_k y_i(k) log p_i(k)
-
-    Args:
-        logits: [B, K].
-        targets: Class indices [B], or shares of the classes [B, K].
-
-    Example:
-        >>> softmax_loss(torch.zeros(1, 2), torch.tensor([1]))
-        tensor(0.6931)
-    """
-    check_shape(logits, "B K", "logits")
-    return classification.softmax_loss(logits, targets)
-
-
-def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the binary cross-entropy of every class, summed over classes and averaged over images.
-
-    Args:
-        logits: [B, K].
-        targets: Class indices [B], or shares of the classes [B, K].
-
-    References:
-        chen2022 App. E.1.
-
-    Example:
-        >>> sigmoid_loss(torch.zeros(1, 2), torch.tensor([1]))  # 2 log 2
-        tensor(1.3863)
-    """
-    check_shape(logits, "B K", "logits")
-    return classification.sigmoid_loss(logits, targets)
 
 
 def scaled_relu(x: Tensor, shift: float | Tensor = 0.0, scale: float | Tensor = 1.0) -> Tensor:
@@ -357,56 +320,3 @@ def _check_patches(h: Tensor) -> None:
     check_shape(h, "B N D", "patches")
     if h.shape[1] < 2:
         raise ValueError("The patch losses need at least two patches.")
-
-
-def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
-    """Convert labels to soft targets, with `smoothing` spread evenly over all classes.
-
-    Args:
-        labels: Class indices [B].
-        num_classes: K.
-        smoothing: Between 0 and 1.
-
-    Returns:
-        [B, K].
-
-    Example:
-        >>> soft_targets(torch.tensor([1]), 2, smoothing=0.2)
-        tensor([[0.1000, 0.9000]])
-    """
-    check_labels(labels, len(labels), "labels")
-    return augment.soft_targets(labels, num_classes, smoothing)
-
-
-def patch_cutmix(images: Tensor, targets: Tensor, partner: Tensor, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mix images by CutMix on patch borders; return them with a target for each image and for each patch.
-
-    An image's target is lambda y_i + (1 - lambda) y_j, lambda being the share of its patches that are its own.
-
-    Args:
-        images: [B, C, H, W], H and W multiples of the grid's rows and columns.
-        targets: Shares of the classes, [B, K]; see `soft_targets`.
-        partner: Which image each is mixed with, [B].
-        cut: Booleans [B, rows, columns]: the patches that show the partner.
-
-    Returns:
-        Mixed images [B, C, H, W], targets [B, K] and patch targets [B, N, K].
-
-    References:
-        gong2021 Sec. 4; Yun et al., ICCV 2019 (CutMix).
-
-    Example:
-        >>> images = torch.stack([torch.zeros(1, 2, 2), torch.ones(1, 2, 2)])
-        >>> cut = torch.tensor([[[True, False], [False, False]], [[False, False], [False, False]]])
-        >>> mixed, targets, patches = patch_cutmix(images, torch.eye(2), torch.tensor([1, 0]), cut)
-        >>> mixed[0, 0].tolist(), targets[0].tolist(), patches[0, 0].tolist()
-        ([[1.0, 0.0], [0.0, 0.0]], [0.75, 0.25], [0.0, 1.0])
-    """
-    check_shape(images, "B C H W", "images")
-    check_shape(targets, "B K", "targets")
-    check_labels(partner, len(images), "partner")
-    if cut.ndim != 3 or len(cut) != len(images) or len(targets) != len(images):
-        raise ValueError(f"cut must be [B, rows, columns] for {len(images)} images (got {tuple(cut.shape)}).")
-    if images.shape[2] % cut.shape[1] or images.shape[3] % cut.shape[2]:
-        raise ValueError(f"images of {tuple(images.shape[2:])} do not divide into {tuple(cut.shape[1:])} patches.")
-    return augment.mix_cells(images, targets, partner, cut.bool())

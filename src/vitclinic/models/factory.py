@@ -1,7 +1,8 @@
-"""The factory of networks, which take pixels in [0, 1] and normalize them themselves."""
+"""The factory of networks, which take pixels in [0, 1] and normalize them themselves; and calling any network."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,10 +14,10 @@ import torch
 from timm.models import is_model, list_models, model_entrypoint, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import eval_mode
-from vitclinic.models.calling import image_keyword
 
 
 class Normalized(nn.Module):
@@ -243,3 +244,57 @@ def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
     return line if line.endswith(".") else f"{line}."
+
+
+IMAGES = "pixel_values"
+"""The name that Hugging Face's networks have for images."""
+
+
+def image_keyword(network: nn.Module) -> str | None:
+    """Return the keyword that a network takes its images by; None if they are its first argument.
+
+    That is `pixel_values` if `forward` has it behind other arguments, else the only required keyword of a `forward`
+    without positional arguments.
+
+    Example:
+        >>> class Encoder(nn.Module):
+        ...     def forward(self, *, pixel_values, output_attentions=False): ...
+        >>> image_keyword(Encoder()), image_keyword(nn.Flatten())
+        ('pixel_values', None)
+    """
+    try:
+        parameters = list(inspect.signature(network.forward).parameters.values())
+    except (TypeError, ValueError):  # a forward without a Python signature
+        return None
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if positional and positional[0].name == IMAGES:
+        return None
+    if any(each.name == IMAGES for each in parameters):
+        return IMAGES
+    if positional or any(each.kind == each.VAR_POSITIONAL for each in parameters):
+        return None
+    required = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
+    return required[0] if len(required) == 1 else None
+
+
+def call_with_images(network: nn.Module, images: Tensor) -> Any:
+    """Return what a network returns for images [B, C, H, W].
+
+    Example:
+        >>> import torch
+        >>> call_with_images(nn.Flatten(), torch.zeros(2, 3, 4, 4)).shape
+        torch.Size([2, 48])
+    """
+    keyword = image_keyword(network)
+    return network(images) if keyword is None else network(**{keyword: images})
+
+
+def check_ready(network: nn.Module, name: str) -> None:
+    """Raise a ModelError if the network cannot be measured: TorchScript, or weights that are not there yet."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise ModelError(f"{name} is a TorchScript module, whose layers cannot be read. Pass the original nn.Module.")
+    tensors = (*network.parameters(), *network.buffers())
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise ModelError(f"{name} has lazy modules without weights. Call it once on a batch of images first.")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ModelError(f"{name} is on the meta device and has no weights. Load them first.")

@@ -28,7 +28,7 @@ from vitclinic.reports.study_result import (
 POOL = "pool"
 """Where the runs are, beside the page."""
 
-SEVERITIES = {"reproduced": "healthy", "not reproduced": "problem", "undecided": "notice"}
+SEVERITIES = {"reproduced": "healthy", "not reproduced": "problem", "undecided": "notice", "not testable here": "plain"}
 """The look of a verdict, as that of findings."""
 STATUS_SEVERITIES = {"as claimed": "healthy", "opposite": "problem", "undecided": "notice"}
 
@@ -50,6 +50,7 @@ def render_study(result: StoredResult) -> str:
         statement=state_result(result),
         facts=_facts(result),
         comparisons=[view_comparison(one) for one in result.comparisons],
+        conditions=result.conditions,
         measures=list(result.measures),
         arms=[_arm(result, place, arm) for place, arm in enumerate(result.arms)],
         failures=_failures(result),
@@ -61,6 +62,10 @@ def render_study(result: StoredResult) -> str:
 
 def state_result(result: StoredResult) -> str:
     """Return what the verdict rests on, in a sentence or two."""
+    failed = [one for one in result.conditions if not one.holds]
+    if failed:
+        broken = "; ".join(f"{one.says} ({one.found})" for one in failed)
+        return f"Outside of the regime in which the claim can be tested. What does not hold: {broken}."
     count = len(result.comparisons)
     claimed, opposite = (sum(one.status == word for one in result.comparisons) for word in ("as claimed", "opposite"))
     text = f"{claimed} of {count} comparison{'s' * (count != 1)} as claimed"
@@ -78,6 +83,7 @@ def view_comparison(one: StoredComparison) -> dict[str, Any]:
         "measure": one.measure,
         "terms": one.terms,
         "mean": format_signed(one.mean),
+        "p": "–" if math.isnan(one.p) else f"{one.p:.2g}{' by signs' * (one.test == 'signs')}",
         "interval": "–" if math.isnan(one.low) else f"{format_number(one.low)} to {format_number(one.high)}",
         "status": one.status,
         "severity": STATUS_SEVERITIES[one.status],

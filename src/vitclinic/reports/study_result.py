@@ -14,7 +14,7 @@ from vitclinic._core.errors import RunError
 from vitclinic._core.statistics import share_interval, t_interval
 
 SCHEMA = 1
-Word = Literal["reproduced", "not reproduced", "undecided"]
+Word = Literal["reproduced", "not reproduced", "undecided", "not testable here"]
 Status = Literal["as claimed", "opposite", "undecided"]
 WORDS: tuple[Word, ...] = get_args(Word)
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -48,9 +48,23 @@ class Comparison:
     """Seeds without a number, such as those in which a run diverged before it could be measured."""
     numbers: Mapping[int, float]
     """By seed; NaN where there is none, empty in results that were stored without them."""
+    p: float = math.nan
+    """Two-sided; NaN if nothing could be tested, and in results that were stored without it."""
+    test: Literal["t", "signs"] = "t"
+    """Student's, or the permutation of signs, of numbers that are few and often the same."""
 
 
 @dataclass(frozen=True)
+class Checked:
+    """The outcome of one condition of a study."""
+
+    says: str
+    holds: bool
+    found: str
+    """The number that breaks it, or is nearest to doing so, with its arm and seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoredComparison(Comparison):
     """A comparison with what its expectation says about its number."""
 
@@ -106,6 +120,8 @@ class StoredResult:
     word: str
     exploratory: bool
     comparisons: tuple[StoredComparison, ...]
+    conditions: tuple[Checked, ...]
+    """Of its regime; those that do not hold make it not testable."""
     measures: Mapping[str, Mapping[str, ArmNumbers]]
     """measure -> arm -> its numbers."""
     missing: Mapping[str, Mapping[int, Mapping[str, str]]]
@@ -172,6 +188,9 @@ def parse_result(plain: Mapping[str, Any]) -> StoredResult:
         word=word,
         exploratory=verdict != word,
         comparisons=tuple(map(_parse_comparison, plain["comparisons"], study["expectations"])),
+        conditions=tuple(
+            Checked(str(one["says"]), bool(one["holds"]), str(one["found"])) for one in plain.get("conditions", ())
+        ),
         measures=_parse_measures(study["measures"], plain["values"]),
         missing={arm: _by_seed(seeds) for arm, seeds in plain["missing"].items()},
         runs={arm: _by_seed(seeds) for arm, seeds in plain["runs"].items()},
@@ -198,6 +217,8 @@ def _parse_comparison(plain: Mapping[str, Any], expected: Mapping[str, Any]) -> 
         seeds=int(plain["seeds"]),
         missing=int(plain["missing"]),
         numbers={int(seed): float(number) for seed, number in plain.get("numbers", {}).items()},
+        p=float(plain.get("p", math.nan)),
+        test="signs" if plain.get("test") == "signs" else "t",
     )
 
 
@@ -216,7 +237,7 @@ def _parse_measures(measures: Mapping[str, Any], values: Mapping[str, Any]) -> d
         f"log10 {name}" if measure.get("log") else name: {
             arm: ArmNumbers(
                 {int(seed): float(numbers.get(name, math.nan)) for seed, numbers in by_seed.items()},
-                share=measure.get("result") == "diverged",
+                share=measure.get("result") in ("diverged", "stalled", "learns"),
             )
             for arm, by_seed in values.items()
         }

@@ -6,7 +6,6 @@ with torch's fake tensors, which have shapes and no numbers: it takes no memory 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -226,11 +225,6 @@ def _find_notes(recipe: Recipe) -> Iterator[str]:
         pick_device(recipe.device)
     except RecipeError as error:
         yield str(error)
-    policy = recipe.data.augment.resolve().randaugment or "off"
-    strength, limit = (re.search(rf"-{key}([\d.]+)", policy) for key in ("m", "mmax"))
-    most = limit[1] if limit else "10"
-    if strength and float(strength[1]) > float(most):
-        yield f"timm clips the magnitude of {policy} at {most}; add -mmax{strength[1]} to raise it."
 
 
 def _trace(trainer: Trainer) -> tuple[Memory, int | None, str | None]:

@@ -202,6 +202,11 @@ class Trainer:
         self.sizes = ImageSizes(sizes, resizing.ends(self.steps_per_epoch, total_steps))
         if resizing.shares:
             self.notices.append(self.sizes.describe())
+        if recipe.test and dataset.scores_val:
+            self.notices.append(
+                "The data has no test images and none are held out: test scores are of val, on which the best"
+                " checkpoint is selected, and the last is not."
+            )
         self._batches: Iterator[Batch] | None = None
 
     @property

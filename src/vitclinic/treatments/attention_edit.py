@@ -23,6 +23,7 @@ from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import AttentionSpec
 from vitclinic.anatomy.maps import (
     MHA_SIGNATURE,
+    PRODUCTS,
     SOFTMAX,
     attention_scores,
     is_over_last_axis,
@@ -99,6 +100,8 @@ class _Edit(TorchFunctionMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.attention = cast(AttentionOptions, module)
+        self._map: Tensor | None = None
+        """The edited map, if the network goes on to mix its heads: a key that is hidden stays hidden in the mixture."""
 
     def __torch_function__(
         self,
@@ -113,20 +116,38 @@ class _Edit(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             return _attend_multi_head(self.attention, *args, **kwargs)
         if is_softmax_of_map(func, args, kwargs):
-            return _edit_softmax(self.attention, *args, **kwargs)
+            weights = _edit_softmax(self.attention, *args, **kwargs)
+            self._map = weights if _is_mixed_later(self.attention) else None
+            return weights
+        if self._map is not None and func in PRODUCTS:
+            args = tuple(_hide_again(operand, self._map) for operand in args)
         return func(*args, **kwargs)
 
 
+def _is_mixed_later(attention: AttentionOptions) -> bool:
+    seen = None if attention.map_spec is None else attention.map_spec.seen
+    return attention.neighbourhood is not None and seen is not None and seen.mixed_later
+
+
+def _hide_again(operand: Any, weights: Tensor) -> Any:
+    """Return a map without the keys to which no head of another map of its shape gives weight."""
+    if not isinstance(operand, Tensor) or operand.shape != weights.shape:
+        return operand
+    return operand.masked_fill((weights == 0).all(dim=1, keepdim=True), 0.0)
+
+
 def is_softmax_of_map(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True for a call of a softmax over the last axis of scores, [B, H, Q, K] or [B * H, Q, K]."""
+    """Return True for a softmax over the last axis of scores, [B, H, Q, K], [B * H, Q, K] or [B, W, H, Q, K]."""
     if func not in SOFTMAX:
         return False
     scores: Tensor = args[0] if args else kwargs["input"]
-    return scores.ndim in (3, 4) and is_over_last_axis(scores, args, kwargs)
+    return scores.ndim in (3, 4, 5) and is_over_last_axis(scores, args, kwargs)
 
 
 def _edit_softmax(attention: AttentionOptions, input: Tensor, dim: int, *_: Any, **kwargs: Any) -> Tensor:
     """Return the edited weights of a plain softmax over scores [B, H, Q, K], or [B * H, Q, K] with heads fastest."""
+    if input.ndim == 5:  # windows have an axis of their own
+        return _edit_softmax(attention, input.flatten(0, 1), dim, **kwargs).reshape(input.shape)
     scores = _heads_apart(input, attention.map_heads) if input.ndim == 3 else input
     scores = scores if kwargs.get("dtype") is None else scores.to(kwargs["dtype"])
     near = attention.neighbourhood
@@ -153,6 +174,12 @@ def _attend_sdpa(
         query, key, value = (_heads_apart(x, attention.map_heads) for x in (query, key, value))
         mixed = _attend_sdpa(attention, query, key, value, attn_mask, dropout_p, is_causal, scale)
         return mixed.flatten(0, 1)
+    if query.ndim == 5:  # windows have an axis of their own
+        windows = query.shape[1]
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+        attn_mask = attn_mask.flatten(0, 1) if attn_mask is not None and attn_mask.ndim == 5 else attn_mask
+        mixed = _attend_sdpa(attention, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return mixed.reshape(-1, windows, *mixed.shape[1:])
     if enable_gqa:
         key, value = repeat_groups(key, query), repeat_groups(value, query)
     attn_mask = sdpa_mask(query, key, attn_mask, is_causal)

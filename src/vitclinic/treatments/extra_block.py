@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, Unit, taps
+from vitclinic.anatomy import Anatomy, AttentionMap, Unit, record_attention, taps
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import is_edited
 from vitclinic.treatments.parts import examine, find_attentions, missing, replace_at, run_once
-from vitclinic.treatments.surgery import check_untouched
+from vitclinic.treatments.surgery import check_untouched, treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
 M = TypeVar("M", bound=nn.Module)
@@ -103,7 +103,11 @@ class ExtraBlock(Treatment):
 
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         anatomy = examine(self, network, spec)
-        return self._copy_step(anatomy) if isinstance(network, VisionTransformer) else self._append(anatomy, spec)
+        if isinstance(network, VisionTransformer):
+            attention = getattr(network.blocks[-1], "attn", None)  # timm's parallel blocks have none
+            if type(attention) is Attention or (attention is not None and treatments_of(network)):
+                return self._copy_step(anatomy)
+        return self._append(anatomy, spec)
 
     def _copy_step(self, anatomy: Anatomy) -> nn.Module:
         """Append a step like those of timm's last block."""
@@ -193,11 +197,22 @@ class ExtraBlock(Treatment):
             return None
         return int(state.shape[-1]), 1 if isinstance(output, Tensor) else len(output)
 
+    def _count_heads(self, anatomy: Anatomy, spec: ImageSpec) -> int:
+        """Return the number of heads of the last attention that has a map."""
+        units = [unit for unit in anatomy.of_kind("msa") if unit.attention is not None]
+        if not units:
+            return find_attentions(self, anatomy, spec)[-1].heads
+        seen: list[AttentionMap] = []
+        with record_attention(units[-1:], seen.append):
+            run_once(anatomy.network, spec)
+        side_by_side = 1 if seen[-1].seen is None else len(seen[-1].seen.numbers)
+        return seen[-1].weights.shape[1] // side_by_side
+
     def _build(self, anatomy: Anatomy, width: int, results: int, spec: ImageSpec) -> _OneStep:
         if self.kind == "msa":
             if not anatomy.of_kind("msa"):
                 raise missing(self, anatomy.network, "it has no attention to take its heads from; use kind mlp")
-            heads = [found.heads for found in find_attentions(self, anatomy, spec)][-1]
+            heads = self._count_heads(anatomy, spec)
             if width % heads:
                 raise missing(self, anatomy.network, f"{heads} heads do not divide the width {width} of its last state")
             module: nn.Module = GridAttention(width, heads)

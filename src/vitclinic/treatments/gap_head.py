@@ -18,7 +18,7 @@ from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Site, Unit, into, taps
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.parts import examine, missing, replace_at, run_once
-from vitclinic.treatments.surgery import treatments_of
+from vitclinic.treatments.surgery import scores_of, treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
 
@@ -107,15 +107,10 @@ def _reads(prefix: int, place: Site, network: nn.Module, spec: ImageSpec) -> boo
 
     handles = replace_at(place, spoil)
     try:
-        return bool(_logits(run_once(network, spec)).isnan().any())
+        return bool(scores_of(run_once(network, spec)).isnan().any())
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _logits(output: Any) -> Tensor:
-    logits: Tensor = output if isinstance(output, Tensor) else getattr(output, "logits", output[0])
-    return logits
 
 
 class _PooledFirst:

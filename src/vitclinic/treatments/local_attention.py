@@ -10,10 +10,10 @@ from timm.layers import PatchDropout
 from torch import nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Anatomy, AttentionSpec
+from vitclinic.anatomy import AttentionSpec
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import AttentionOptions, edit_attention
-from vitclinic.treatments.neighbourhood import Neighbourhood, SeenNeighbourhood, neighbourhood_of, shares_grid
+from vitclinic.treatments.neighbourhood import Neighbourhood, SeenNeighbourhood, neighbourhood_of
 from vitclinic.treatments.parts import Attention, examine, find_attentions, missing
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -50,14 +50,17 @@ class LocalAttention(Treatment):
                 " patch_drop_rate=0."
             )
         anatomy = examine(self, network, spec)
-        attentions = find_attentions(self, anatomy, spec)
-        specs = {found.module: self._spec_of(anatomy, found) for found in attentions}
-        if not any(tokens.seen is None or tokens.seen.queries.shape[1] for tokens in specs.values()):
-            raise missing(self, network, "only its class token attends to the grid")
+        attentions = find_attentions(self, anatomy, spec, mixed=True)
+        specs = {found.module: _spec_of(found) for found in attentions}
+        grids = {found.module: _why_not_local(found, specs[found.module]) for found in attentions}
+        if all(grids.values()):
+            raise missing(self, network, next(why for why in grids.values() if why is not None))
         if self.kernel == "global":
             return network
         shared: dict[Any, Neighbourhood | SeenNeighbourhood] = {}
         for found in attentions:
+            if grids[found.module] is not None:
+                continue
             tokens = specs[found.module]
             attention = edit_attention(found.module, found.heads, tokens)
             alone = tokens.windows is not None or tokens.seen is not None  # windows are those of one block
@@ -67,16 +70,25 @@ class LocalAttention(Treatment):
             attention.neighbourhood = shared[place]
         return network
 
-    def _spec_of(self, anatomy: Anatomy, found: Attention) -> AttentionSpec:
-        """Return where the keys of an attention lie, also if it has no map any more (no_softmax)."""
-        tokens = found.unit.attention
-        if tokens is None:
-            tokens = cast(AttentionOptions, found.module).map_spec
-            assert tokens is not None  # it had a map when it was edited
-            if tokens.seen is None:  # a family's layout belongs to one anatomy
-                tokens = replace(tokens, keys=found.unit.input.layout)
-        if tokens.seen is not None and not shares_grid(tokens.seen):
-            queries, keys = ("{} x {}".format(*grid) for grid in tokens.seen.grids)
-            why = f"in {found.unit.name} the queries lie on {queries}, the keys on {keys}"
-            raise missing(self, anatomy.network, why)
-        return tokens
+
+def _spec_of(found: Attention) -> AttentionSpec:
+    """Return where the keys of an attention lie, also if it has no map any more (no_softmax)."""
+    tokens = found.unit.attention
+    if tokens is None:
+        tokens = cast(AttentionOptions, found.module).map_spec
+        assert tokens is not None  # it had a map when it was edited
+        if tokens.seen is None:  # a family's layout belongs to one anatomy
+            tokens = replace(tokens, keys=found.unit.input.layout)
+    return tokens
+
+
+def _why_not_local(found: Attention, tokens: AttentionSpec) -> str | None:
+    """Return why an attention has no neighbours, and stays as it is if others have; None if it has."""
+    if tokens.seen is None:
+        return None
+    if not tokens.seen.queries.shape[1]:
+        return "only its class token attends to the grid"
+    if tokens.seen.grids[0] != tokens.seen.grids[1]:
+        queries, keys = ("{} x {}".format(*grid) for grid in tokens.seen.grids)
+        return f"in {found.unit.name} the queries lie on {queries}, the keys on {keys}"
+    return None

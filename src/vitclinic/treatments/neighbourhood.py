@@ -108,11 +108,6 @@ def locate_padding(cells_wn2: Tensor) -> Tensor:
     return torch.where(padded_wn[..., None], origins_w2[:, None] + offsets_n2, cells_wn2)
 
 
-def shares_grid(seen: SeenMap) -> bool:
-    """Return True if queries and keys lie on the same grid, or the only queries are off it (class attention)."""
-    return seen.grids[0] == seen.grids[1] or seen.queries.shape[1] == 0
-
-
 def apart_pairs(seen: SeenMap, device: torch.device) -> SeenPairs | None:
     """Return the pairs that the network's own mask keeps apart; None if it has no mask."""
     return None if seen.visible is None else SeenPairs(seen, ~seen.visible, device)

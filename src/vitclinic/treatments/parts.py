@@ -195,18 +195,24 @@ class Attention:
         self.maps = 1 if is_edited(module) else 0
 
 
-def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec) -> list[Attention]:
+def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec, *, mixed: bool = False) -> list[Attention]:
     """Return the attentions of a network that compute one map over tokens a call, by functions that can be replaced.
 
     Attention without such a map (an outlooker's), or whose map is changed after the softmax or computed in groups of
     heads, is left out where there is other attention.
+
+    Args:
+        treatment: The treatment that needs them.
+        anatomy: The anatomy of the network.
+        spec: Image shape and number of classes.
+        mixed: Whether the network itself may mix the heads of a map after the softmax (talking heads, as in CaiT).
 
     Raises:
         TreatmentError: There is none, or one of them computes its map in another way.
     """
     found: dict[nn.Module, Attention] = {}
     for unit in anatomy.of_kind("msa"):
-        if (module := _attention_module(anatomy, unit)) is not None:
+        if (module := _attention_module(anatomy, unit, mixed)) is not None:
             found.setdefault(module, Attention(unit, module))
     if not found:
         mapped = next((unit.name for unit in anatomy.of_kind("msa") if unit.attention is not None), None)
@@ -224,13 +230,13 @@ def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec) -> 
     return list(found.values())
 
 
-def _attention_module(anatomy: Anatomy, unit: Unit) -> nn.Module | None:
+def _attention_module(anatomy: Anatomy, unit: Unit, mixed: bool) -> nn.Module | None:
     """Return the module that computes a unit's map, or that computed it before it was edited; None without a map.
 
     If several units have their maps in one module, as when a network calls one attention repeatedly, it is the unit's
     own module.
     """
-    if unit.attention is None or not _is_one_softmax(unit.attention.seen):
+    if unit.attention is None or not _is_one_softmax(unit.attention.seen, mixed):
         inside = [] if unit.module is None else own_modules(unit.module)
         return next((module for module in inside if is_edited(module)), None)
     module = unit.attention.module
@@ -238,9 +244,9 @@ def _attention_module(anatomy: Anatomy, unit: Unit) -> nn.Module | None:
     return module if len(shared) == 1 or unit.module is None else unit.module
 
 
-def _is_one_softmax(seen: SeenMap | None) -> bool:
-    """Return True if a map is what one softmax returns, applied as it is."""
-    return seen is None or (len(seen.numbers) == 1 and seen.operand is None and not seen.mixed_later)
+def _is_one_softmax(seen: SeenMap | None, mixed: bool) -> bool:
+    """Return True if a map is what one softmax returns, applied as it is or, if allowed, with its heads mixed."""
+    return seen is None or (len(seen.numbers) == 1 and seen.operand is None and (mixed or not seen.mixed_later))
 
 
 def _obstacle(attention: Attention) -> str | None:
@@ -256,12 +262,13 @@ def _obstacle(attention: Attention) -> str | None:
 
 
 def _is_plain(seen: SeenMap, heads: int) -> bool:
-    """Return True for a map [B * W, H, Q, K], or [B * H, Q, K] without windows."""
+    """Return True for a map [B * W, H, Q, K] or [B, W, H, Q, K], or [B * H, Q, K] without windows."""
     images = (-1,) if seen.windows == 1 else (-1, seen.windows)
     one_axis = (-1,) if heads == 1 else (-1, heads)
     if seen.tail != (-2, -1):
         return False
-    return seen.splits == (images, (heads,)) or (seen.windows == 1 and seen.splits == (one_axis,))
+    apart = ((-1,), (seen.windows,), (heads,))
+    return seen.splits in ((images, (heads,)), apart) or (seen.windows == 1 and seen.splits == (one_axis,))
 
 
 @contextmanager

@@ -5,18 +5,19 @@ Shapes: B images, N tokens (P prefix tokens, then the patches), D channels, R re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Unit
+from vitclinic.anatomy import Site, Unit, into, taps
+from vitclinic.anatomy.forward import Removable
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.parts import check_tokens, examine, missing, run_once
+from vitclinic.treatments.parts import check_tokens, examine, missing, replace_at, run_once
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -32,38 +33,46 @@ def remove_registers(x_bnd: Tensor, count: int, prefix: int) -> Tensor:
     return torch.cat((x_bnd[:, :prefix], x_bnd[:, prefix + count :]), dim=1)
 
 
+Axes = tuple[int, ...]
+"""The axes of images, tokens and channels."""
+
+
 class Registers(nn.Module):
     """Learned tokens that pass through the blocks beside the patches, and are dropped behind them.
 
-    Its methods are hooks. As methods of a module they are copied with the network.
+    Its methods are hooks, or act at sites. As methods of a module they are copied with the network.
 
     Args:
         count: Number of registers R.
         width: Number of channels D.
         prefix: Number of prefix tokens P, such as the class token, which the registers come after.
+        axes: The axes of images, tokens and channels.
     """
 
-    def __init__(self, count: int, width: int, prefix: int) -> None:
+    def __init__(self, count: int, width: int, prefix: int, axes: Axes = (0, 1, 2)) -> None:
         super().__init__()
-        self.prefix = prefix
+        self.prefix, self.axes = prefix, axes
         self.reg_token = nn.Parameter(torch.empty(count, width))
         nn.init.trunc_normal_(self.reg_token, std=0.02)
 
     def extra_repr(self) -> str:
         return f"{len(self.reg_token)}, after {self.prefix} tokens"
 
-    def insert(self, x_bnd: Tensor) -> Tensor:
-        """Return the tokens with the registers among them."""
-        return insert_registers(x_bnd, self.reg_token, self.prefix)
+    def insert(self, x: Tensor) -> Tensor:
+        """Return the tokens with the registers among them, on the axes that they came on."""
+        return self._back(insert_registers(x.permute(self.axes), self.reg_token, self.prefix))
 
-    def remove(self, x_bnd: Tensor) -> Tensor:
-        """Return the tokens without the registers."""
-        if x_bnd.ndim != 3:
+    def remove(self, x: Tensor) -> Tensor:
+        """Return the tokens without the registers, on the axes that they came on."""
+        if x.ndim != 3:
             raise TreatmentError(
                 "registers are still there where the tokens have been pooled, because a later treatment has moved the"
                 " network's last norm; list registers after it."
             )
-        return remove_registers(x_bnd, len(self.reg_token), self.prefix)
+        return self._back(remove_registers(x.permute(self.axes), len(self.reg_token), self.prefix))
+
+    def _back(self, x_bnd: Tensor) -> Tensor:
+        return x_bnd.permute(sorted(range(3), key=self.axes.__getitem__))
 
     def insert_before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return _replace_first(args, kwargs, self.insert)
@@ -110,13 +119,19 @@ class RegistersTreatment(Treatment):
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         if "patch_dropout" in treatments_of(network):
             raise TreatmentError("List registers before patch_dropout, which counts the tokens before the patches.")
-        inside = [unit for unit in examine(self, network, spec).units if unit.block is not None]
+        inside = _units_over_tokens(self, network, spec)
         width = check_tokens(self, network, inside, spec)
-        ends = _find_ends(self, network, inside, spec)
+        entry = inside[0].input
+        axes = (0, 1, 2) if entry.arrangement is None else entry.arrangement.axes
+        if entry.arrangement is not None and entry.arrangement.order is not None:
+            raise missing(self, network, "its class token is not the first of its tokens")
+        ends = _find_ends(network, inside, spec)
         like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-        registers = Registers(self.count, width, inside[0].input.layout.prefix).to(like)
+        registers = Registers(self.count, width, entry.layout.prefix, axes).to(like)
         network.add_module("registers", registers.train(network.training))
-        handles = [end.attach(registers, act) for end, act in zip(ends, ("insert", "remove"), strict=True)]
+        handles = [
+            handle for end, act in zip(ends, ("insert", "remove"), strict=True) for handle in end.attach(registers, act)
+        ]
         try:
             run_once(network, spec)
         except Exception as error:  # of whatever counts tokens
@@ -129,37 +144,71 @@ class RegistersTreatment(Treatment):
         return network
 
 
+def _units_over_tokens(treatment: Treatment, network: nn.Module, spec: ImageSpec) -> list[Unit]:
+    """Return the units between stem and head that act on patches; the first is read where its block gets tokens."""
+    found = [unit for unit in examine(treatment, network, spec).units if unit.output.layout.spatial]
+    inside = [unit for unit in found if unit.kind not in ("stem", "position", "head")]
+    if not inside:
+        raise missing(treatment, network)
+    first = inside[0]
+    block = network.get_submodule(first.block or "")
+    entering: list[Any] = []
+    handles = [block.register_forward_pre_hook(lambda _, args: entering.extend(args[:1]))]
+    try:
+        with taps({"state": first.input}) as seen:
+            run_once(network, spec)
+    finally:
+        handles[0].remove()
+    tokens = [getattr(state, "ndim", 0) for state in entering] == [3]
+    if seen["state"].ndim == 4 and tokens:
+        # A feature map is flattened between modules: its tokens are seen where they enter the block.
+        inside[0] = replace(first, input=into(block, first.output.layout))
+    return inside
+
+
 class _End(NamedTuple):
     """Start or end of a module's call."""
 
     module: nn.Module
     at: Literal["start", "end"]
 
-    def attach(self, registers: Registers, act: str) -> RemovableHandle:
+    def attach(self, registers: Registers, act: str) -> Sequence[Removable]:
         """Let the registers `insert` themselves into the tokens that pass here, or `remove` themselves."""
         if self.at == "start":
-            return self.module.register_forward_pre_hook(getattr(registers, f"{act}_before"), with_kwargs=True)
-        return self.module.register_forward_hook(getattr(registers, f"{act}_after"))
+            return [self.module.register_forward_pre_hook(getattr(registers, f"{act}_before"), with_kwargs=True)]
+        return [self.module.register_forward_hook(getattr(registers, f"{act}_after"))]
 
 
-def _find_ends(treatment: Treatment, network: nn.Module, inside: list[Unit], spec: ImageSpec) -> tuple[_End, _End]:
-    """Return the calls at which tokens enter the first block and leave the last one.
+class _Place(NamedTuple):
+    """A site of the network's own code, where no module hands on the tokens."""
 
-    Taps at the blocks must see the registers, so these are the end of the module before the first block, and the start
-    of the one behind the last block, that hand on the very same tensor; else start and end of what contains the block.
+    site: Site
+
+    def attach(self, registers: Registers, act: str) -> Sequence[Removable]:
+        """Let the registers `insert` themselves into the tokens that pass here, or `remove` themselves."""
+        return replace_at(replace(self.site, arrangement=None), getattr(registers, act))
+
+
+def _find_ends(network: nn.Module, inside: list[Unit], spec: ImageSpec) -> list[_End | _Place]:
+    """Return where the tokens enter the first block and where they leave the last one.
+
+    Taps at the blocks should see the registers, so these are the end of the module before the first block, and the
+    start of the one behind the last block, that hand on the very same tensor; else start and end of what contains the
+    block; else the sites of the first unit's input and of the last unit's output.
     """
-    first, last = inside[0].input.module, inside[-1].output.module
+    first, last = inside[0].input, inside[-1].output
     events = _record_calls(network, spec)
     ends = [end for end, _ in events]
-    start, finish = ends.index(_End(first, "start")), len(ends) - 1 - ends[::-1].index(_End(last, "end"))
-    before = [end for end, tensor in reversed(events[:start]) if tensor is events[start][1]]
-    behind = [end for end, tensor in events[finish + 1 :] if tensor is events[finish][1]]
-    for found, where in ((before, "before the first"), (behind, "behind the last")):
-        if not found:
-            raise missing(
-                treatment, network, f"no module hands on the tokens {where} block: put an nn.Identity() there"
-            )
-    return _choose(before, "end"), _choose(behind, "start")
+    found: list[_End | _Place] = [_Place(first), _Place(last)]
+    if first.end == "in" and first.within is None:
+        start = ends.index(_End(first.module, "start"))
+        if before := [end for end, tensor in reversed(events[:start]) if tensor is events[start][1]]:
+            found[0] = _choose(before, "end")
+    if last.end == "out" and last.within is None:
+        finish = len(ends) - 1 - ends[::-1].index(_End(last.module, "end"))
+        if behind := [end for end, tensor in events[finish + 1 :] if tensor is events[finish][1]]:
+            found[1] = _choose(behind, "start")
+    return found
 
 
 def _choose(ends: list[_End], at: Literal["start", "end"]) -> _End:

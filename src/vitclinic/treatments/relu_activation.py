@@ -100,6 +100,12 @@ class _Listener(TorchFunctionMode):
         self.running: list[nn.Module] = []
         self.callers: dict[nn.Module, None] = {}
 
+    def enter(self, module: nn.Module, _: Any) -> None:
+        self.running.append(module)
+
+    def leave(self, *_: Any) -> None:
+        self.running.pop()
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -113,8 +119,8 @@ def find_gelu_callers(network: nn.Module, spec: ImageSpec) -> list[nn.Module]:
     listener = _Listener()
     handles = []
     for module in network.modules():
-        handles.append(module.register_forward_pre_hook(lambda module, _: listener.running.append(module)))
-        handles.append(module.register_forward_hook(lambda *_: listener.running.pop() and None))
+        handles.append(module.register_forward_pre_hook(listener.enter))
+        handles.append(module.register_forward_hook(listener.leave))
     try:
         with listener:
             run_once(network, spec)

@@ -131,10 +131,10 @@ def image_spec(network: nn.Module) -> ImageSpec:
     with torch.no_grad(), eval_mode(core):
         output = core(example.to(weight_like(core)))
     _, channels, height, width = example.shape
-    return ImageSpec(int(_scores(output).shape[-1]), channels, (height, width))
+    return ImageSpec(int(scores_of(output).shape[-1]), channels, (height, width))
 
 
-def _scores(output: Any) -> Tensor:
+def scores_of(output: Any) -> Tensor:
     """Return the class scores, or the features, among all that a network returns: the logits, or the first tensor."""
     named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     plain = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output

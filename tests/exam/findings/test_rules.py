@@ -126,6 +126,15 @@ def test_it_speaks_beyond_its_line(rule):
     assert finding.suggestions
 
 
+def test_dense_attention_says_nothing_of_a_network_that_has_not_learned():
+    """An untrained network has 0.9999 of the largest entropy, and is not sick for it."""
+    attention = layers("msa", "ratio", (0.9998, 0.9999))
+    learned = exam(attention_entropy=attention, accuracy={"accuracy": (0.4, 0.5), "commonest": 0.1})
+    untrained = exam(attention_entropy=attention, accuracy={"accuracy": (0.08, 0.12), "commonest": 0.1})
+    assert "over_dense_attention" in rules_of(learned)
+    assert "over_dense_attention" not in rules_of(untrained)
+
+
 @pytest.mark.parametrize("rule", CASES)
 def test_it_is_silent_on_the_other_side(rule):
     assert rule not in rules_of(CASES[rule][1])

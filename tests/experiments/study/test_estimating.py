@@ -104,8 +104,8 @@ def test_the_papers_data_need_not_be_there(tmp_path, monkeypatch):
     )  # a tenth is for val
     assert data_facts(DataConfig(source="imagenet")) == (1_281_167 - 128_117, ImageSpec(1000, 3, (224, 224)))
     plan = plan_study("C6")
-    assert [cost.arm for cost in plan.arms] == ["AdamW", "SAM"]
-    assert [(cost.classes, cost.size, cost.steps) for cost in plan.arms] == [(10, (32, 32), 1200)] * 2
+    assert [cost.arm for cost in plan.arms] == ["ViT", "ViT + SAM"]
+    assert [(cost.classes, cost.size, cost.steps) for cost in plan.arms] == [(10, (32, 32), 391)] * 2
     assert plan.arms[1].flops == 2 * plan.arms[0].flops
     assert (plan.seeds, plan.runs) == (5, 10)
     assert not list(tmp_path.iterdir())

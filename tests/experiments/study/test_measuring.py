@@ -11,6 +11,7 @@ from scipy import stats
 from vitclinic._core.errors import RunError
 from vitclinic._core.records import Measurement
 from vitclinic.exam import examine
+from vitclinic.experiments.study.expectations import Measure
 from vitclinic.experiments.study.measures import (
     NoNumberError,
     measure_run,
@@ -18,7 +19,6 @@ from vitclinic.experiments.study.measures import (
     reduce_units,
     training_seconds,
 )
-from vitclinic.experiments.study.schema import Measure
 from vitclinic.training import train
 
 from .networks import tiny

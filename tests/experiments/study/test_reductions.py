@@ -12,6 +12,7 @@ import pytest
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Measurement, Scalar, UnitRow
 from vitclinic.data import DataConfig
+from vitclinic.experiments.study.expectations import Measure
 from vitclinic.experiments.study.measures import (
     first_kept_epoch,
     measure_run,
@@ -19,7 +20,7 @@ from vitclinic.experiments.study.measures import (
     reduce_stages,
     reduce_units,
 )
-from vitclinic.experiments.study.schema import Measure, parse_study
+from vitclinic.experiments.study.schema import parse_study
 from vitclinic.experiments.study.verdicts import judge
 from vitclinic.training import Run
 

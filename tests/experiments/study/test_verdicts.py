@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.experiments.study.schema import Expectation, parse_study
+from vitclinic._core.statistics import sign_flip_test
+from vitclinic.experiments.study.expectations import Expectation
+from vitclinic.experiments.study.schema import parse_study
 from vitclinic.experiments.study.verdicts import compare_seed, judge, slope
 
 
-def study_of(*expectations, measures=None, arms=("a", "b", "c")):
+def study_of(*expectations, measures=None, arms=("a", "b", "c"), **fields):
     return parse_study(
         {
             "claim": "T1",
@@ -24,6 +26,7 @@ def study_of(*expectations, measures=None, arms=("a", "b", "c")):
             "arms": {arm: {} for arm in arms},
             "measures": measures or {"x": {"result": "test.accuracy"}, "diverged": {"result": "diverged"}},
             "expectations": list(expectations),
+            **fields,
         },
         "T1",
     )
@@ -149,13 +152,117 @@ def test_what_compares_nothing_is_refused(expected, sentence):
         study_of({"says": "it does", "measure": "x", **expected}, arms=("a", "b", "c", "7"))
 
 
-def test_crashes_are_counted_in_pairs():
+def test_crashes_are_counted_in_pairs_and_judged_by_their_signs():
     crash = {"says": "b crashes less", "measure": "diverged", "less": ["b", "a"]}
-    always = judge(study_of(crash), values_of("diverged", a=[1.0] * 5, b=[0.0] * 5), range(5))
-    assert always.word == "reproduced"
-    assert always.comparisons[0].low < -0.5 < always.comparisons[0].high < 0  # five runs are no certainty
-    never = judge(study_of(crash), values_of("diverged", a=[0.0] * 5, b=[0.0] * 5), range(5))
+    always = judge(study_of(crash), values_of("diverged", a=[1.0] * 6, b=[0.0] * 6), range(6))
+    assert (always.word, always.comparisons[0].p) == ("reproduced", 2 / 2**6)
+    assert always.comparisons[0].low < -0.5 < always.comparisons[0].high < 0  # six runs are no certainty
+    five = judge(study_of(crash), values_of("diverged", a=[1.0] * 5, b=[0.0] * 5), range(5))
+    assert (five.word, five.comparisons[0].p) == ("undecided", 2 / 2**5)
+    never = judge(study_of(crash), values_of("diverged", a=[0.0] * 6, b=[0.0] * 6), range(6))
     assert never.word == "undecided"
+
+
+TAU = {"tau": {"probe": "sharpness", "value": "lambda_max", "over_units": "trend"}}
+
+
+def test_a_trend_that_every_seed_shows_alike_is_decided_by_its_signs():
+    falls = study_of({"says": "it falls", "measure": "tau", "less": ["a", 0]}, measures=TAU, arms=("a",))
+    verdict = judge(falls, values_of("tau", a=[-1.0] * 6), range(6))
+    assert (verdict.word, verdict.comparisons[0].p, verdict.comparisons[0].test) == ("reproduced", 2 / 2**6, "signs")
+    assert judge(falls, values_of("tau", a=[1.0] * 6), range(6)).word == "not reproduced"
+    assert judge(falls, values_of("tau", a=[-1.0] * 5 + [1.0]), range(6)).word == "undecided"
+
+
+def test_the_permutation_of_signs_is_scipy_s():
+    numbers = [0.3, -0.1, 0.4, 0.2, 0.2, 0.5, -0.05]
+    expected = stats.permutation_test((numbers,), np.sum, permutation_type="samples", n_resamples=math.inf).pvalue
+    assert sign_flip_test(numbers) == pytest.approx(expected)
+
+
+NLL = {"x": {"result": "test.accuracy"}, "nll": {"result": "train.loss"}}
+
+
+def in_regime(*conditions, a, b):
+    """Judge a above b, where their losses are given."""
+    asked = study_of(HIGHER, measures=NLL, arms=("a", "b"), conditions=list(conditions))
+    values = {
+        arm: {seed: {"x": number + seed / 100, "nll": loss} for seed, loss in enumerate(losses)}
+        for arm, number, losses in (("a", 3, a), ("b", 1 + 0.01 * len(b), b))
+    }
+    values["a"][0]["x"] += 0.3
+    return judge(asked, values, range(5))
+
+
+def test_outside_of_its_regime_a_claim_is_not_testable_and_the_condition_says_why():
+    fitted = {"says": "nothing is interpolated", "measure": "nll", "least": 0.05}
+    inside = in_regime(fitted, a=[0.4] * 5, b=[0.5] * 5)
+    assert inside.word == "reproduced"
+    assert [one.holds for one in inside.conditions] == [True]
+    outside = in_regime(fitted, a=[0.4] * 5, b=[0.5, 0.5, 0.004, 0.5, 0.5])
+    assert outside.word == "not testable here"
+    assert outside.conditions[0].found == "nll 0.004 of b, seed 2, where at least 0.05 is asked"
+    assert outside.comparisons[0].status == "as claimed"  # it is still told
+
+
+def test_a_run_without_the_number_of_a_condition_does_not_meet_it():
+    least = {"says": "it learned", "measure": "nll", "most": 1.0, "arms": ["a"]}
+    assert in_regime(least, a=[0.4] * 4 + [math.nan], b=[9.0] * 5).word == "not testable here"
+    assert in_regime(least, a=[0.4] * 5, b=[9.0] * 5).word == "reproduced"
+
+
+def test_losses_that_should_match_are_compared_by_their_ratio():
+    match = {"says": "losses match", "measure": "nll", "match": ["a", "b"], "within": 2}
+    assert in_regime(match, a=[0.5] * 5, b=[0.3] * 5).word == "reproduced"
+    verdict = in_regime(match, a=[0.5] * 5, b=[0.3, 0.3, 0.2, 0.3, 0.3])
+    assert verdict.word == "not testable here"
+    assert "a factor of 2.5 between a and b, seed 2" in verdict.conditions[0].found
+
+
+@pytest.mark.parametrize(
+    ("condition", "sentence"),
+    [
+        ({}, "give bounds"),
+        ({"least": 1, "match": ["a", "b"], "within": 2}, "give bounds"),
+        ({"match": ["a", "b"]}, "go together"),
+        ({"least": 1, "arms": ["d"]}, "names 'd', which does not exist"),
+        ({"measure": "y", "least": 1}, "names 'y', which does not exist"),
+    ],
+)
+def test_a_condition_that_says_nothing_is_refused(condition, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        study_of(HIGHER, conditions=[{"says": "so", "measure": "x", **condition}])
+
+
+def ladder_study():
+    rates = [0.001, 0.002, 0.004]
+    return study_of(
+        {"says": "b learns at a higher rate", "measure": "learns", "greater": ["b", "a"]},
+        measures={"learns": {"result": "learns"}},
+        arms=(),
+        ladders={"a": {"values": rates}, "b": {"values": rates, "changes": {"clip": None}}},
+        paper_scale={"ladders": {"a": [1, 2, 4], "b": [1, 2, 4]}},
+    )
+
+
+def climbed(a, b):
+    """The numbers of runs whose ladders end after so many rungs."""
+    return {
+        f"{name}, rung {rung}": {seed: {"learns": float(rung <= top)} for seed, top in enumerate(tops)}
+        for name, tops in (("a", a), ("b", b))
+        for rung in (1, 2, 3)
+    }
+
+
+def test_a_ladder_is_judged_by_the_largest_rate_that_still_learns():
+    asked = ladder_study()
+    assert [recipe.optimizer.lr for recipe in asked.recipes().values()] == [0.001, 0.002, 0.004] * 2
+    assert [recipe.optimizer.lr for recipe in asked.recipes(scale="paper").values()] == [1, 2, 4] * 2
+    verdict = judge(asked, climbed([1, 1, 1, 2, 1, 1], [3, 2, 3, 3, 2, 3]), range(6))
+    assert verdict.comparisons[0].numbers == {0: 2, 1: 1, 2: 2, 3: 1, 4: 1, 5: 2}
+    assert (verdict.word, verdict.comparisons[0].p) == ("reproduced", 2 / 2**6)
+    none = judge(asked, climbed([0] * 6, [1] * 6), range(6))
+    assert none.comparisons[0].mean == 1  # one step below the first rung
 
 
 def test_terms_are_arms_numbers_and_differences():

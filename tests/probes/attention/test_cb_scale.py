@@ -45,14 +45,15 @@ def test_each_layer_has_the_quantiles_of_its_scales(position, units):
     for row, stored in zip(found.units, found.arrays["scales"], strict=True):
         block, kind = row.name.rsplit(".", 1)
         (name,) = [n for n in scales if n.startswith(f"{block}.{'attn' if kind == 'msa' else 'mlp'}") and "broadc" in n]
-        ordered = np.sort(scales[name].detach().double().numpy())
+        signed = scales[name].detach().double().numpy()
+        ordered = np.sort(np.abs(signed))
         at = [0.1 * (len(ordered) - 1), 0.9 * (len(ordered) - 1)]
         low, high = (np.interp(place, np.arange(len(ordered)), ordered) for place in at)
-        assert row.values["ratio"].value == pytest.approx(abs(low) / abs(high))
-        assert row.values["mean"].value == pytest.approx(ordered.mean())
-        np.testing.assert_allclose(np.sort(stored), ordered)
-        ratios.append(abs(low) / abs(high))
-        means.append(ordered.mean())
+        assert row.values["ratio"].value == pytest.approx(low / high)
+        assert row.values["mean"].value == pytest.approx(signed.mean())
+        np.testing.assert_allclose(np.sort(stored), np.sort(signed))
+        ratios.append(low / high)
+        means.append(signed.mean())
     assert found.scalars["ratio"].value == pytest.approx(np.mean(ratios))
     assert found.scalars["mean"].value == pytest.approx(np.mean(means))
 
@@ -88,4 +89,5 @@ def test_scales_that_are_not_finite_are_a_sentence():
 
 def test_equal_scales_have_a_ratio_of_1_whatever_their_sign():
     assert quantile_ratio(np.full(8, -0.3)) == pytest.approx(1)
+    assert quantile_ratio(np.linspace(-1, 1, 11)) == pytest.approx(0.2)  # of magnitudes: with signs it would be 1
     assert quantile_ratio(np.zeros(8)) is None

@@ -82,7 +82,13 @@ def batches(sizes: Sequence[int] = (5, 5, 3), soft: bool = False) -> list[Batch]
     return made
 
 
-def dense_hessian(net: nn.Module, data: Sequence[Batch], decay: float = 0.0) -> Tensor:
+def _sigmoid_loss(out: Tensor, labels: Tensor) -> Tensor:
+    """-log s(f) of the right class and -log(1 - s(f)) of the others, summed."""
+    right = torch.arange(out.shape[1]) == labels[:, None]
+    return -torch.where(right, out, -out).sigmoid().log().sum()
+
+
+def dense_hessian(net: nn.Module, data: Sequence[Batch], decay: float = 0.0, sigmoid: bool = False) -> Tensor:
     """[n, n] by forward-mode derivatives of the gradient, in float64; the loss is written out here."""
     names = [name for name, _ in net.named_parameters()]
     shapes = [p.shape for p in net.parameters()]
@@ -93,7 +99,10 @@ def dense_hessian(net: nn.Module, data: Sequence[Batch], decay: float = 0.0) -> 
         weights = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
         outputs = [functional_call(net, weights, (batch.images,)) for batch in data]
         pairs = zip(outputs, data, strict=True)
-        summed = sum(F.cross_entropy(out, batch.targets, reduction="sum") for out, batch in pairs)
+        summed = sum(
+            _sigmoid_loss(out, batch.targets) if sigmoid else F.cross_entropy(out, batch.targets, reduction="sum")
+            for out, batch in pairs
+        )
         return summed / total + decay / 2 * flat.square().sum()
 
     with sdpa_kernel(SDPBackend.MATH):

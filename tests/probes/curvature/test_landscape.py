@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import vitclinic
 from tests.probes.curvature.networks import NETWORKS, batches, dense_hessian, network
 from tests.probes.subjects import Unknown, noise, subject
-from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Measurement
 from vitclinic.data import Augment
 from vitclinic.probes import Subject, Training, measure, parse_probes
@@ -182,9 +181,25 @@ def test_a_budget_ends_it_with_the_points_around_the_centre(directions: str) -> 
     assert np.isnan(found.arrays["losses"]).sum() == 24
 
 
-def test_an_even_number_of_points_is_refused() -> None:
-    with pytest.raises(RecipeError, match="must be odd"):
-        parse_probes([{"landscape": {"points": 20}}])
+def test_an_even_number_of_points_has_the_network_between_them() -> None:
+    """As the 50 x 50 of chen2022: the loss is still that of the network itself."""
+    patient = subject("unknown")
+    even, odd = landscape(patient, points=4), landscape(patient, points=3)
+    assert even.arrays["x"].tolist() == pytest.approx([-1, -1 / 3, 1 / 3, 1])
+    assert even.scalars["loss"] == odd.scalars["loss"]
+    assert even.arrays["losses"][[0, 0, -1, -1], [0, -1, 0, -1]] == pytest.approx(
+        odd.arrays["losses"][[0, 0, -1, -1], [0, -1, 0, -1]]
+    )
+
+
+def test_images_are_those_of_the_training_if_asked_for() -> None:
+    patient = subject("unknown")
+    plain = landscape(patient, points=3)
+    assert landscape(patient, points=3, augment="run").status == "does_not_apply"
+    trained = subject("unknown", training=Training(Augment(level="light"), 0.0, frozenset()))
+    augmented = landscape(trained, points=3, augment="run")
+    assert augmented.scalars["loss"].value != plain.scalars["loss"].value
+    assert landscape(trained, points=3).scalars["loss"] == plain.scalars["loss"]
 
 
 class Delicate(nn.Module):

@@ -60,6 +60,23 @@ def test_lambda_max_and_trace_are_those_of_the_dense_matrix(name: str) -> None:
     assert abs(trace.value - float(dense(name).trace())) < 4 * error
 
 
+def test_the_curvature_of_the_sigmoid_loss_is_that_of_the_dense_matrix() -> None:
+    subject = patient("vit").on("train", 13)
+    exact = largest(dense_hessian(subject.network.eval(), list(subject.batches()), sigmoid=True))
+    found = measured(patient("vit"), sharpness={"tolerance": 1e-8, "components": False, "loss": "sigmoid"})
+    assert found.scalars["lambda_max"].value == pytest.approx(exact, rel=1e-6)
+    assert exact != pytest.approx(largest(dense("vit")), rel=0.01)
+
+
+def test_the_columns_of_table_4_are_apart_for_a_mixer() -> None:
+    """Token and channel MLPs are columns of their own, and so is the embedding, without positions."""
+    mixer = subjects.subject("mixer")
+    owned = {component: names for component, row, names in components(mixer) if row is None}
+    assert owned.keys() == {"embedding", "token_mlp", "mlp"}
+    assert all("mlp_tokens" in name or "norm1" in name for name in owned["token_mlp"])
+    assert all("mlp_channels" in name or "norm2" in name for name in owned["mlp"])
+
+
 def test_components_are_the_diagonal_blocks() -> None:
     subject = patient("vit")
     found = measured(subject, sharpness={"tolerance": 1e-8})
@@ -74,7 +91,7 @@ def test_components_are_the_diagonal_blocks() -> None:
         exact = largest(dense("vit")[rows][:, rows])
         assert values[component if row else f"lambda_max_{component}"] == pytest.approx(exact, rel=1e-6)
         seen.append(component)
-    assert seen == ["embedding", "msa", "mlp", "blocks.0", "blocks.1"]
+    assert seen == ["embedding", "position", "msa", "mlp", "blocks.0", "blocks.1"]
 
 
 def test_the_components_of_a_vit_by_their_names() -> None:
@@ -85,7 +102,8 @@ def test_the_components_of_a_vit_by_their_names() -> None:
     ]
     mlp = [[f"blocks.{i}.{part}.{kind}" for part in ("mlp.fc1", "mlp.fc2", "norm2") for kind in both] for i in range(2)]
     assert {component: sorted(owned) for component, _, owned in components(patient("vit"))} == {
-        "embedding": ["patch_embed.proj.bias", "patch_embed.proj.weight", "pos_embed"],
+        "embedding": ["patch_embed.proj.bias", "patch_embed.proj.weight"],
+        "position": ["pos_embed"],
         "msa": sorted(msa[0] + msa[1]),
         "mlp": sorted(mlp[0] + mlp[1]),
         "blocks.0": sorted(msa[0] + mlp[0]),

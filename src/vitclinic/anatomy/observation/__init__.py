@@ -23,12 +23,14 @@ from vitclinic.anatomy.observation.residuals import (
     MOVES,
     Step,
     Stretch,
+    find_bypass,
     find_steps,
+    has_detour,
     origin,
     weights_behind,
 )
 from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Call, Trace, Value, trace
-from vitclinic.anatomy.removal import Bypass, Erase, Silence
+from vitclinic.anatomy.removal import Erase, Silence
 from vitclinic.anatomy.units import Kind, Residual, Unit
 from vitclinic.anatomy.wrappers import reason
 
@@ -286,8 +288,13 @@ class _Observer:
                 unit = Unit("stem", "stem", 0, call.module, self.locator.read(self.image) or before, after)
                 yield Draft(end, call, replace(unit, parameters=part.parameters()), fixed="stem")
                 continue
-            unit = Unit("", part.kind, 0, call.module, before, after, removal=_bypass(part))
+            unit = Unit("", part.kind, 0, call.module, before, after, removal=find_bypass(part) or self._silence(end))
             yield Draft(end, call, self._complete(unit, part), own=True)
+
+    def _silence(self, end: int) -> Silence | None:
+        """Return the removal of features that lie beside others, as those of a dense layer or a parallel branch."""
+        outputs = [site for found in self.record.values[end].ends if (site := self.locator.replace_at(end, found))]
+        return Silence(outputs[-1]) if outputs and has_detour(self.record, self.image, self.output, end) else None
 
     def _group(self, mixer: Value, mixers: list[Value], stretch: Stretch) -> tuple[Call, int, int] | None:
         """Return the widest call with no other mixer in it, the value that enters it, and the one that leaves it."""
@@ -339,13 +346,3 @@ def _is_of_stem(value: Value) -> bool:
 
 def _grid(value: Value) -> tuple[int, int] | None:
     return None if value.places is None else value.places.grid
-
-
-def _bypass(part: Stretch) -> Bypass | None:
-    """Return the removal of a lone convolution that keeps the size and number of its feature maps."""
-    mixers = part.mixers
-    conv = mixers[0].call.module if len(mixers) == 1 else None
-    if not isinstance(conv, nn.Conv2d) or conv.in_channels != conv.out_channels or conv.stride != (1, 1):
-        return None
-    source = part.record.values[mixers[0].parents[0]]
-    return Bypass(conv) if source.shape == mixers[0].shape else None

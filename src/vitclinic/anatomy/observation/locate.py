@@ -200,6 +200,10 @@ class Locator:
             return self._at(index, (single or outputs)[-1])
         return place
 
+    def replace_at(self, index: int, end: End) -> Site | None:
+        """Return the site at this end of a module if a value can be replaced there: as what a single call returns."""
+        return self._at(index, end) if end.end == "out" and self._calls[end.call.module] == 1 else None
+
     def read_change(self, skip: int, total: int, place: int) -> tuple[Site | None, Site | None]:
         """Return the sites at `total` of the state that it changes, an operand at this place, and of the change."""
         sites = (self._at_addition(total, "left", skip), self._at_addition(total, "change"))

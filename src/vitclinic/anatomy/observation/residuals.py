@@ -18,6 +18,7 @@ from torch import nn
 
 from vitclinic.anatomy.observation.places import MIXED
 from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Call, Trace, Value
+from vitclinic.anatomy.removal import Bypass
 from vitclinic.anatomy.units import Kind
 
 MOVES = frozenset(
@@ -294,3 +295,28 @@ def weights_behind(record: Trace, index: int) -> list[nn.Parameter]:
         if isinstance(weight, nn.Parameter):
             found.append(weight)
     return found
+
+
+def has_detour(record: Trace, first: int, last: int, around: int) -> bool:
+    """Return True if `last` is computed from `first` also on a way that does not lead through `around`."""
+    seen, left = {around}, [last]
+    while left:
+        value = left.pop()
+        if value == first:
+            return True
+        if value not in seen:
+            seen.add(value)
+            left += [parent for parent in record.values[value].parents if record.depends(parent, first)]
+    return False
+
+
+def find_bypass(part: Stretch) -> Bypass | None:
+    """Return the removal of a lone convolution that keeps the number of its feature maps, and their size or a part."""
+    mixers = part.mixers
+    conv = mixers[0].call.module if len(mixers) == 1 else None
+    if not isinstance(conv, nn.Conv2d) or conv.in_channels != conv.out_channels:
+        return None
+    source = part.record.values[mixers[0].parents[0]]
+    every = zip(source.shape[-2:], conv.stride, strict=True)
+    kept = tuple(-(-length // step) for length, step in every)
+    return Bypass(conv) if kept == tuple(mixers[0].shape[-2:]) else None

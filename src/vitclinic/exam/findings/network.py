@@ -261,6 +261,12 @@ DENSER = 0.03
 ONE_KEY = 0.05
 
 
+def _guesses(evidence: Evidence) -> bool:
+    """Tell whether the network is known to be no better than naming the commonest class."""
+    accuracy, commonest = evidence.number("accuracy.accuracy"), evidence.number("accuracy.commonest")
+    return accuracy is not None and commonest is not None and low(accuracy) <= commonest.value
+
+
 @rule(
     "Over-dense attention",
     ("attention_entropy.ratio",),
@@ -283,9 +289,9 @@ ONE_KEY = 0.05
     ),
 )
 def over_dense_attention(evidence: Evidence) -> Verdict | None:
-    """Find attention close to the mean of all tokens."""
+    """Find attention close to the mean of all tokens, in a network that has learned: untrained ones have 0.9999."""
     name = "attention_entropy.ratio"
-    ours = evidence.number(name)
+    ours = None if _guesses(evidence) else evidence.number(name)
     found = ours and compare(ours, evidence.theirs(name), problem=UNIFORM, notice=DENSE, margin=DENSER)
     if ours is None or not found:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
@@ -48,7 +49,7 @@ def shipped_studies() -> dict[str, str]:
     folder = resources.files("vitclinic.experiments.study") / "claims"
     files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
     names = {file.name.removesuffix(".yaml"): file for file in files}
-    order = sorted(names, key=lambda name: ("PCWHG".find(name[0]), int(name[1:]) if name[1:].isdigit() else 0, name))
+    order = sorted(names, key=lambda name: ("PCWHG".find(name[0]), int(re.sub(r"\D", "", name) or 0), name))
     return {name: names[name].read_text(encoding="utf-8") for name in order}
 
 

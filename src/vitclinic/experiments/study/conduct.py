@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RunError
 from vitclinic._core.io import write_errors
 from vitclinic._core.records import plain_data
-from vitclinic.experiments.runner import Outcome, Pool, run_all
+from vitclinic.experiments.runner import Measured, Outcome, Pool, run_all
 from vitclinic.experiments.study.catalogue import open_study, require_data
-from vitclinic.experiments.study.measures import measure_run, training_seconds
+from vitclinic.experiments.study.measures import measure_matched, measure_run, training_seconds
 from vitclinic.experiments.study.schema import ScaleName, Study
 from vitclinic.experiments.study.store import keep_result, name_data, name_result, to_words
 from vitclinic.experiments.study.verdicts import Values, Verdict, judge
@@ -53,6 +53,8 @@ class StudyResult:
     """arm -> seed -> measure -> number; NaN where there is none."""
     missing: dict[str, dict[int, dict[str, str]]]
     """arm -> seed -> measure -> why it has no number."""
+    epochs: dict[str, dict[int, int | None]]
+    """matched arm -> seed -> the epoch at which it was measured."""
     runs: dict[str, dict[int, str]]
     """arm -> seed -> the run's folder in the pool."""
     statuses: dict[str, dict[int, str]]
@@ -93,6 +95,8 @@ class StudyResult:
             "seeds": list(self.seeds),
             "verdict": str(self.verdict),
             "comparisons": [plain_data(asdict(one), one.says) for one in self.verdict.comparisons],
+            "conditions": [asdict(one) for one in self.verdict.conditions],
+            "epochs": plain_data(self.epochs, "epochs"),
             "values": plain_data({arm: dict(by_seed) for arm, by_seed in self.values.items()}, "values"),
             "missing": plain_data(self.missing, "missing"),
             "runs": plain_data(self.runs, "runs"),
@@ -161,6 +165,7 @@ def study(
         after=partial(measure_run, measures=chosen.measures),
         callbacks=callbacks,
     )
+    ended = dict(zip(places, outcomes, strict=True))
     if all(outcome.status == "failed" for outcome in outcomes):
         raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
     changes = tuple(word for word in to_words(overrides) if word.partition("=")[0] not in ("data", "data.source"))
@@ -172,7 +177,7 @@ def study(
         seeds=numbers,
         file=folder / f"{name_result(chosen, scale, changes, recipes.values())}.json",
         named=what.claim if isinstance(what, Study) else Path(what).name,
-        **_judge_outcomes(chosen.at_scale(scale), numbers, dict(zip(places, outcomes, strict=True))),
+        **_judge_outcomes(chosen.at_scale(scale), numbers, ended),
     )
     keep_result(result.file, result.plain())
     return result
@@ -180,15 +185,36 @@ def study(
 
 def _judge_outcomes(chosen: Study, seeds: Sequence[int], ended: Mapping[Place, Outcome]) -> dict[str, Any]:
     """Return the fields of a result that follow from the outcomes of all runs, by arm and seed."""
+    matched, epochs = _match_arms(chosen, seeds, ended)
+    ended = {**ended, **matched}
     values = _by_arm((place, outcome.measured.numbers) for place, outcome in ended.items())
     return {
         "values": values,
+        "epochs": _by_arm(epochs.items()),
         "missing": _by_arm((place, one.measured.missing) for place, one in ended.items() if one.measured.missing),
         "runs": _by_arm((place, outcome.path.name if outcome.path else "") for place, outcome in ended.items()),
         "statuses": _by_arm((place, _describe_status(outcome)) for place, outcome in ended.items()),
         "verdict": judge(chosen, values, seeds),
         "seconds": _sum_training_seconds(list(ended.values())),
     }
+
+
+def _match_arms(
+    chosen: Study, seeds: Sequence[int], ended: Mapping[Place, Outcome]
+) -> tuple[dict[Place, Outcome], dict[Place, int | None]]:
+    """Return the outcomes of the matched arms, each its own run measured at another epoch, and these epochs."""
+    found: dict[Place, Outcome] = {}
+    epochs: dict[Place, int | None] = {}
+    for name, match in chosen.matched.items():
+        for seed in seeds:
+            of, to = ended[match.of, seed], ended[match.to, seed]
+            found[name, seed], epochs[name, seed] = replace(of, measured=Measured({}, {})), None
+            if of.status == "finished":
+                goal = to.measured.numbers.get(match.measure, math.nan)
+                with of.run.lock():
+                    measured, epoch = measure_matched(of.run, of.recipe.data, chosen.measures, match.measure, goal)
+                found[name, seed], epochs[name, seed] = replace(of, measured=measured), epoch
+    return found, epochs
 
 
 def _set_seed(recipe: Recipe, seed: int) -> Recipe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import ImageSpec
 from vitclinic.experiments.study.catalogue import data_facts, open_study
 from vitclinic.experiments.study.schema import Scale, ScaleName, Study
+from vitclinic.experiments.study.verdicts import estimate_power
 from vitclinic.models.cost import count_flops
 from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.network import create_network
@@ -63,6 +64,8 @@ class Plan:
     flops: float
     gpu_hours: float
     """The sum over all runs, estimated by `ASSUMPTION`."""
+    power: Mapping[str, float | None]
+    """What an expectation says -> how often so many seeds find the paper's effect; None if the paper has no number."""
     minutes: float | None
     """On two cores, only at CPU scale: the study's own estimate if it is conducted as written, else by `TWO_CORES`."""
 
@@ -98,6 +101,7 @@ def plan_study(
         runs=number * len(distinct),
         flops=flops,
         gpu_hours=number * math.fsum(cost.gpu_hours for cost in distinct),
+        power={one.says: estimate_power(one, chosen, number) for one in chosen.expectations},
         minutes=minutes if scale == "cpu" else None,
     )
 

@@ -16,7 +16,7 @@ from vitclinic._core.records import Measurement
 from vitclinic.data import DataConfig
 from vitclinic.exam import examine
 from vitclinic.experiments.runner import Measured
-from vitclinic.experiments.study.schema import Measure
+from vitclinic.experiments.study.expectations import ENDS, Measure
 from vitclinic.probes import Probe
 from vitclinic.training import Run
 
@@ -46,6 +46,39 @@ def measure_run(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> 
     return Measured({name: numbers[name] for name in measures}, missing)
 
 
+def measure_matched(
+    run: Run, data: DataConfig, measures: Mapping[str, Measure], by: str, goal: float
+) -> tuple[Measured, int | None]:
+    """Return the numbers of a run at the kept epoch where the measure `by` is nearest to `goal`, and that epoch.
+
+    Nearest is by ratio. Measures of the last weights are those of that epoch; the run's results are not of it, and
+    missing. There is no epoch if the run keeps none, or if there is no goal.
+    """
+    kept = [epoch for epoch in sorted(run.recipe.checkpoint.keep_epochs) if epoch > 0]
+    distances = {}
+    for epoch in kept if goal > 0 else ():
+        found = measure_run(run, data, {by: _at_epoch(measures[by], epoch)}).numbers[by]
+        if found > 0:
+            distances[epoch] = abs(math.log(found / goal))
+    if not distances:
+        reason = "it keeps no epoch with a number to match, or there is nothing to match"
+        return Measured(dict.fromkeys(measures, math.nan), dict.fromkeys(measures, reason)), None
+    nearest = min(distances, key=distances.__getitem__)
+    measured = measure_run(run, data, {name: _at_epoch(measure, nearest) for name, measure in measures.items()})
+    for name, measure in measures.items():
+        parts = [measure, *(measures[other] for other in measure.difference or ())]
+        if any(part.result is not None for part in parts):
+            measured.numbers[name], measured.missing[name] = math.nan, "it is a result of the whole run"
+    return measured, nearest
+
+
+def _at_epoch(measure: Measure, epoch: int) -> Measure:
+    """Return the measure with the weights of an epoch in place of the last ones."""
+    if measure.probe is None or measure.checkpoint != "last":
+        return measure
+    return measure.model_copy(update={"checkpoint": f"epoch-{epoch}"})
+
+
 def _read_number(run: Run, measure: Measure, measurement: Measurement | None, numbers: Mapping[str, float]) -> float:
     if measure.when_diverged is not None and run.status["status"] == "diverged":
         return 1 / len(run.data_facts["classes"]) if measure.when_diverged == "chance" else measure.when_diverged
@@ -65,7 +98,7 @@ class _ExamKey(NamedTuple):
     """The weights and images that the probes of one exam share."""
 
     checkpoint: str
-    limit: int
+    limit: int | None
     options: str = ""
     """The options of the only probe, if another exam of these weights and images has it with other options."""
 
@@ -118,7 +151,7 @@ def _rescale(number: float, measure: Measure) -> float:
     """Apply the measure's `magnitude` and `log`."""
     if not math.isfinite(number):
         raise NoNumberError(f"its number is {number}")
-    if measure.magnitude:
+    if measure.magnitude and measure.value is None:  # of units it was dropped before they became one number
         number = abs(number)
     if not measure.log:
         return number
@@ -132,11 +165,13 @@ def read_result(run: Run, path: str) -> float:
 
     Args:
         run: A run that has ended.
-        path: `diverged` (1 or 0); `test.accuracy`, a final result; or `val.accuracy@5`, that of the first row at epoch
-            5 or later.
+        path: `diverged`, `stalled` or `learns` (1 or 0); `test.accuracy`, a final result, of the best checkpoint;
+            `val.accuracy@5`, that of the first row at epoch 5 or later; or `train.images_per_second`, of a step.
     """
-    if path == "diverged":
-        return float(run.status["status"] == "diverged")
+    if path in ENDS:
+        return float(describe_end(run) == path)
+    if path == "train.images_per_second":
+        return read_speed(run)
     key, _, epoch = path.partition("@")
     kind, _, field = key.partition(".")
     if epoch:
@@ -148,6 +183,24 @@ def read_result(run: Run, path: str) -> float:
         why = "it diverged" if run.status["status"] == "diverged" else "its rows have none"
         raise NoNumberError(f"there is no {path}: {why}")
     return float(row[field])
+
+
+STALLED = 0.98
+"""The share of its first tenth above which the last tenth of a run's training loss has not fallen."""
+
+
+def describe_end(run: Run) -> str:
+    """Return `diverged`, `stalled` or `learns`.
+
+    Adam bounds its steps: at too high a rate a small ViT does not blow up, it stays at chance. A run has stalled if the
+    mean training loss of the last tenth of its rows is above 0.98 of that of the first tenth.
+    """
+    if run.status["status"] == "diverged":
+        return "diverged"
+    losses = [row["loss"] for row in run.metrics if row["kind"] == "train" and row["loss"] is not None]
+    tenth = max(1, len(losses) // 10)
+    first, last = math.fsum(losses[:tenth]) / tenth, math.fsum(losses[-tenth:]) / tenth
+    return "stalled" if last > STALLED * first else "learns"
 
 
 def read_measurement(measurement: Measurement, measure: Measure) -> float:
@@ -165,6 +218,9 @@ def read_measurement(measurement: Measurement, measure: Measure) -> float:
         where = "any unit" if measure.units is None else f"a unit of kind {measure.units}"
         raise NoNumberError(f"{measurement.probe} has no '{value}' for {where}")
     rows.sort(key=lambda row: row.depth)
+    if len(rows) <= measure.skip:
+        raise NoNumberError(f"{measurement.probe} has '{value}' for {len(rows)} units, and the first are left out")
+    rows = rows[measure.skip :]
     numbers = [row.values[value].value for row in rows]
     if measure.magnitude:
         numbers = [abs(number) for number in numbers]
@@ -218,6 +274,15 @@ def reduce_stages(numbers: Sequence[float], stages: Sequence[int | None], how: s
     else:
         found = [after[0] - before[-1] for before, after in pairwise(blocks.values())]
     return math.fsum(found) / len(found) if found else math.nan
+
+
+def read_speed(run: Run) -> float:
+    """Return the median number of images that a run trained in a second, over its steps."""
+    rates = [row["timing"].get("images_per_second") for row in run.metrics if row["kind"] == "train"]
+    known = [rate for rate in rates if rate]
+    if not known:
+        raise NoNumberError("there is no train.images_per_second: its rows have none")
+    return float(np.median(known))
 
 
 def training_seconds(run: Run) -> float:

@@ -10,18 +10,21 @@
       SAM: {treatments: [{sam: {rho: 0.1}}]}
     measures:
       missing_rate: {probe: missing_rate, scalar: missing_rate}
+      train_nll: {probe: train_nll, scalar: nll}
+    conditions:
+      - {says: nothing is interpolated, measure: train_nll, least: 0.05}
     expectations:
       - {says: SAM lowers the missing rate, measure: missing_rate, less: [SAM, AdamW]}
     paper_scale: {base: {...}, seeds: 5}
 
 An arm is what it changes of `base`. `axes` is short for all combinations of values of recipe keys, each an arm named
-after them (`optimizer.lr=0.001, model.depth=6`). Everything is plain data, checked strictly.
+after them (`optimizer.lr=0.001, model.depth=6`), `ladders` for arms up to the largest rate that still learns, and
+`matched` for arms at the loss of others. Everything is plain data, checked strictly.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,28 +33,11 @@ from pydantic import AfterValidator, Field, model_validator
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic.anatomy import Kind
-from vitclinic.probes import Probe, parse_probes
+from vitclinic.experiments.study.expectations import Condition, Expectation, Measure, match_pattern
 from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.overrides import Overrides, merge, nest, overlay
 
-Two = Field(min_length=2, max_length=2)
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Pair = Annotated[list[str], Two]
-Term = str | Number | Pair
-"""An arm; a number; or two arms, meaning the first minus the second."""
 ScaleName = Literal["cpu", "paper"]
-_RESULT = r"diverged|(train\.loss|(val|test)\.(loss|nll|accuracy|accuracy_top5))(@\d+)?"
-
-
-def _pattern(pattern: str, sentence: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(sentence)
-        return text
-
-    return AfterValidator(check)
-
 
 LONGEST_NAME = 60
 """Bytes of a claim: with what results and pages add to it, a file system must take it."""
@@ -68,108 +54,39 @@ def _check_name(claim: str) -> str:
     return claim
 
 
-class Measure(Config):
-    """A number of one run: from a probe, from its results, or the difference of two other measures."""
+class Ladder(Config):
+    """Arms that differ in one number of their recipe, to find the largest at which training still learns.
 
-    probe: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
-    scalar: str | None = Field(None, description="which of the probe's scalars")
-    value: str | None = Field(None, description="which of the probe's values of each unit")
-    units: Kind | None = Field(None, description="only units of this kind, such as msa")
-    over_units: Literal["mean", "first", "last", "lower", "upper", "trend", "stage_rise", "stage_step"] = Field(
-        "mean",
-        description="how units become one number; lower, upper: the mean of that half; trend: Kendall's tau with depth;"
-        " stage_rise: a stage's last minus its first, stage_step: a stage's first minus the last of the stage before,"
-        " mean over stages",
-    )
-    checkpoint: Annotated[str, _pattern(r"best|last|early|epoch-\d+", "write best, last, early or epoch-N")] = Field(
-        "last", description="whose weights: best, last, epoch-N, or early: the first epoch that is kept after the start"
-    )
-    limit: Annotated[int, Field(ge=1)] = Field(1000, description="images for probes that do not choose them")
-    result: (
-        Annotated[str, _pattern(_RESULT, "write diverged, test.accuracy, or val.accuracy@5 for an epoch")] | None
-    ) = Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), diverged")
-    difference: Annotated[list[str], Two] | None = Field(None, description="of two measures, first minus second")
-    magnitude: bool = Field(False, description="drop the sign")
-    log: bool = Field(False, description="take log10, so that differences are ratios")
-    when_diverged: float | Literal["chance"] | None = Field(
-        None, description="the number to use for a run that diverged; chance is 1 / classes"
-    )
+    Its rungs are arms `NAME, rung 1` and so on; expectations on a measure `learns` compare ladders by their names, by
+    log2 of the largest value at which a run learned (one step below the first rung if none did).
+    """
+
+    changes: dict[str, Any] = Field(default_factory=dict, description="what all rungs change of the base")
+    key: str = Field("optimizer.lr", description="the recipe's key that differs")
+    values: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] = Field(description="ascending")
 
     @model_validator(mode="after")
-    def _one_source(self) -> Measure:
-        if sum(source is not None for source in (self.probe, self.result, self.difference)) != 1:
-            raise ValueError("give one of probe, result and difference")
-        if self.probe is not None and (self.scalar is None) == (self.value is None):
-            raise ValueError("give one of scalar and value")
-        if self.probe is not None:
-            try:
-                self.parse_probe()
-            except RecipeError as error:
-                raise ValueError(str(error)) from None
+    def _ascends(self) -> Ladder:
+        if sorted(set(self.values)) != self.values:
+            raise ValueError("write the values of a ladder in ascending order")
         return self
 
-    def parse_probe(self) -> Probe:
-        """Return the probe with its options."""
-        return parse_probes([{str(self.probe): self.options}])[0]
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch whose weights the run must keep."""
-        return int(self.checkpoint.removeprefix("epoch-")) if self.checkpoint.startswith("epoch-") else None
+    def arms(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rungs as arms: (name, changes to the base)."""
+        for number, value in enumerate(self.values, 1):
+            yield f"{name}, rung {number}", merge(Recipe, self.changes, nest(self.key, value))
 
 
-class Expectation(Config):
-    """One comparison that the claim makes: on one measure, with its direction."""
+class Match(Config):
+    """An arm at the epoch at which it is as far as the end of another one: `of` at the loss of `to`.
 
-    says: str
-    measure: str
-    greater: Annotated[list[Term], Two] | None = None
-    less: Annotated[list[Term], Two] | None = None
-    grows: dict[Number, str | Pair] | None = Field(None, description="{number: arm}, along which the measure grows")
-    falls: dict[Number, str | Pair] | None = None
-    power: bool = Field(False, description="fit an exponent: log of the measure against log of the number")
-    than: Number = Field(0.0, description="the slope that a trend should exceed or stay below")
+    It is measured as an arm of its own, on the epoch of `of` (those of `checkpoint.keep_epochs`) whose `measure` is
+    nearest to that of `to` at its end.
+    """
 
-    @model_validator(mode="after")
-    def _one_comparison(self) -> Expectation:
-        if sum(kind is not None for kind in (self.greater, self.less, self.grows, self.falls)) != 1:
-            raise ValueError("give one of greater, less, grows and falls")
-        trend = self.falls if self.grows is None else self.grows
-        if trend is not None and (len(trend) < 2 or min(trend) <= 0):
-            raise ValueError("a trend needs at least two numbers, all above 0")
-        if trend is None and self.than:
-            raise ValueError("than is for trends; to compare two arms with a number, write less: [[one, other], 0.01]")
-        terms = list(self.terms())
-        if trend is None and (terms[0] == terms[1] or all(isinstance(term, float) for term in terms)):
-            raise ValueError(
-                "compare two different things, one of them an arm (its name, in quotes if that is a number)"
-            )
-        return self
-
-    @property
-    def direction(self) -> Literal[1, -1]:
-        """1 if the comparison should be above 0."""
-        return 1 if self.greater is not None or self.grows is not None else -1
-
-    @property
-    def compares_two_arms(self) -> bool:
-        """True if it compares an arm with another one, or with 0."""
-        pair = self.greater or self.less or ()
-        return bool(pair) and all(isinstance(term, str) or term == 0 for term in pair)
-
-    def with_positions(self, positions: Mapping[float, float]) -> Expectation:
-        """Return the same with other numbers for the arms of a trend; those that are not named stay."""
-        kind = "grows" if self.grows is not None else "falls"
-        trend: dict[float, Term] | None = getattr(self, kind)
-        if trend is None:
-            return self
-        return self.model_copy(update={kind: {positions.get(at, at): term for at, term in trend.items()}})
-
-    def terms(self) -> Iterator[Term]:
-        """Yield what is compared."""
-        yield from self.greater or self.less or ()
-        yield from (self.grows or self.falls or {}).values()
+    of: str
+    to: str
+    measure: str = "train_nll"
 
 
 class Scale(Config):
@@ -180,6 +97,9 @@ class Scale(Config):
     positions: dict[float, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
         description="numbers along the study's trends that differ at this scale: {old: new}",
+    )
+    ladders: dict[str, list[Annotated[float, Field(gt=0)]]] = Field(
+        default_factory=dict, description="the values of ladders that differ at this scale, as many as there are"
     )
     seeds: Annotated[int, Field(ge=1)] | None = None
     images: Annotated[int, Field(ge=1)] | None = Field(None, description="for a dry run; the data's own unless given")
@@ -192,7 +112,7 @@ class Study(Config):
 
     claim: Annotated[
         str,
-        _pattern(r"\w[\w.-]*", "write a short name: the result's file is named after it"),
+        match_pattern(r"\w[\w.-]*", "write a short name: the result's file is named after it"),
         AfterValidator(_check_name),
     ]
     title: str
@@ -201,8 +121,11 @@ class Study(Config):
     base: dict[str, Any]
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
     axes: dict[str, list[Any]] = Field(default_factory=dict)
+    ladders: dict[str, Ladder] = Field(default_factory=dict)
+    matched: dict[str, Match] = Field(default_factory=dict, description="arms at the loss of others: {name: {of, to}}")
     seeds: Annotated[int, Field(ge=1)] = 5
     measures: dict[str, Measure]
+    conditions: list[Condition] = Field(default_factory=list, description="the regime in which the claim lives")
     expectations: Annotated[list[Expectation], Field(min_length=1)]
     minutes: Annotated[float, Field(gt=0)] | None = Field(
         None, description="minutes of training on two cores; in the catalogue an estimate, FLOPs at 45e9 a second"
@@ -225,32 +148,52 @@ class Study(Config):
                 raise ValueError(f"there are two arms '{arm}'")
             arms[arm] = changes
         if not arms:
-            raise ValueError("give arms or axes")
+            raise ValueError("give arms, axes or ladders")
+        self._check_measures()
+        compared = [*arms, *self.matched, *self.ladders]
+        for name, match in self.matched.items():
+            if name in arms or name in self.ladders:
+                raise ValueError(f"there are two arms '{name}'")
+            for arm in (match.of, match.to):
+                _check(arm, arms, f"the matched arm '{name}'")
+            _check(match.measure, self.measures, f"the matched arm '{name}'")
+        for condition in self.conditions:
+            _check(condition.measure, self.measures, f"the condition '{condition.says}'")
+            for arm in condition.named_arms():
+                _check(arm, compared, f"the condition '{condition.says}'")
+        for expected in self.expectations:
+            self._check_expectation(expected, compared)
+        for arm in self.paper_scale.arms:
+            _check(arm, arms, "paper_scale")
+        return self
+
+    def _check_measures(self) -> None:
         names = list(self.measures)
         for name, measure in self.measures.items():
             for other in measure.difference or ():
                 _check(other, self.measures, f"the measure '{name}'")
                 if self.measures[other].difference and names.index(other) >= names.index(name):
                     raise ValueError(f"the measure '{name}' is a difference of '{other}', which must be listed before")
-        for expected in self.expectations:
-            _check(expected.measure, self.measures, f"the expectation '{expected.says}'")
-            for term in expected.terms():
-                for arm in (term,) if isinstance(term, str) else term if isinstance(term, list) else ():
-                    _check(arm, arms, f"the expectation '{expected.says}'")
-                if isinstance(term, float) and f"{term:g}" in arms:
-                    raise ValueError(
-                        f"the expectation '{expected.says}' has the number {term:g}: '{term:g}' is the arm"
-                    )
-            if self.measures[expected.measure].result == "diverged" and not expected.compares_two_arms:
-                raise ValueError(
-                    f"the expectation '{expected.says}': whether runs diverge compares two arms, or one with 0"
-                )
-        for arm in self.paper_scale.arms:
-            _check(arm, arms, "paper_scale")
-        return self
+
+    def _check_expectation(self, expected: Expectation, arms: Collection[str]) -> None:
+        where = f"the expectation '{expected.says}'"
+        _check(expected.measure, self.measures, where)
+        for term in expected.terms():
+            for arm in (term,) if isinstance(term, str) else term if isinstance(term, list) else ():
+                _check(arm, arms, where)
+                if arm in self.ladders and self.measures[expected.measure].result != "learns":
+                    raise ValueError(f"{where} compares the ladder '{arm}': its measure must be the result learns")
+            if isinstance(term, float) and f"{term:g}" in arms:
+                raise ValueError(f"{where} has the number {term:g}: '{term:g}' is the arm")
+        if self.measures[expected.measure].is_end and not expected.compares_two_arms:
+            raise ValueError(f"{where}: whether runs diverge compares two arms, or one with 0")
 
     @model_validator(mode="after")
     def _known_positions(self) -> Study:
+        for name, values in self.paper_scale.ladders.items():
+            _check(name, self.ladders, "paper_scale.ladders")
+            if len(values) != len(self.ladders[name].values):
+                raise ValueError(f"paper_scale.ladders gives '{name}' {len(values)} values, not as many as its rungs")
         numbers = {number for expected in self.expectations for number in expected.grows or expected.falls or ()}
         for number in self.paper_scale.positions:
             if number not in numbers:
@@ -265,10 +208,14 @@ class Study(Config):
         return self.paper_scale if scale == "paper" else Scale()
 
     def at_scale(self, scale: ScaleName) -> Study:
-        """Return the study with the numbers along its trends that its arms have at a scale."""
-        positions = self.changes_at(scale).positions
-        moved = [expected.with_positions(positions) for expected in self.expectations]
-        return self.model_copy(update={"expectations": moved})
+        """Return the study with the numbers along its trends and ladders that its arms have at a scale."""
+        particular = self.changes_at(scale)
+        moved = [expected.with_positions(particular.positions) for expected in self.expectations]
+        ladders = {
+            name: ladder.model_copy(update={"values": particular.ladders.get(name, ladder.values)})
+            for name, ladder in self.ladders.items()
+        }
+        return self.model_copy(update={"expectations": moved, "ladders": ladders})
 
     def seeds_at(self, scale: ScaleName, asked: int | None = None) -> int:
         """Return how many seeds to use: those asked for, or as many as the study has at a scale."""
@@ -277,8 +224,10 @@ class Study(Config):
         return asked or self.changes_at(scale).seeds or self.seeds
 
     def all_arms(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, changes to the base): the arms listed, then those of the axes."""
+        """Yield (name, changes to the base): the arms listed, the rungs of ladders, then those of the axes."""
         yield from self.arms.items()
+        for name, ladder in self.ladders.items():
+            yield from ladder.arms(name)
         for values in product(*self.axes.values()) if self.axes else ():
             changes: dict[str, Any] = {}
             for key, value in zip(self.axes, values, strict=True):
@@ -299,7 +248,7 @@ class Study(Config):
         particular = self.changes_at(scale)
         base = overlay(self.base, particular.base)
         found = {}
-        for name, changes in self.all_arms():
+        for name, changes in self.at_scale(scale).all_arms():
             try:
                 arm = overlay(overlay(base, changes), particular.arms.get(name, {}))
                 recipe = build_recipe(arm, overrides, data=source)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 INDEX = "index.html"
 _SAME_CALL = ("schema", "study", "scale", "data", "words")
 """The fields that two results of the same call agree in; their seeds may differ."""
-_EXPERIMENT = ("base", "arms", "axes", "measures", "expectations")
+_EXPERIMENT = ("base", "arms", "axes", "ladders", "matched", "measures", "conditions", "expectations")
 """The fields of a study that decide what is trained, measured and judged."""
 
 
@@ -176,6 +176,13 @@ def describe_changes(result: StoredResult) -> str:
     except RecipeError:
         return ", ".join([*differences, "by a study that this version cannot read"])
     parts = ("paper_scale", *_EXPERIMENT) if result.scale == "paper" else _EXPERIMENT
-    if any(getattr(stored, part) != getattr(shipped, part) for part in parts):
+    if any(_for_comparison(stored, part) != _for_comparison(shipped, part) for part in parts):
         differences.append("by another study of that name")
     return ", ".join(differences)
+
+
+def _for_comparison(study: Study, part: str) -> Any:
+    """Return a part of a study without what only its plan reads."""
+    if part != "expectations":
+        return getattr(study, part)
+    return [expected.model_copy(update={"effect": None, "spread": None}) for expected in study.expectations]

@@ -19,13 +19,13 @@ from vitclinic.probes.subject import Subject
 
 
 def quantile_ratio(scale: NDArray[np.float64]) -> float | None:
-    """Return |lambda_0.1| / |lambda_0.9|, a ratio of quantiles of lambda; None if the latter is 0, as before training.
+    """Return |lambda|_0.1 / |lambda|_0.9, quantiles of magnitudes; None if the latter is 0, as before training.
 
     Example:
-        >>> round(quantile_ratio(np.arange(1.0, 12.0)), 3)
+        >>> round(quantile_ratio(-np.arange(1.0, 12.0)), 3)
         0.2
     """
-    low, high = np.abs(np.quantile(scale, [0.1, 0.9]))
+    low, high = np.quantile(np.abs(scale), [0.1, 0.9])
     return None if high == 0 else float(low / high)
 
 
@@ -33,7 +33,8 @@ def quantile_ratio(scale: NDArray[np.float64]) -> float | None:
 class CBScale(OwningProbe):
     """Quantile ratio and mean of the learned scales of Context Broadcasting (CB_S) per layer [hyeonwoo2023 Fig. 8].
 
-    The ratio is |lambda_0.1| / |lambda_0.9|, with the 10% and 90% quantiles of the scales lambda in R^D of one layer.
+    The ratio is |lambda|_0.1 / |lambda|_0.9, with the 10% and 90% quantiles of the magnitudes of the scales lambda in
+    R^D of one layer: from 0 to 1, and 1 where all channels are scaled alike.
     Scales are read from modules with an attribute `context_scale`, which the treatment `context_broadcasting` with
     `scaled: true` adds.
     """
@@ -52,11 +53,12 @@ class CBScale(OwningProbe):
             values={"ratio": "ratio of quantiles", "mean": "mean scale"},
             axis="layer with learned scales",
             title="Learned scales of Context Broadcasting",
-            reading="Above, the 10% quantile of a layer's scales over its 90% quantile, both without sign: near 1"
+            reading="Above, the 10% quantile of the magnitudes of a layer's scales over their 90% quantile: near 1"
             " where all channels want the broadcast context alike; below, their mean. Hyeon-Woo et al. found that"
             " both grow with depth, so that upper layers want dense interactions most.",
         ),
     )
+    revision: ClassVar[int] = 2  # quantiles of magnitudes, as the paper writes
     needs: ClassVar[frozenset[Need]] = frozenset({"anatomy"})
     by_default: ClassVar[bool] = False
 

@@ -76,6 +76,8 @@ class Displacement:
 
 
 Mode = Literal["eval", "train"]
+LossName = Literal["softmax", "sigmoid"]
+"""The loss whose curvature is measured; chen2022 plots softmax for all networks, and trains ViTs with sigmoid."""
 
 
 class LossSurface:
@@ -95,9 +97,11 @@ class LossSurface:
         decay: float = 0.0,
         decayed: Sequence[nn.Parameter] | None = None,
         mode: Mode = "eval",
+        loss: LossName = "softmax",
         distributed: Distributed = ALONE,
     ) -> None:
         self.network = network
+        self.loss_name = loss
         self.distributed = distributed
         self.batches = list(batches)
         everything = {name: p for name, p in network.named_parameters() if p.is_floating_point()}
@@ -168,10 +172,16 @@ class LossSurface:
                 p.requires_grad_(flag)
 
     def total_loss(self, batch: Batch) -> Tensor:
-        """Return the sum of the cross-entropies of a batch's images, without weight decay."""
+        """Return the sum of the losses of a batch's images, without weight decay.
+
+        The loss is the cross-entropy of softmax, or with `sigmoid` the sum of every class's binary cross-entropy.
+        """
         logits = read_output(self.network(batch.images))
         if logits.dtype.itemsize < 4:
             logits = logits.float()
+        if self.loss_name == "sigmoid":
+            targets = F.one_hot(batch.targets, logits.shape[1]) if batch.targets.ndim == 1 else batch.targets
+            return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum")
         return F.cross_entropy(logits, batch.targets, reduction="sum")
 
     @torch.no_grad()
@@ -268,6 +278,7 @@ class CurvatureProbe(OwningProbe):
     split: Literal["train", "val", "test"] = Field("train", description="split of the images")
     images: Annotated[int, Field(ge=1)] = Field(256, description="number of images")
     batch_norm: Mode = Field("eval", description="BatchNorm statistics: running (eval), or of each batch (train)")
+    loss: LossName = Field("softmax", description="cross-entropy of softmax, or of each class's sigmoid")
     budget: Time | None = Field(None, description="time limit, as in 2m; the result is then the best estimate so far")
 
     def view(self, subject: Subject) -> Subject:
@@ -283,7 +294,12 @@ class CurvatureProbe(OwningProbe):
     def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
         """Return the loss on the subject's images, of which each process holds its share."""
         return build_surface(
-            subject, subject.own_batches(), self.batch_norm, regularised=regularised, distributed=subject.distributed
+            subject,
+            subject.own_batches(),
+            self.batch_norm,
+            loss=self.loss,
+            regularised=regularised,
+            distributed=subject.distributed,
         )
 
 
@@ -292,16 +308,23 @@ def build_surface(
     batches: Iterable[Batch],
     batch_norm: Mode = "eval",
     *,
+    loss: LossName = "softmax",
     regularised: bool = False,
     distributed: Distributed = ALONE,
 ) -> LossSurface:
     """Return the loss of a subject's network on some batches, with its training's weight decay if `regularised`."""
     training = subject.training if regularised else None
     if training is None:
-        return LossSurface(subject.network, batches, mode=batch_norm, distributed=distributed)
+        return LossSurface(subject.network, batches, mode=batch_norm, loss=loss, distributed=distributed)
     decayed = [p for name, p in subject.network.named_parameters() if name in training.decayed]
     return LossSurface(
-        subject.network, batches, decay=training.decay, decayed=decayed, mode=batch_norm, distributed=distributed
+        subject.network,
+        batches,
+        decay=training.decay,
+        decayed=decayed,
+        mode=batch_norm,
+        loss=loss,
+        distributed=distributed,
     )
 
 

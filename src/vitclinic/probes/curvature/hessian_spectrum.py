@@ -31,7 +31,7 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, LossSurface, Mode, build_surface
+from vitclinic.probes.curvature import Clock, LossName, LossSurface, Mode, build_surface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
 from vitclinic.probes.guards import SAVED_EVERY, Partial
@@ -77,6 +77,7 @@ class HessianSpectrum(OwningProbe):
     top: Count = Field(5, description="eigenvalues per mini-batch")
     augment: bool = Field(True, description="augment as in the run's training, if it is known")
     regulariser: bool = Field(True, description="add the run's weight decay to the loss, if it is known")
+    loss: LossName = Field("softmax", description="cross-entropy of softmax, or of each class's sigmoid")
     batch_norm: Mode = Field("eval", description="BatchNorm statistics: running (eval), or of each batch (train)")
     tolerance: Annotated[float, Field(gt=0, lt=1)] = Field(1e-3, description="relative error of the eigenvalues")
     max_products: Count = Field(200, description="maximum Hessian-vector products per mini-batch")
@@ -122,7 +123,7 @@ class HessianSpectrum(OwningProbe):
         numbers = remaining[subject.distributed.rank :: subject.distributed.size]
         drawn = subject.augmented_batches(self.batch, self.batches, self.augment, which=numbers)
         for number, batch in zip(numbers, drawn, strict=True):
-            surface = build_surface(subject, [batch], self.batch_norm, regularised=self.regulariser)
+            surface = build_surface(subject, [batch], self.batch_norm, loss=self.loss, regularised=self.regulariser)
             with surface.gradient_mode():
                 if number == numbers[0]:
                     surface.check()

@@ -56,7 +56,7 @@ class Eigenpairs:
     residuals: NDArray[np.float64]
     """|A y - value y| for the unit vector y of each value."""
     errors: NDArray[np.float64]
-    """Estimated distance of each value to an eigenvalue: the smaller of residual and residual^2 / gap."""
+    """Estimated distance to an eigenvalue: the smaller of residual and residual^2 / gap, or the products' rounding."""
     vectors: Tensor
     """Unit vectors y, [k, n]."""
     products: int
@@ -178,13 +178,17 @@ def _ritz(space: Basis, k: int, tolerance: float) -> Ritz:
     residuals = np.maximum(residuals, torch.finfo(space.vectors.dtype).eps * space.largest)
     gaps = np.maximum(_gaps(values, residuals), residuals)
     errors = residuals * np.divide(residuals, gaps, out=np.zeros(m), where=gaps > 0)
+    # Nor can values: a product of n terms rounds by about sqrt(n) units [Higham & Mary 2019]. This widens the interval
+    # and leaves alone when to stop, since more products do not help.
+    rounding = np.sqrt(n) * torch.finfo(space.vectors.dtype).eps * space.largest
     order = np.argsort(-np.abs(values))
     wanted, others = order[:k], order[k:]
     small = errors[wanted] <= np.maximum(tolerance * np.abs(values[wanted]), np.finfo(float).tiny)
     reach = np.abs(values[others]) + _NEAR * residuals[others]
     below = reach <= (1 + tolerance) * np.abs(values[wanted]).min()
     converged = m >= min(k + 1, n) and bool(small.all() and (space.restarted or below.all()))
-    return Ritz(values[wanted], residuals[wanted], errors[wanted], s_mm[:, wanted], converged)
+    told = np.maximum(errors[wanted], rounding)
+    return Ritz(values[wanted], residuals[wanted], told, s_mm[:, wanted], converged)
 
 
 def _gaps(values: NDArray[np.float64], residuals: NDArray[np.float64]) -> NDArray[np.float64]:

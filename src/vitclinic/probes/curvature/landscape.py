@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, CurvatureProbe, Displacement, LossSurface
+from vitclinic.probes.curvature import Clock, CurvatureProbe, Displacement, LossSurface, build_surface
 from vitclinic.probes.curvature.directions import (
     Direction,
     Normalisation,
@@ -36,24 +36,21 @@ _PRODUCTS, _PRODUCT = 40, 4
 
 
 class Grid:
-    """Losses on a grid of `points` (odd) per axis, on one or two axes from -span to span, with w at the centre.
+    """Losses on a grid of `points` per axis, on one or two axes from -span to span, with w in the middle.
 
-    `losses` is NaN where `evaluated` is False; where it is True, a loss may still be NaN or infinite.
+    An even number has w between its points, as the 50 x 50 of chen2022. `losses` is NaN where `evaluated` is False;
+    where it is True, a loss may still be NaN or infinite.
     """
 
     def __init__(self, points: int = 21, span: float = 1.0, dimensions: int = 2) -> None:
-        self.axis = span * (np.arange(points) - points // 2) / (points // 2)
+        self.axis = span * (2 * np.arange(points) - (points - 1)) / (points - 1)
         self.losses = np.full((points,) * dimensions, np.nan)
         self.evaluated = np.zeros(self.losses.shape, dtype=bool)
-
-    @property
-    def centre(self) -> tuple[int, ...]:
-        return (len(self.axis) // 2,) * self.losses.ndim
 
     def remaining(self) -> list[tuple[int, ...]]:
         """Return the points to evaluate, from the centre outwards, so that a partial grid is a smaller landscape."""
         places = np.argwhere(~self.evaluated)
-        distances = ((places - self.centre) ** 2).sum(axis=1)
+        distances = ((2 * places - (len(self.axis) - 1)) ** 2).sum(axis=1)
         return [tuple(place) for place in places[np.argsort(distances, kind="stable")].tolist()]
 
     def fill(
@@ -90,18 +87,13 @@ class _Plane:
     shortcoming: str | None = None
 
 
-def _odd(value: int) -> int:
-    if value % 2 == 0:
-        raise ValueError("the number must be odd, so that the network itself is one of the points")
-    return value
-
-
 @register
 class Landscape(CurvatureProbe):
     """Loss on a line or a plane through the weights, along random directions, eigenvectors or the training trajectory.
 
-    L(w + x d_1 + y d_2) on a grid, with softmax cross-entropy [chen2022], plus the run's weight decay if requested
-    [park2022]. `directions` chooses the d, and `normalisation` their lengths [Li et al. 2018].
+    L(w + x d_1 + y d_2) on a grid, with softmax cross-entropy [chen2022], plus the run's weight decay, and on images
+    augmented as in its training, if requested [park2022]. `directions` chooses the d, and `normalisation` their
+    lengths [Li et al. 2018].
 
     Example:
         >>> import timm, torch
@@ -122,7 +114,7 @@ class Landscape(CurvatureProbe):
     cheaper: ClassVar[Cheaper] = ({"points": 11, "images": 64}, {"points": 15, "images": 128})
 
     dimensions: Literal[1, 2] = Field(2, description="1 for a line, 2 for a plane")
-    points: Annotated[int, Field(ge=3), AfterValidator(_odd)] = Field(21, description="points per axis; odd")
+    points: Annotated[int, Field(ge=3)] = Field(21, description="points per axis; the network is one of them if odd")
     span: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0, description="each axis goes from -span to span"
     )
@@ -142,6 +134,9 @@ class Landscape(CurvatureProbe):
     regulariser: Literal["none", "run"] = Field(
         "none", description="none (plain cross-entropy), or run (with the run's weight decay)"
     )
+    augment: Literal["none", "run"] = Field(
+        "none", description="none (plain images), or run (images as the run's training shows them, the same everywhere)"
+    )
 
     def forwards(self, subject: Subject) -> float:
         products = _PRODUCTS * _PRODUCT if self.directions == "eigenvectors" else 0
@@ -153,6 +148,8 @@ class Landscape(CurvatureProbe):
         conditions = super().conditions(subject)
         if self.regulariser == "run" and subject.training is not None:
             conditions["decay"] = subject.training.decay
+        if self.augment == "run" and subject.training is not None:
+            conditions["augment"] = subject.training.augment.identity()
         past = self._past(subject)
         if past is not None:
             conditions["weights"] = past.digest()
@@ -163,14 +160,15 @@ class Landscape(CurvatureProbe):
         return subject.training.past if self.directions == "trajectory" and subject.training is not None else None
 
     def measure(self, subject: Subject) -> Result:
-        if self.regulariser == "run" and subject.training is None:
-            raise DoesNotApply(
-                "regulariser: run needs the weight decay of the training, and how the network was trained is not known."
-            )
+        for option, needed in (("regulariser", "weight decay"), ("augment", "augmentation")):
+            if getattr(self, option) == "run" and subject.training is None:
+                raise DoesNotApply(
+                    f"{option}: run needs the {needed} of the training, and how the network was trained is not known."
+                )
         clock = Clock(self.budget, distributed=subject.distributed)
         surface = self.surface(subject, regularised=self.regulariser == "run")
         with surface.evaluation_mode():
-            surface.check()
+            loss = surface.check()
         plane = self._plane(subject, surface)
         grid = Grid(self.points, self.span, self.dimensions)
         partial = Partial(subject.scratch.get(self.name), digest(plane.directions), subject.distributed)
@@ -186,7 +184,18 @@ class Landscape(CurvatureProbe):
                 grid.fill(surface, plane.directions, go_on)
         finally:
             partial.write(grid.arrays())
-        return self._result(grid, plane)
+        return self._result(grid, plane, loss)
+
+    def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
+        if self.augment == "none":
+            return super().surface(subject, regularised=regularised)
+        size, distributed = subject.batch_size, subject.distributed
+        mine = range(-(-self.images // size))[distributed.rank :: distributed.size]
+        drawn = zip(mine, subject.augmented_batches(size, len(mine), which=mine), strict=True)
+        batches = [batch.split(min(size, self.images - number * size))[0] for number, batch in drawn]
+        return build_surface(
+            subject, batches, self.batch_norm, loss=self.loss, regularised=regularised, distributed=distributed
+        )
 
     def _plane(self, subject: Subject, surface: LossSurface) -> _Plane:
         if self.directions == "trajectory":
@@ -229,10 +238,10 @@ class Landscape(CurvatureProbe):
         how = self.normalisation or usual
         return [normalize_direction(direction, surface.weights, how, self.one_dimensional) for direction in raw]
 
-    def _result(self, grid: Grid, plane: _Plane) -> Result:
+    def _result(self, grid: Grid, plane: _Plane, loss: float) -> Result:
         losses = grid.losses[grid.evaluated]
         scalars = {
-            "loss": Scalar(value=float(grid.losses[grid.centre])),
+            "loss": Scalar(value=loss),
             "largest_loss": Scalar(value=float(np.nanmax(losses))),
             "points_not_finite": Scalar(value=float((~np.isfinite(losses)).sum())),
             **plane.scalars,

@@ -3,7 +3,8 @@
 The Hessian is that of the mean softmax cross-entropy over all images, without weight decay, at the network's weights.
 
     lambda_max   the eigenvalue of largest magnitude, with its sign; also of the diagonal blocks of the embedding, of
-                 all MSAs, of all MLPs, of all convs, and of each block of the network
+                 the positions, of all MSAs, of all token MLPs, of all (channel) MLPs, of all convs, and of each block
+                 of the network: the columns of Table 4
     trace        E[v^T H v] over vectors of random signs [Hutchinson 1990], with a t interval
     density      of all eigenvalues: nodes and weights of stochastic Lanczos quadrature [Ghorbani et al. 2019]
 """
@@ -35,9 +36,11 @@ from vitclinic.probes.subject import Subject
 
 Count = Annotated[int, Field(ge=0)]
 _GROUPS: dict[str, tuple[Kind, ...]] = {
-    "embedding": ("stem", "position"),
+    "embedding": ("stem",),
+    "position": ("position",),
     "msa": ("msa",),
-    "mlp": ("mlp", "token_mlp"),
+    "token_mlp": ("token_mlp",),
+    "mlp": ("mlp",),
     "conv": ("conv",),
 }
 _PRODUCTS = 10
@@ -70,7 +73,7 @@ class Sharpness(CurvatureProbe):
     question = "How curved is the loss where training ended, and which parts are?"
     paper = "Chen et al. 2022, Table 4, App. F (C1, C4)"
     key_scalars: ClassVar[KeyScalars] = {"lambda_max": "nearer to 0", "trace": "nearer to 0"}
-    revision: ClassVar[int] = 2  # finds eigenvalues that were missed before
+    revision: ClassVar[int] = 3  # the embedding without positions, and token MLPs apart from channel MLPs
     cheaper: ClassVar[Cheaper] = (
         {"images": 32, "components": False, "density_draws": 0},
         {"images": 32},

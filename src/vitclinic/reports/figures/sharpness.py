@@ -31,7 +31,9 @@ from vitclinic.reports.figures.canvas import (
 _COMPONENTS = {
     "lambda_max": "whole network",
     "lambda_max_embedding": "embedding",
+    "lambda_max_position": "positions",
     "lambda_max_msa": "MSAs",
+    "lambda_max_token_mlp": "token MLPs",
     "lambda_max_mlp": "MLPs",
     "lambda_max_conv": "Convs",
 }
