@@ -107,7 +107,7 @@ def name_images(split: Split) -> list[str]:
     Example:
         >>> from vitclinic.data import open_data
         >>> name_images(open_data("digits").test)[0]
-        'digits image 2'
+        'digits image 1'
     """
     return [_name_image(split.images, int(row)) for row in split.rows]
 
