@@ -131,7 +131,7 @@ WITHOUT_TORCH = [
     ["examine", "timm:resnet18", "--data", "digits", "--split", "tset"],
     ["study", "C66"],
     ["transfer", "runs/none", "--data", "shapes", "stepz=3"],
-    ["features", "tim:resnet18", "--data", "shapes", "-o", "x.parquet"],
+    ["features", "resnet18", "--data", "shapes", "-o", "x.parquet"],
     ["features", "timm:resnet18", "--data", "shapes", "-o", "x.csv"],
     ["transfer", "runs/none", "--data", "/no/such/place"],
     ["prescribe", "--data", "shapes", "--budget", "5x"],

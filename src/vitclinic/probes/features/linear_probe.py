@@ -18,9 +18,6 @@ from vitclinic.probes.features.embeddings import embed, labels_of
 from vitclinic.probes.probe import OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
-STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-"""Inverse strengths C of the regularization that are tried."""
-
 
 @register
 class LinearProbe(OwningProbe):
@@ -49,7 +46,7 @@ class LinearProbe(OwningProbe):
 
     images: Annotated[int, Field(ge=2)] = Field(10_000, description="training images, at most")
     strengths: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = Field(
-        list(STRENGTHS), description="values of C to choose among"
+        [0.001, 0.01, 0.1, 1.0, 10.0, 100.0], description="values of C to choose among"
     )
 
     def check(self, subject: Subject) -> None:

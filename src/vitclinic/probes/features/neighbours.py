@@ -30,7 +30,7 @@ class KNN(OwningProbe):
     Cosine similarity; a neighbour's vote weighs exp(similarity / temperature). The network needs no head.
 
     Example:
-        >>> import timm
+        >>> import timm, torch
         >>> from vitclinic.data import open_data
         >>> model = timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, num_classes=0)
         >>> KNN(images=50)(model, open_data("digits"), limit=20, split="test").scalars["accuracy"].n
@@ -72,7 +72,7 @@ class Retrieval(OwningProbe):
     Each image is a query and all others are the gallery; relevant are those of its class.
 
     Example:
-        >>> import timm
+        >>> import timm, torch
         >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0)
         >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8) % 2)]
         >>> Retrieval()(model, loader).scalars["map"].n
@@ -115,7 +115,7 @@ class AlignmentUniformity(OwningProbe):
     alignment = mean |x - y|^2 over pairs of one class; uniformity = log mean exp(-2 |x - y|^2) over all pairs.
 
     Example:
-        >>> import timm
+        >>> import timm, torch
         >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=0)
         >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8) % 2)]
         >>> AlignmentUniformity()(model, loader).scalars["uniformity"].value < 0
