@@ -75,6 +75,8 @@ class Source:
     """Changes whenever the source changes; cheap to compute, so it may use local paths and modification times."""
     uniform: tuple[Size, int] | None = None
     """Size and channels of all images, where the source knows them beforehand."""
+    notes: tuple[str, ...] = ()
+    """What was left out, one sentence each."""
 
     def __post_init__(self) -> None:
         for split, records in self.splits.items():
