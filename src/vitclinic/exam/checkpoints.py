@@ -95,8 +95,11 @@ def _read_torch(file: Path) -> Any:
 def _check_file(file: Path) -> None:
     if not file.is_file():
         raise missing(file)
-    with file.open("rb") as stream:
-        start = stream.read(64)
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(64)
+    except OSError as error:
+        raise ModelError(f"'{file}' cannot be read: {error.strerror}.") from error
     if not start:
         raise ModelError(f"'{file}' is empty.")
     if start.isascii() and start.decode().replace("\n", " ").replace("\r", " ").replace("\t", " ").isprintable():

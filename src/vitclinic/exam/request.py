@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.io import expand_path, find_path
 from vitclinic._core.sources import check_model_name, read_model_names
 from vitclinic._core.time import parse_budget
 from vitclinic.probes.probe import PROBES, default_probes, known_probes, parse_probes
@@ -26,9 +27,9 @@ def find_run(text: str) -> tuple[Path, str] | None:
     """Return the run directory and the checkpoint that `DIRECTORY[@CHECKPOINT]` names, if there is such a run."""
     before, _, after = text.rpartition("@")
     for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
-        path = Path(folder).expanduser()
-        if folder and (path / "recipe.yaml").is_file():
-            return path, checkpoint
+        found = find_path(str(Path(folder) / "recipe.yaml"), RecipeError, "a run") if folder else None
+        if found is not None and found.is_file():
+            return found.parent, checkpoint
     return None
 
 
@@ -39,11 +40,11 @@ def split_key(text: str) -> tuple[Path, str | None]:
         >>> split_key("last.pth.tar#state_dict")[1]
         'state_dict'
     """
-    whole = Path(text).expanduser()
+    whole = find_path(text, RecipeError, "weights")
     file, sharp, key = text.rpartition("#")
-    if not sharp or whole.is_file():  # a file's own name may hold a #
-        return whole, None
-    return Path(file).expanduser(), key
+    if not sharp or whole is not None:  # a file's own name may hold a #
+        return whole or expand_path(text, RecipeError), None
+    return expand_path(file, RecipeError), key
 
 
 def check_target(text: str) -> None:
@@ -58,7 +59,7 @@ def check_target(text: str) -> None:
 
 def check_stored(text: str) -> None:
     """Raise a RecipeError where a text names neither a run nor a folder with measurements."""
-    if find_run(text) is None and not any(Path(text).expanduser().glob("*.json")):
+    if find_run(text) is None and not any(expand_path(text, RecipeError).glob("*.json")):
         raise nothing_stored(text)
 
 

@@ -18,7 +18,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic.data import Batch, Dataset, TrainingStream
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
-from vitclinic.training.network import Learner, adapt_augmentation, build_network
+from vitclinic.training.network import Learner, adapt_augmentation, build_network, check_memory
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
@@ -150,6 +150,7 @@ class Trainer:
         self.micro_batch = _micro_batch(recipe, distributed)
 
         spec = dataset.spec
+        check_memory(self.micro_batch, (spec.in_chans, *spec.img_size))
         treatments = recipe.treatments
         network = build_network(recipe, dataset).to(device, self.dtype)
         # Copy before any objective adds hooks to the network.
