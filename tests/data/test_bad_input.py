@@ -234,3 +234,55 @@ def test_a_pipe_with_the_name_of_an_image(photo_folder):
     os.mkfifo(photo_folder / "cat" / "pipe.png")
     with pytest.raises(DataError, match=r"pipe\.png: not a readable image \(it is not a regular file\)"):
         open_data(str(photo_folder))
+
+
+def _parquet(folder, name="train", labels=(0, 1), kind=None, column="label", metadata=None):
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = []
+    for label in range(len(labels)):
+        file = io.BytesIO()
+        Image.new("L", (8, 8), 50 * label).save(file, "PNG")
+        files.append(file.getvalue())
+    images = pa.StructArray.from_arrays([pa.array(files, pa.binary())], ["bytes"])
+    table = pa.table({"image": images, column: labels if kind is None else pa.array(labels, kind)})
+    pq.write_table(table.replace_schema_metadata(metadata or {}), folder / f"{name}.parquet")
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([{"labels": (0, 10**9)}], "label 1000000000 would make 1,000,000,001 classes"),
+        ([{}, {"name": "test", "column": "other"}], "no column 'label' in its test files"),
+        ([{}, {"name": "test", "labels": ("a", "b")}], "integers in some files and strings in others"),
+        ([{"labels": (0.5, 1.5)}], "contains double; expected integers or strings"),
+        ([{"labels": ([0], [1])}], "expected integers or strings"),
+        ([{"labels": (2**64 - 1, 0), "kind": "uint64"}], "cannot be read"),
+    ],
+)
+def test_parquet_labels_that_cannot_be_used(tmp_path, tables, message):
+    for table in tables:
+        _parquet(tmp_path, **table)
+    with pytest.raises(DataError, match=message):
+        open_data(str(tmp_path))
+
+
+def test_parquet_labels_as_pandas_writes_them(tmp_path):
+    import pyarrow as pa
+
+    category = pa.array(["cat", "dog"]).dictionary_encode()
+    for number, labels in enumerate([category, pa.array(["cat", "dog"], pa.large_string())]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _parquet(folder, labels=labels)
+        assert open_data(str(folder)).classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("names", ["5", '"ab"', "null", "[]", "{}"])
+def test_class_names_that_are_none(tmp_path, names):
+    features = '{"info": {"features": {"label": {"names": NAMES}}}}'.replace("NAMES", names)
+    _parquet(tmp_path, metadata={"huggingface": features})
+    assert open_data(str(tmp_path)).classes == ("0", "1")

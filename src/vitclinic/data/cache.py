@@ -32,7 +32,7 @@ from PIL import Image
 from vitclinic._core.errors import DamagedFileError, DataError
 from vitclinic._core.io import fingerprint, read_record, sync
 from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_grey, is_photo, pixels
-from vitclinic.data.source import ComputedRecords, Records, Source, describe_unreadable
+from vitclinic.data.source import LEAVE_OUT, ComputedRecords, Records, Source, describe_unreadable
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many are done, how many there are)."""
@@ -176,7 +176,7 @@ def _decode_all(records: Records, folder: Path, size: Size, channels: int, on_er
         for index, result in enumerate(_decode_each(records, size, channels)):
             if isinstance(result, str):
                 if on_error != "skip":
-                    raise DataError(f"{result} Remove it, or pass data.on_error=skip.")
+                    raise DataError(f"{result} Remove it, {LEAVE_OUT}.")
                 skipped.append(result)
             else:
                 data = np.ascontiguousarray(result).tobytes()
@@ -270,7 +270,7 @@ class StreamedImages:
                 return decode_and_fit(image, self.channels, self.size)
         except (*UNREADABLE, DataError) as error:
             sentence = describe_unreadable(self.records, record, error)
-            raise DataError(f"{sentence} Remove it, or pass data.on_error=skip.") from None
+            raise DataError(f"{sentence} Remove it, {LEAVE_OUT}.") from None
 
     def _problems(self, progress: Progress) -> dict[int, str]:
         """Return an error message for each unreadable image, by its index."""

@@ -16,7 +16,7 @@ from PIL import Image
 
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint, read_json, read_text
-from vitclinic.data.source import Source
+from vitclinic.data.source import LEAVE_OUT, Source
 
 CLASSES_FILE = "classes.json"
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -80,7 +80,7 @@ class _LeftOut:
 
     def add(self, problem: str, advice: str) -> None:
         if not self.skip:
-            raise DataError(f"{problem}; {advice}, or pass data.on_error=skip.")
+            raise DataError(f"{problem}; {advice}, {LEAVE_OUT}.")
         self.notes.append(f"{problem}.")
 
 

@@ -100,6 +100,10 @@ def _check_labels(records: Records, classes: int, split: str) -> None:
         )
 
 
+LEAVE_OUT = "or leave it out by data.on_error=skip in a recipe"
+"""The end of a sentence about something that cannot be read; only recipes have this option."""
+
+
 def describe_unreadable(records: Records, index: int, error: Exception) -> str:
     """Return the message that says which image cannot be read, and why."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -340,3 +340,13 @@ def test_of_the_same_call_the_result_with_more_seeds_is_kept(tmp_path, caplog):
     ]
     study(tiny_study(title="another"), out=tmp_path, seeds=1)
     assert json.loads(more.file.read_text())["study"]["title"] == "another"
+
+
+def test_another_study_of_the_same_claim_does_not_take_its_place(tmp_path):
+    study(tiny_study(seeds=1), out=tmp_path)
+    before = (tmp_path / "T1.json").read_text()
+    other = tiny_study(seeds=1, arms={"slow": {}, "fast": {"optimizer": {"lr": 0.1}}})
+    with pytest.raises(RunError, match="another study with the claim 'T1'"):
+        study(other, out=tmp_path)
+    assert (tmp_path / "T1.json").read_text() == before
+    assert len(list((tmp_path / "pool").iterdir())) == 2  # nothing was trained for it
