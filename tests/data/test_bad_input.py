@@ -149,7 +149,7 @@ def test_links_in_a_circle_and_links_to_nowhere(photo_folder):
     ("source", "message"),
     [
         ("/dev/null", "a device or a pipe"),
-        ("~nobody-of-this-name", "Cannot look for data"),
+        ("~nobody-of-this-name", "no such user"),
         ("x" * 5000, "name too long"),
         ("a\0b", "null"),
         ("shapes:n=300,n=400", "two values of n"),

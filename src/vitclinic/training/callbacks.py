@@ -131,4 +131,4 @@ def read_projections(folder: Path) -> dict[int, tuple[float, NDArray[np.float64]
             raise ValueError("it holds no projections")
         return {int(step): (float(epoch), row) for step, epoch, row in zip(steps, epochs, rows, strict=True)}
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedFileError(f"'{file}' is damaged ({error}); delete it to go on without it.") from error
+        raise DamagedFileError(f"'{file}' cannot be read ({error}); delete it to go on without it.") from error

@@ -22,7 +22,7 @@ import torch
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import join_processes, pick_device
-from vitclinic._core.errors import DataError, RecipeError, RunError
+from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path
 from vitclinic.data import Dataset, open_data
 from vitclinic.tasks import Classification
@@ -246,7 +246,6 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         dataset = distributed.leader_first(
             lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
         )
-        _check_classes(recipe, dataset)
         recipe, fitted = fit_size(recipe, dataset, distributed, device)
         # Every mistake in the recipe must surface before the directory is created. Only the leading process checks
         # and creates it: the others would find it already there.
@@ -263,19 +262,16 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         return _fit(Run(path), trainer, CallbackList(callbacks))
 
 
-def _check_classes(recipe: Recipe, dataset: Dataset) -> None:
-    """Raise a DataError for classification of a single class, which any network does perfectly."""
-    if isinstance(recipe.task, Classification) and len(dataset.classes) < 2:
-        raise DataError(
-            f"'{dataset.name}' has one class, '{dataset.classes[0]}', and nothing to tell apart; give the folder that"
-            " has one sub-folder per class."
-        )
-
-
 def _find_unheeded(trainer: Trainer) -> list[str]:
     """Return a notice for each part of the recipe that this run is too short, or its data too few, to heed."""
     recipe, notices = trainer.recipe, []
-    if isinstance(recipe.task, Classification) and len(set(trainer.dataset.train.labels.tolist())) < 2:
+    dataset = trainer.dataset
+    if isinstance(recipe.task, Classification) and len(dataset.classes) < 2:
+        notices.append(
+            f"'{dataset.name}' has one class, '{dataset.classes[0]}', so that any network is right; perhaps a folder"
+            " inside it has the class folders"
+        )
+    elif isinstance(recipe.task, Classification) and len(set(dataset.train.labels.tolist())) < 2:
         notices.append("all training images have one label, so that any network learns to give it")
     epochs = trainer.total_steps / trainer.steps_per_epoch
     if late := [epoch for epoch in recipe.checkpoint.keep_epochs if epoch > epochs + 1e-9]:
