@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
-from vitclinic._core.io import fingerprint
+from vitclinic._core.io import find_path, fingerprint
 from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images, survey
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
@@ -237,9 +237,11 @@ def check_source(config: DataConfig) -> None:
         )
     if spec == "digits" or spec.partition(":")[0] == "shapes" or spec.startswith(("torchvision:", "hf:")):
         return
-    path = Path(spec).expanduser()
-    if not path.exists():
-        raise DataError(f"There is no data at '{spec}'.{_nearby(path)}")
+    path = find_path(spec, DataError, "data")
+    if path is None:
+        raise DataError(f"There is no data at '{spec}'.{_nearby(Path(spec).expanduser())}")
+    if not path.is_dir() and not path.is_file():
+        raise DataError(f"'{spec}' is a device or a pipe; expected a folder with one sub-folder per class, or parquet.")
 
 
 def open_source(config: DataConfig) -> Source:
@@ -271,7 +273,10 @@ def _open_parquet(path: Path) -> Source:
 
 
 def _nearby(path: Path) -> str:
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    try:
+        siblings = [p.name for p in path.parent.iterdir()]
+    except OSError:
+        siblings = []
     return did_you_mean(path.name, [*siblings, *EMBEDDED])
 
 
@@ -310,7 +315,7 @@ def _dataset(
         splits |= merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [source.classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
-    skipped = [sentence for store in stores.values() for sentence in store.skipped]
+    skipped = [*source.notes, *(sentence for store in stores.values() for sentence in store.skipped)]
     facts = (way.size, way.channels, splits, fingerprint(*contents), skipped)
     return kind(source.name, source.classes, *facts, preprocessing=way)
 

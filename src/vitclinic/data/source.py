@@ -75,6 +75,8 @@ class Source:
     """Changes whenever the source changes; cheap to compute, so it may use local paths and modification times."""
     uniform: tuple[Size, int] | None = None
     """Size and channels of all images, where the source knows them beforehand."""
+    notes: tuple[str, ...] = ()
+    """What was left out, one sentence each."""
 
     def __post_init__(self) -> None:
         for split, records in self.splits.items():
@@ -96,6 +98,10 @@ def _check_labels(records: Records, classes: int, split: str) -> None:
             f"{records.name(first)}: label {records.labels[first]} is out of range for {classes} classes"
             f" ({wrong.size} such labels in the {split} split)."
         )
+
+
+LEAVE_OUT = "or leave it out by data.on_error=skip in a recipe"
+"""The end of a sentence about something that cannot be read; only recipes have this option."""
 
 
 def describe_unreadable(records: Records, index: int, error: Exception) -> str:

@@ -33,7 +33,7 @@ def check_target(text: str) -> None:
 
 def check_stored(text: str) -> None:
     """Raise a RecipeError where a text names neither a run nor a folder with measurements."""
-    if find_run(text) is None and not any(Path(text).expanduser().glob("*.json")):
+    if find_run(text) is None and not any(expand_path(text, RecipeError).glob("*.json")):
         raise nothing_stored(text)
 
 
