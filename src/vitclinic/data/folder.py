@@ -121,7 +121,7 @@ def _split_roots(path: Path, classes_are_stated: bool, left_out: _LeftOut) -> di
         if split is not None:
             roots[split] = folder
     if "train" in roots or (roots and classes_are_stated):
-        for split in [split for split in roots if split != "train" and not any(_images(roots[split]))]:
+        for split in [split for split in roots if split != "train" and not any(image_files(roots[split]))]:
             if not classes_are_stated:
                 left_out.add(f"The folder '{roots[split]}' contains no images", "add some, delete the folder")
                 del roots[split]
