@@ -223,14 +223,14 @@ def page(results: dict[str, Any]) -> str:
     libraries = dict.fromkeys(row["library"] for row in rows.values())
     groups = {library: [row for row in rows.values() if row["library"] == library] for library in libraries}
     groups["all"] = list(rows.values())
-    older = sum(row["codes"] != results["codes"] for row in rows.values())
+    older = sum(row["codes"][name] != code for row in rows.values() for name, code in results["codes"].items())
     cells = [cell for row in rows.values() for cell in (*row["cells"].values(), *row["treatments"].values())]
     wrong = sum(cell.get("wrong", False) for cell in cells)
     lines = ["# Which networks can be examined and treated?", ""]
     lines += [f"`{COMMAND}`, {results['date']}; nothing on this page is edited by hand, all reasons are in"]
     lines += [f"[anatomies.json](anatomies.json). {len(rows)} of the zoo's {len(ZOO)} networks, small, random weights;"]
     lines += [f"{len(cells)} cells, {wrong} of them wrong: claimed, and not so by the checks below."]
-    lines += [f"{older} rows were measured with an earlier version of vitclinic."] if older else []
+    lines += [f"{older} cells were measured with an earlier version of the code or of its checks."] if older else []
     lines += ["", "```text", textwrap.dedent(__doc__[__doc__.index("  anatomy ") : __doc__.index("A **no**")]).strip()]
     lines += ["```", "", __doc__[__doc__.index("A **no**") :].strip()]
     lines += ["", "| | networks | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS)]
