@@ -157,13 +157,15 @@ def digest_code() -> dict[str, str]:
     """Return a digest of the code that each column and each treatment depends on."""
     package = ROOT / "src" / "vitclinic"
     own = {package / "treatments" / f"{name}.py": name for name in TREATMENTS}
-    checks = [ROOT / "benchmarks" / "anatomy_checks.py", ROOT / "tests" / "anatomy" / "map_products.py"]
-    columns = {path: path.read_text() for path in [*sorted((package / "anatomy").rglob("*.py")), *checks]}
-    shared = columns | {path: path.read_text() for path in sorted((package / "treatments").glob("*.py"))}
-    codes = dict.fromkeys(COLUMNS, fingerprint(list(columns.values()))[:12])
-    for name in TREATMENTS:
-        texts = [text for path, text in shared.items() if own.get(path, name) == name]
-        codes[name] = fingerprint(texts)[:12]
+    own[ROOT / "tests" / "anatomy" / "map_products.py"] = "attention"
+    anatomy = [*sorted((package / "anatomy").rglob("*.py")), ROOT / "benchmarks" / "anatomy_checks.py"]
+    texts = {path: path.read_text() for path in [*anatomy, *sorted((package / "treatments").glob("*.py")), *own]}
+    codes = {}
+    for name in (*COLUMNS, *TREATMENTS):
+        used = [
+            path for path in texts if own.get(path, name) == name and (name in TREATMENTS or path in [*anatomy, *own])
+        ]
+        codes[name] = fingerprint([texts[path] for path in used])[:12]
     return codes
 
 

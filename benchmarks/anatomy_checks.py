@@ -55,6 +55,10 @@ class WrongError(Exception):
     """What vitclinic said of the network is not so."""
 
 
+class IdleError(WrongError):
+    """Training leaves all weights that a treatment has added as they were."""
+
+
 def answer(network: nn.Module, images: Tensor, grad: bool = False) -> Tensor:
     """Return all that the network returns as one tensor [B, values], whichever way it returns it."""
     torch.manual_seed(0)  # some encoders draw an order of patches
@@ -174,24 +178,43 @@ def known(anatomy: Anatomy | None) -> Iterator[None]:
 
 
 def apply_treatment(entry: Entry, untreated: nn.Module, anatomy: Anatomy | None, name: str) -> str:
-    """Treat a copy of the network with each of the options in turn, check it, and train it for two steps."""
-    images = entry.images()
+    """Treat copies of the network with each of the options in turn, check them, and train them for two steps."""
+    for number, options in enumerate(TREATMENTS[name]):
+        try:
+            treat_and_train(
+                entry, copy.deepcopy((untreated, anatomy)), name, options, (name, number) in NEUTRAL, seed=0
+            )
+        except IdleError:  # all hidden units of a small new part may be idle by chance: not twice
+            treat_and_train(
+                entry, copy.deepcopy((untreated, anatomy)), name, options, (name, number) in NEUTRAL, seed=1
+            )
+    return "fits"
+
+
+def treat_and_train(
+    entry: Entry,
+    copied: tuple[nn.Module, Anatomy | None],
+    name: str,
+    options: dict[str, Any],
+    neutral: bool,
+    seed: int,
+) -> None:
+    """Treat a network, check it, and train it for two steps."""
+    network, images = copied[0], entry.images()
     channels, *size = entry.image
     spec = ImageSpec(10, channels, tuple(size))
-    names, before = set(untreated.state_dict()), answer(untreated, images)
-    for number, options in enumerate(TREATMENTS[name]):
-        network, found = copy.deepcopy((untreated, anatomy))
-        with known(found):
-            if name == "patch_diversity":  # changes training, not the network
-                train_diversely(network, images, spec)
-                continue
-            treated = vitclinic.treat(network, {name: options}, spec=spec)
-        if (name, number) in NEUTRAL and differs(answer(treated, images), before):
-            raise WrongError(f"with {options or 'its first weights'} the outputs are not what they were")
-        if name not in REPLACING and (renamed := names - set(treated.state_dict())):
-            raise WrongError(f"{min(renamed)} has lost its name")
-        train(treated, images, partial(answer, treated, images, grad=True), names)
-    return "fits"
+    names, before = set(network.state_dict()), answer(network, images)
+    torch.manual_seed(seed)
+    with known(copied[1]):
+        if name == "patch_diversity":  # changes training, not the network
+            train_diversely(network, images, spec)
+            return
+        treated = vitclinic.treat(network, {name: options}, spec=spec)
+    if neutral and differs(answer(treated, images), before):
+        raise WrongError(f"with {options or 'its first weights'} the outputs are not what they were")
+    if name not in REPLACING and (renamed := names - set(treated.state_dict())):
+        raise WrongError(f"{min(renamed)} has lost its name")
+    train(treated, images, partial(answer, treated, images, grad=True), names)
 
 
 def train_diversely(network: nn.Module, images: Tensor, spec: ImageSpec) -> None:
@@ -231,4 +254,4 @@ def train(
     if not all(p.isfinite().all() for p in network.parameters()):
         raise WrongError("a weight is not finite after two steps")
     if all(torch.equal(p, start[name]) for name, p in trained.items()):
-        raise WrongError("two steps of training change nothing")
+        raise IdleError("two steps of training change nothing")

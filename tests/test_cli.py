@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import vitclinic as vitclinic_package
+from vitclinic.cli import VERBS
 
 
 def vitclinic(*arguments, **environment):
@@ -61,6 +62,15 @@ def test_the_surface_grows_on_purpose():
                 *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),
+        "predict": sorted(
+            [
+                *("target", "images", "--out", "-o", "--top-k", "--probabilities", "--temperature", "--size"),
+                *("--batch-size", "--workers", "--device", "--json", "--verbose", "-v", "--quiet", "-q"),
+            ]
+        ),
+        "export": sorted(
+            ["run", "--to", "--out", "-o", "--push", "--public", "--json", "--verbose", "-v", "--quiet", "-q"]
+        ),
         "prescribe": sorted(
             [
                 *("words", "--data", "--budget", "--try", "--treatments", "--from", "--seed", "--out"),
@@ -90,11 +100,7 @@ WITHOUT_TORCH = [
         for what in ("probes", "treatments", "remedies", "studies", "datasets", "recipes", "tasks", "models")
     ),
     ["--help"],
-    *(
-        [verb, "--help"]
-        for verb in ("demo", "train", "transfer", "anatomy", "examine", "features", "prescribe", "study", "report")
-    ),
-    *([verb, "--help"] for verb in ("corrupt", "list")),
+    *([verb, "--help"] for verb in VERBS),
     ["trian"],
     ["train"],
     ["train", "epoch=3"],
@@ -137,6 +143,11 @@ WITHOUT_TORCH = [
     ["prescribe", "--data", "shapes", "--try", "samm"],
     ["prescribe", "--data", "/no/such/place"],
     ["report", "/no/run"],
+    ["predict", "/no/run", "x.png"],
+    ["export", "/no/run", "--to", "onnx"],
+    ["export", "/no/run", "--to", "onxx"],
+    ["predict", "timm:resnet18", "/no/such.png"],
+    ["predict", "timm:resnet18", "/no/such.png", "-o", "x.txt"],
     ["corrupt", "/no/such/place", "--out", "copies"],
     ["corrupt", "digits", "--out", "copies", "--corruption", "fgo"],
     ["corrupt", "digits", "--out", "copies", "--severity", "6"],

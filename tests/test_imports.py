@@ -47,22 +47,14 @@ def test_the_files_that_architecture_names_are_there():
 
 
 PUBLIC = {
-    *("examine", "features", "train", "resume", "prescribe", "study", "report", "transfer", "treat"),
+    *("examine", "features", "train", "resume", "predict", "export", "push_to_hub", "prescribe", "study", "report"),
+    *("transfer", "treat"),
     *("create_model", "load_model", "open_data", "open_study", "build_recipe", "plan_run", "report_studies"),
     *("list_datasets", "list_models", "list_probes", "list_recipes", "list_remedies", "list_studies", "list_tasks"),
     "list_treatments",
-    *("Callback", "Dataset", "Exam", "Exams", "Features", "Finding", "Measurement", "Prescription", "Recipe", "Run"),
-    *(
-        "Checkpoint",
-        "Comparison",
-        "RunPlan",
-        "Study",
-        "StudyResult",
-        "Transfer",
-        "Verdict",
-        "VitclinicError",
-        "__version__",
-    ),
+    *("Callback", "Dataset", "Exam", "Exams", "Features", "Finding", "Measurement", "Predictions", "Prescription"),
+    *("Checkpoint", "Comparison", "Recipe", "Run", "RunPlan", "Study", "StudyResult", "Transfer", "Verdict"),
+    *("VitclinicError", "__version__"),
     *("anatomy", "data", "functional", "models", "probes", "tasks", "treatments"),
 }
 
@@ -71,7 +63,7 @@ def test_the_public_surface_grows_on_purpose():
     assert set(vitclinic.__all__) == set(dir(vitclinic)) == PUBLIC
 
 
-LAZY = ["", *("anatomy", "data", "data.corruptions", "exam", "probes", "tasks", "training", "treatments")]
+LAZY = ["", *("anatomy", "data", "data.corruptions", "deployment", "exam", "probes", "tasks", "training", "treatments")]
 
 
 @pytest.mark.parametrize("package", LAZY)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vitclinic._core.errors import VitclinicError
     from vitclinic._core.records import Finding, Measurement
     from vitclinic.data.dataset import Dataset, open_data
+    from vitclinic.deployment.card import push_to_hub
+    from vitclinic.deployment.export import export
+    from vitclinic.deployment.predict import Predictions, predict
     from vitclinic.exam.exam import Exam, Exams
     from vitclinic.exam.examine import examine
     from vitclinic.exam.features import Features, features
@@ -55,6 +58,7 @@ __all__ = [
     "Features",
     "Finding",
     "Measurement",
+    "Predictions",
     "Prescription",
     "Recipe",
     "Run",
@@ -70,6 +74,7 @@ __all__ = [
     "create_model",
     "data",
     "examine",
+    "export",
     "features",
     "functional",
     "list_datasets",
@@ -85,8 +90,10 @@ __all__ = [
     "open_data",
     "open_study",
     "plan_run",
+    "predict",
     "prescribe",
     "probes",
+    "push_to_hub",
     "report",
     "report_studies",
     "resume",

@@ -39,7 +39,9 @@ class _Call:
             if self.func is F.multi_head_attention_forward:
                 return self._is_multi_head(weights, seen, tolerance)
             operands = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-            return any(_is_map(operand, weights, seen, tolerance) for operand in operands)
+            # V^T x map^T is map x V, too.
+            sides = [side for operand in operands if operand.ndim > 2 for side in (operand, operand.transpose(-2, -1))]
+            return any(_is_map(side, weights, seen, tolerance) for side in sides)
         except (RuntimeError, IndexError):  # another attention, of other lengths
             return False
 
@@ -48,6 +50,7 @@ class _Call:
         query, value = bound["query"], bound["value"]
         if bound.get("enable_gqa"):
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
+        value = value.expand(*query.shape[:-2], *value.shape[-2:])  # all heads may share one
         values, result = (_arrange(x, seen, side) for x, side in ((value, 1), (self.result, 0)))
         return _equal(weights @ values, result, tolerance)
 

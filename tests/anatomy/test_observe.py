@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.anatomy.map_products import Products
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.anatomy.zoo import ZOO
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
@@ -132,8 +134,10 @@ def contract(name: str) -> None:
             assert grid.shape[2:] == unit.output.layout.size
     found = []
     units = [unit for unit in anatomy.units if unit.attention is not None]
-    with torch.no_grad(), record_attention(units, found.append):
+    products = Products()
+    with torch.no_grad(), products, record_attention(units, found.append), record_attention(units, products.expect):
         run(network, images)
+    assert products.unapplied(1e-5) == []
     for seen_map in found:
         assert torch.allclose(seen_map.weights.sum(-1), torch.ones(()), atol=1e-4)
         assert len(seen_map.by_image()) == len(images)
@@ -210,6 +214,52 @@ def test_a_network_that_runs_twice_is_read_once_and_says_so() -> None:
     with torch.no_grad(), record_attention(anatomy.of_kind("msa"), lambda seen: batches.append(len(seen.weights))):
         network(images)
     assert batches == [5] * len(anatomy.of_kind("msa"))
+
+
+def test_a_map_that_is_not_applied_is_found_out() -> None:
+    """The check of `contract` can fail: of a map with two keys exchanged, and of one that is mixed unlike any other."""
+    entry = ZOO["hand-written/linear_patch_vit"]
+    network, images = entry.awake(), entry.images()
+    units = Anatomy.of(network, images).of_kind("msa")
+    for change in (lambda weights: weights.flip(-1), lambda weights: weights**2):
+        products = Products()
+
+        def expect(
+            seen: AttentionMap, products: Products = products, change: Callable[[Tensor], Tensor] = change
+        ) -> None:
+            products.expect(replace(seen, weights=change(seen.weights)))
+
+        with torch.no_grad(), products, record_attention(units, expect):
+            network(images)
+        assert products.unapplied(1e-5) == [unit.name for unit in units]
+
+
+def test_a_dense_layer_is_removed_by_zeros_beside_the_features_of_others() -> None:
+    entry = ZOO["hand-written/dense_cnn"]
+    network, images = entry.awake(), entry.images()
+    anatomy = Anatomy.of(network, images)
+    convs = anatomy.of_kind("conv")
+    assert [unit.removal.how for unit in convs] == ["branch set to zero"] * 4
+    state = network.stem(images)
+    for number, layer in enumerate(network.layers):
+        state = torch.cat([state, layer(state) * (number != 2)], dim=1)
+    with torch.no_grad(), anatomy.remove(convs[2]):
+        assert close(network(images), network.head(state.mean((2, 3))))
+
+
+def test_a_convolution_with_a_stride_is_removed_by_subsampling_and_one_that_all_features_pass_only_then() -> None:
+    chain = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1, groups=8), nn.ReLU()),
+        *(nn.Conv2d(8, 16, 3, 1, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
+    )
+    images = torch.rand(2, 3, 9, 9)
+    anatomy = Anatomy.of(chain, images)
+    assert [unit.removal and unit.removal.how for unit in anatomy.of_kind("conv")] == [
+        "conv replaced by subsampling",
+        None,
+    ]
+    with torch.no_grad(), anatomy.remove(anatomy.of_kind("conv")[0]):
+        assert close(chain(images), chain[3:](chain[:2](images)[..., ::2, ::2]))
 
 
 @pytest.mark.parametrize("rows", [2, 4])

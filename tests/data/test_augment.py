@@ -88,6 +88,15 @@ def test_randaugment_at_full_magnitude_survives_posterising_to_nothing():
     RandAugment("rand-m10-n4-p1.0-inc1", (32, 32))(noise(200), keys(200))
 
 
+@pytest.mark.parametrize("policy", ["original", "v0-mstd0.5"])
+def test_autoaugment_draws_a_policy_a_sample(policy):
+    images = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
+    augment, keys = RandAugment(policy, (16, 16)), np.arange(6, dtype=np.uint64)
+    whole = augment(images, keys)
+    assert np.array_equal(augment(images[3:], keys[3:]), whole[3:])
+    assert not np.array_equal(whole, images)
+
+
 def test_levels():
     assert Augment(level="light").resolve().mixup == 0
     deit = Augment(level="deit", mixup=0.2).resolve()

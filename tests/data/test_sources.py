@@ -243,3 +243,22 @@ def test_published_sets_are_known_by_name_unless_a_folder_has_it(tmp_path, monke
         (tmp_path / "cifar100" / label).mkdir(parents=True)
         picture(0, (8, 8)).save(tmp_path / "cifar100" / label / "0.png")
     assert describe_data(DataConfig(source="cifar100")).classes == open_data("cifar100").classes == ("a", "b")
+
+
+def test_columns_of_parquet_group_images_and_hold_out_whole_values(tmp_path, picture):
+    images = [png(picture(i, (8, 8))) for i in range(60)]
+    path = tmp_path / "all.parquet"
+    write_parquet(path, images, [i // 5 for i in range(60)])
+    camera, site = [i % 5 for i in range(60)], [f"site {i // 10}" for i in range(60)]
+    table = pq.read_table(path).append_column("camera", pa.array(camera)).append_column("site", pa.array(site))
+    pq.write_table(table, path)
+    data = open_data(DataConfig(source=str(path), group="camera", split_by="site", held_out=0.15))
+    seen = {split: {site[row] for row in part.rows} for split, part in data.splits.items()}
+    assert [len(values) for values in seen.values()] == [1, 1, 4]
+    assert len(set.union(*seen.values())) == 6
+    assert all(part.groups.tolist() == [camera[row] for row in part.rows] for part in data.splits.values())
+    assert data.train.take(np.array([3, 1])).groups.tolist() == data.train.groups[[3, 1]].tolist()
+    by_label = open_data(DataConfig(source=str(path), split_by="label"))
+    assert not set(by_label.train.labels) & set(by_label.test.labels)
+    with pytest.raises(DataError, match="has no column 'drawer' \\(camera, site\\)"):
+        open_data(DataConfig(source=str(path), group="drawer"))

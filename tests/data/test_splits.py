@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.data.source import assign, stratify, subset, training_count
+from vitclinic._core.errors import DataError
+from vitclinic.data.source import assign, assign_values, stratify, subset, training_count
 
 labels_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=200).map(lambda x: np.array(x, dtype=np.int64))
 
@@ -80,3 +81,18 @@ def test_subsets_are_nested():
 def test_a_rare_class_stays_in_training():
     labels = np.array([0] * 99 + [1])
     assert 99 in assign({"train": labels}, 0)["train"][1]
+
+
+@given(st.lists(st.integers(0, 6), min_size=10, max_size=200).map(np.array), st.integers(0, 100))
+def test_whole_values_of_a_column_are_held_out(values, seed):
+    labels = {"train": np.zeros(len(values), dtype=np.int64)}
+    try:
+        splits = assign_values(labels, values, seed)
+    except DataError as error:
+        assert "too few values" in str(error)  # noqa: PT017 (either is right, depending on the draw)
+        return
+    held = {split: set(values[rows]) for split, (_, rows) in splits.items()}
+    assert not held["train"] & (held["val"] | held["test"])
+    assert not held["val"] & held["test"]
+    assert held["train"] | held["val"] | held["test"] == set(values)
+    assert all(len(splits[split][1]) >= 0.1 * len(values) for split in ("val", "test"))

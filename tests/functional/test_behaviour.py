@@ -136,3 +136,25 @@ def test_the_shape_bias_leaves_third_classes_out() -> None:
 def test_a_wrong_shape_is_told(call) -> None:
     with pytest.raises(ValueError, match=r"must|at least"):
         call()
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 5.0])
+def test_the_temperature_is_the_minimum_that_scipy_finds(scale: float) -> None:
+    from scipy.optimize import minimize_scalar
+
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(300, 4, dtype=torch.float64)
+    targets = torch.distributions.Categorical(logits=logits).sample()
+    n, k = logits.shape
+    smooth = torch.full((n, k), 1 / (n + k), dtype=torch.float64)
+    smooth[torch.arange(n), targets] = (n + 1) / (n + k)
+    found = F.fit_temperature(scale * logits, targets)
+    loss = lambda t: nn.functional.cross_entropy(scale * logits / math.exp(t), smooth).item()  # noqa: E731
+    assert found == pytest.approx(math.exp(minimize_scalar(loss, (-2, 3), tol=1e-10).x), rel=1e-5)
+    assert found == pytest.approx(scale, rel=0.15)  # what the logits were multiplied by
+
+
+def test_a_few_images_that_are_all_right_do_not_make_certain() -> None:
+    logits = torch.eye(3) * 2
+    temperature = F.fit_temperature(logits, torch.arange(3))
+    assert (logits / temperature).softmax(1).amax().item() == pytest.approx(4 / 6, rel=1e-6)

@@ -54,6 +54,17 @@ def test_an_objective_s_parameters_are_trained_too():
     assert len(held) == len(list(task.parameters()))
 
 
+def test_rmsprop_has_the_recipe_s_momentum_and_weight_decay():
+    network = create_model("resnet18", channels=[4, 4, 8, 8])
+    config = OptimizerConfig(name="rmsprop", lr=0.05, weight_decay=1e-6, momentum=0.8)
+    optimizer = build_optimizer(config, Learner(network, Classification(), {}), network)
+    assert isinstance(optimizer, torch.optim.RMSprop)
+    assert [(g["momentum"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.8, 0.05, 1e-6),
+        (0.8, 0.05, 0),
+    ]
+
+
 def test_frozen_parameters_are_left_out():
     network = create_model("resnet18", channels=[4, 4, 8, 8])
     network.backbone.conv1.weight.requires_grad_(False)

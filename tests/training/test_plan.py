@@ -17,7 +17,8 @@ from vitclinic.data import Batch, open_data
 from vitclinic.models.cost import peak_bytes
 from vitclinic.training import build_recipe
 from vitclinic.training.display import describe_plan
-from vitclinic.training.trainer import Trainer, mean_losses
+from vitclinic.training.passes import mean_losses
+from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import Treatment, parse_treatments
 
 CPU = torch.device("cpu")

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -20,6 +21,15 @@ def test_linear_and_constant():
     constant = Schedule(ScheduleConfig(name="constant", warmup=2), 5, 100)
     assert constant(9) < 1
     assert constant(10) == constant(99) == 1
+
+
+def test_exponential_falls_by_the_same_factor_every_step():
+    schedule = Schedule(ScheduleConfig(name="exponential", warmup="10 steps", final=0.01), 5, 110)
+    rates = [schedule(step) for step in range(10, 110)]
+    assert rates[0] == 1
+    assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([0.01 ** (1 / 100)] * 99)
+    with pytest.raises(ValueError, match="never reaches 0"):
+        ScheduleConfig(name="exponential")
 
 
 def test_cosine_against_torch():

@@ -8,7 +8,7 @@ from torch import nn
 from vitclinic.data import Batch
 from vitclinic.tasks import Classification
 from vitclinic.training.network import Learner
-from vitclinic.training.trainer import Passes
+from vitclinic.training.passes import Passes
 
 
 class Net(nn.Module):

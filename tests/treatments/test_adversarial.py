@@ -16,7 +16,7 @@ from tests.treatments.passes import Counted, batch, grads, loss_and_gradient, ne
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.data import Batch
 from vitclinic.training import train
-from vitclinic.training.trainer import InputAscentStep, choose_step_rule
+from vitclinic.training.passes import InputAscentStep, choose_step_rule
 from vitclinic.treatments import FastGradientSign, StepRule, Treatment, parse_treatments
 
 ATTACK = FastGradientSign(epsilon=0.1, step=0.125)
@@ -165,7 +165,7 @@ def test_what_does_not_go_together_is_a_sentence():
         name = "other"
 
         def step_rule(self):
-            from vitclinic.training.trainer import PlainStep
+            from vitclinic.training.passes import PlainStep
 
             return PlainStep()
 

@@ -25,7 +25,7 @@ from tests.treatments.passes import (
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
 from vitclinic.training import resume, train
-from vitclinic.training.trainer import PlainStep
+from vitclinic.training.passes import PlainStep
 from vitclinic.treatments import parse_treatments
 from vitclinic.treatments.sam_core import Ascent, keep_buffers, separate_gradients
 

@@ -9,7 +9,8 @@ from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import RecipeError
 from vitclinic.data import open_data
 from vitclinic.training import budget, build_recipe, resume, train
-from vitclinic.training.trainer import Passes, Trainer
+from vitclinic.training.passes import Passes
+from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import Treatment, parse_treatments
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from tests.treatments.passes import Counted, batch, grads, net, sam_gradient, weights
 from tests.treatments.test_sam import OPTIMIZERS, rule
 from vitclinic._core.errors import TreatmentError
-from vitclinic.training.trainer import PlainStep
+from vitclinic.training.passes import PlainStep
 from vitclinic.treatments import SAM
 
 

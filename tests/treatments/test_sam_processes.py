@@ -18,7 +18,8 @@ from vitclinic._core.distributed import Distributed
 from vitclinic.data import Batch, open_data
 from vitclinic.training import build_recipe
 from vitclinic.training.checkpoint import Checkpoints
-from vitclinic.training.trainer import InputAscentStep, Trainer
+from vitclinic.training.passes import InputAscentStep
+from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import SAM, FastGradientSign, parse_treatments
 
 

@@ -44,18 +44,23 @@ def write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file by one rename, so that a reader sees the old or the new one, never a partial file."""
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Give a file to write to that replaces `path` by one rename at the end, unless an exception ends the writing."""
     staging = path.with_name(f".{path.name}.tmp")
     with write_errors(path):
         try:
-            with staging.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            yield staging
+            sync(staging)
             staging.replace(path)
         finally:
             staging.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file by one rename, so that a reader sees the old or the new one, never a partial file."""
+    with staged(path) as staging:
+        staging.write_bytes(content)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
 """The command line: thin verbs over the Python interface.
 
 Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
-directory; 5 the training diverged; 6 a probe failed; 7 some runs of a study failed; 130 and 143 interrupted by Ctrl-C
-and SIGTERM, saved.
+directory; 5 the training diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read;
+130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     corrupt,
     demo,
     examine,
+    export,
     features,
     list,
+    predict,
     prescribe,
     report,
     study,
@@ -30,7 +32,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
 from vitclinic.cli.common import app, follows
 
 VERBS = (
-    *("demo", "train", "transfer", "anatomy", "examine", "features"),
+    *("demo", "train", "transfer", "predict", "export", "anatomy", "examine", "features"),
     *("prescribe", "study", "report", "corrupt", "list"),
 )
 """In the order of the help."""

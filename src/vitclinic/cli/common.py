@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DIVERGED = 5
 PROBE_FAILED = 6
 RUNS_FAILED = 7
+IMAGES_SKIPPED = 8
 INTERRUPTED = 130
 
 
@@ -40,15 +41,18 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print more about
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
-def console_for(verbose: bool, quiet: bool) -> Console:
-    """Return the console to print to; under torchrun only the first process prints."""
+def console_for(verbose: bool, quiet: bool, stderr: bool = False) -> Console:
+    """Return the console to print to; under torchrun only the first process prints.
+
+    It is standard error for verbs whose result is on standard output.
+    """
     from rich.console import Console
     from rich.logging import RichHandler
 
     level = logging.ERROR if quiet or follows() else logging.INFO if verbose else logging.WARNING
     handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
-    return Console(quiet=quiet or follows())
+    return Console(quiet=quiet or follows(), stderr=stderr)
 
 
 def follows() -> bool:

@@ -44,6 +44,10 @@ def study(
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="How many runs to train at a time.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster to train on, or auto.")] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs and results.")] = Path("studies"),
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARM=TARGET", help="Measure a network, such as timm:NAME, instead of training this arm."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -56,6 +60,7 @@ def study(
     vitclinic study C6 --scale paper --dry-run        the paper's own cost
     vitclinic study C6 --scale paper --data imagenet/ --ray auto
     vitclinic study my-study.yaml epochs=5            your own, with a change
+    vitclinic study P6 --data imagenet/ --target ViT=timm:vit_small_patch16_224 --target ResNet=timm:resnet50
 
     Trains every arm with every seed, measures the runs and says whether the claim
     holds, with intervals. `vitclinic list studies` shows the claims. After an
@@ -88,6 +93,7 @@ def study(
                 processes=processes,
                 ray=ray,
                 out=out,
+                targets=_parse_targets(target or []),
                 callbacks=[display],
             )
         if as_json:
@@ -95,6 +101,17 @@ def study(
         show_result(found, console)
     if found.failures:
         raise typer.Exit(RUNS_FAILED)
+
+
+def _parse_targets(words: list[str]) -> dict[str, list[str]]:
+    """Return the targets of each arm, in the order given: one for each seed."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        arm, equals, name = word.partition("=")
+        if not (arm and equals and name):
+            raise RecipeError(f"'{word}' names no target of an arm: write --target ARM=timm:NAME.")
+        found.setdefault(arm, []).append(name)
+    return found
 
 
 def _refuse_typos(name: str, data: str | None) -> None:

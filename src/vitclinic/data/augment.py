@@ -91,16 +91,20 @@ def flip(x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
     return np.where(mirrored[:, None, None, None], x_bhwc[:, :, ::-1], x_bhwc)
 
 
-def random_resized_crop(images: Images, keys: Keys, size: Size) -> NDArray[np.uint8]:
-    """Crop 8 to 100% of the area at an aspect ratio of 3/4 to 4/3, and resize to `size`."""
+def random_resized_crop(
+    images: Images, keys: Keys, size: Size, scale: tuple[float, float] = (0.08, 1.0)
+) -> NDArray[np.uint8]:
+    """Crop a share of the area within `scale` at an aspect ratio of 3/4 to 4/3, and resize to `size`."""
     draws = uniforms(keys, "resized crop", 4)
-    views = [_resize(image, _crop_box(image.shape, draw), size) for image, draw in zip(images, draws, strict=True)]
-    return np.stack(views)
+    boxes = [_crop_box(image.shape, draw, scale) for image, draw in zip(images, draws, strict=True)]
+    return np.stack([_resize(image, box, size) for image, box in zip(images, boxes, strict=True)])
 
 
-def _crop_box(shape: tuple[int, ...], draw: NDArray[np.float64]) -> tuple[float, float, float, float]:
+def _crop_box(
+    shape: tuple[int, ...], draw: NDArray[np.float64], scale: tuple[float, float]
+) -> tuple[float, float, float, float]:
     height, width = shape[:2]
-    area = (0.08 + 0.92 * draw[0]) * height * width
+    area = (scale[0] + (scale[1] - scale[0]) * draw[0]) * height * width
     aspect = np.exp(np.log(3 / 4) + draw[1] * (np.log(4 / 3) - np.log(3 / 4)))
     w = min(float(np.sqrt(area * aspect)), width)
     h = min(float(np.sqrt(area / aspect)), height)
@@ -115,15 +119,16 @@ def _resize(image: Pixels, box: tuple[float, float, float, float], size: Size) -
 
 
 class RandAugment:
-    """RandAugment as in timm, with one policy per sample, drawn from the sample's key."""
+    """RandAugment or AutoAugment as in timm, with one policy per sample, drawn from the sample's key."""
 
     def __init__(self, policy: str, size: Size) -> None:
-        from timm.data.auto_augment import rand_augment_transform
+        from timm.data.auto_augment import auto_augment_transform, rand_augment_transform
 
         check_magnitude(policy)
         hparams = {"translate_const": int(min(size) * 0.45), "img_mean": (124, 116, 104)}
         try:
-            self.transform = rand_augment_transform(policy, hparams)
+            build = rand_augment_transform if policy.startswith("rand") else auto_augment_transform
+            self.transform = build(policy, hparams)
         except (AssertionError, ValueError) as error:
             raise RecipeError(
                 f"'data.augment.randaugment': timm cannot parse the policy '{policy}' ({error})."
@@ -159,7 +164,7 @@ def check_magnitude(policy: str) -> None:
 
 def keep_a_bit(randaugment: Any) -> None:
     """Patch timm's policy, which posterizes to 0 bits at full magnitude: current Pillow rejects that."""
-    for op in randaugment.ops:
+    for op in getattr(randaugment, "ops", None) or [op for pair in randaugment.policy for op in pair]:
         if op.name.startswith("Posterize"):
             op.level_fn = _AtLeastOneBit(op.level_fn)
 

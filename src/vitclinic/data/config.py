@@ -34,8 +34,8 @@ class Augment(Config):
     flip: bool | None = Field(
         None, description="mirror half of the images (light and deit); false for letters and digits, say"
     )
-    randaugment: Annotated[str, Field(pattern=r"^(off|rand(-[a-z]+[\d.]+)*)$")] | None = Field(
-        None, description="timm's policy string, or 'off'"
+    randaugment: Annotated[str, Field(pattern=r"^(off|(rand|original|v0)(-[a-z]+[\d.]+)*)$")] | None = Field(
+        None, description="timm's policy string: rand-... (RandAugment), original or v0 (AutoAugment); or 'off'"
     )
     erasing: Share | None = Field(None, description="probability of random erasing")
     mixup: Positive | None = Field(None, description="alpha of mixup's Beta distribution; 0 is off")
@@ -128,6 +128,13 @@ class DataConfig(Config):
         False, description="train on the val images, too; none then select a checkpoint, and the last one is used"
     )
     augment: Augment = Field(Augment(level="light"), description="none, light or deit, or its details")
+    group: str | None = Field(
+        None, description="column of a parquet source: retrieval matches no two images of one group (camera, drawer)"
+    )
+    split_by: str | None = Field(
+        None,
+        description="column of a parquet source, or `label`: held-out splits get whole values of it",
+    )
     split_seed: int = Field(0, description="seed of held-out splits and subsets, and of `shapes`")
     on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
 

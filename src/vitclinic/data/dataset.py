@@ -8,6 +8,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,10 @@ from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.io import fingerprint
 from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images, survey
 from vitclinic.data.config import DataConfig, ImageSpec
-from vitclinic.data.decoding import Images, Size, centre_view, storage_size
+from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.source import SPLITS, Source, assign, subset
-from vitclinic.data.split import RECORDS, Split, Store, merge_val
+from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, assign_values, subset
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -28,6 +28,35 @@ SMALL_SET_BYTES = 2 * 2**30
 _STATISTICS_FROM = 2000
 
 EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images of a source split, or some of them, with their labels.
+
+    Example:
+        >>> test = open_data("digits").test
+        >>> len(test), test.read(np.array([0, 1])).shape
+        (180, (2, 8, 8, 1))
+    """
+
+    images: Store
+    rows: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    groups: NDArray[np.int64] | None = None
+    """The group of each image (`data.group`), such as its camera."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, rows: NDArray[np.int64]) -> Split:
+        """Return some of the images."""
+        groups = None if self.groups is None else self.groups[rows]
+        return Split(self.images, self.rows[rows], self.labels[rows], groups)
+
+    def read(self, indices: NDArray[np.int64]) -> Images:
+        """Return the pixels of the images at `indices` in this split, uint8 [B, height, width, C]."""
+        return self.images.read(self.rows[indices])
 
 
 @dataclass(frozen=True)
@@ -49,6 +78,8 @@ class Dataset:
     skipped: list[str] = field(default_factory=list)
     undivided: bool = False
     """True if all splits are the same images, because the loader was not divided into splits."""
+    preprocessing: Preprocessing | None = None
+    """The way from an image file to what evaluation sees; None if there are no files."""
 
     @property
     def spec(self) -> ImageSpec:
@@ -112,6 +143,28 @@ class Dataset:
         return Split(first.images, rows[order], np.concatenate([split.labels for split in together])[order])
 
 
+_RECORDS: WeakKeyDictionary[Store, Records] = WeakKeyDictionary()
+"""What the images of open stores are made from; not a part of them, since workers get copies of these."""
+
+
+def name_images(split: Split) -> list[str]:
+    """Return the names of the images of a split, in order: their files, or their table and row.
+
+    Example:
+        >>> name_images(open_data("digits").test)[0]
+        'digits image 1'
+    """
+    return [_name_image(split.images, int(row)) for row in split.rows]
+
+
+def _name_image(store: Store, row: int) -> str:
+    if isinstance(store, Joined):
+        inside, first = row - store.border, row < store.border
+        return _name_image(store.first, row) if first else _name_image(store.second, inside)
+    records = _RECORDS.get(store)
+    return f"image {row}" if records is None else records.name(int(store.kept[row]))
+
+
 def open_data(
     config: DataConfig | str,
     *,
@@ -146,12 +199,26 @@ def open_data(
     if isinstance(config, str):
         config = DataConfig(source=config)
     source = open_source(config)
+    way = find_preprocessing(source, size, channels, progress)
+    stores = _stores(source, config, way, progress)
+    return _dataset(source, config, stores, way, Dataset)
+
+
+def find_preprocessing(
+    source: Source, size: int | Size | None, channels: int | None, progress: Progress = lambda what, done, total: None
+) -> Preprocessing:
+    """Return the way from the image files of a source to the pixels that evaluation sees; arguments of `open_data`."""
     found = survey(source, progress)
     wanted = (size, size) if isinstance(size, int) else size or found.size
     depth = channels or found.channels
     framed = storage_size(wanted, found.shorter_side)
-    stores = _stores(source, config, wanted, framed, depth, progress)
-    return _dataset(source, config, stores, wanted, depth, Dataset)
+    return Preprocessing(wanted, framed, depth, whole=is_photo(wanted) and not _is_small(source, framed, depth))
+
+
+def _is_small(source: Source, framed: Size, channels: int) -> bool:
+    """Return True if the decoded images of a source are cached."""
+    count = sum(len(records) for records in source.splits.values())
+    return count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
 
 
 class DescribedDataset(Dataset):
@@ -204,13 +271,11 @@ def describe_data(
     """
     named = find_missing_data(config.source)
     source = open_source(config) if named is None else named.as_source()
-    found = survey(source, progress)
-    wanted = (size, size) if isinstance(size, int) else size or found.size
     stores: dict[str, Store] = {
         split: _Undecoded(source.name, np.arange(len(records), dtype=np.int64))
         for split, records in source.splits.items()
     }
-    return _dataset(source, config, stores, wanted, channels or found.channels, DescribedDataset)
+    return _dataset(source, config, stores, find_preprocessing(source, size, channels, progress), DescribedDataset)
 
 
 def check_source(config: DataConfig) -> None:
@@ -261,19 +326,16 @@ def _nearby(path: Path) -> str:
     return did_you_mean(path.name, [*siblings, *EMBEDDED])
 
 
-def _stores(
-    source: Source, config: DataConfig, size: Size, framed: Size, channels: int, progress: Progress
-) -> dict[str, Store]:
-    count = sum(len(records) for records in source.splits.values())
-    small = count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
-    stores: dict[str, Store] = {}
+def _stores(source: Source, config: DataConfig, way: Preprocessing, progress: Progress) -> dict[str, Store]:
+    framed, channels, stores = way.framed, way.channels, dict[str, Store]()
+    small = _is_small(source, framed, channels)
     for split, records in source.splits.items():
         if small:
             key = cache_key(source.fingerprint, split, framed, channels, config.on_error)
             stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
         else:
-            stores[split] = StreamedImages(records, size, framed, channels, config.on_error, progress)
-        RECORDS[stores[split]] = records
+            stores[split] = StreamedImages(records, way.size, framed, channels, config.on_error, progress)
+        _RECORDS[stores[split]] = records
     return stores
 
 
@@ -284,22 +346,38 @@ def _dataset(
     source: Source,
     config: DataConfig,
     stores: dict[str, Store],
-    size: Size,
-    channels: int,
+    way: Preprocessing,
     kind: type[Kind],
 ) -> Kind:
     labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
     if "train" in labels and not len(labels["train"]):
         raise DataError(f"'{source.name}' has no readable training image.")
     splits: dict[str, Split] = {}
-    for split, (origin, rows) in assign(labels, config.split_seed, config.held_out).items():
-        splits[split] = Split(stores[origin], rows, labels[origin][rows])
+    groups = None if config.group is None else _read_column(source, stores, config.group, "group")
+    for split, (origin, rows) in _assign(source, config, stores, labels).items():
+        of_split = None if groups is None else groups[origin][rows]
+        splits[split] = Split(stores[origin], rows, labels[origin][rows], of_split)
     if config.train_on_val:
-        splits |= merge_val(splits["train"], splits["val"])
+        splits |= _merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
-    contents = [source.classes, size, channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
+    contents = [source.classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     skipped = [sentence for store in stores.values() for sentence in store.skipped]
-    return kind(source.name, source.classes, size, channels, splits, fingerprint(*contents), skipped)
+    facts = (way.size, way.channels, splits, fingerprint(*contents), skipped)
+    return kind(source.name, source.classes, *facts, preprocessing=way)
+
+
+def _merge_val(train: Split, val: Split) -> dict[str, Split]:
+    """Return the train split with the val images in it, and an empty val split."""
+    labels = np.concatenate((train.labels, val.labels))
+    groups = None
+    if train.groups is not None and val.groups is not None:
+        groups = np.concatenate((train.groups, val.groups))
+    empty = val.take(np.empty(0, dtype=np.int64))
+    if train.images is not val.images:
+        rows = np.concatenate((train.rows, len(train.images.kept) + val.rows))
+        return {"train": Split(Joined(train.images, val.images), rows, labels, groups), "val": empty}
+    rows = np.concatenate((train.rows, val.rows))
+    return {"train": Split(train.images, rows, labels, groups).take(np.argsort(rows)), "val": empty}
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:
@@ -310,5 +388,27 @@ def _limit_train(train: Split, config: DataConfig) -> Split:
         return train
     if count > len(train):
         raise DataError(f"data.limit is {count}, but there are only {len(train)} training images.")
-    rows = subset(train.labels, count, config.split_seed)
-    return Split(train.images, train.rows[rows], train.labels[rows])
+    return train.take(subset(train.labels, count, config.split_seed))
+
+
+def _assign(
+    source: Source, config: DataConfig, stores: Mapping[str, Store], labels: dict[str, NDArray[np.int64]]
+) -> dict[str, tuple[str, NDArray[np.int64]]]:
+    """Return the source split and rows of each split, by class or by whole values of `split_by`."""
+    if config.split_by is None or "train" not in labels:
+        return assign(labels, config.split_seed, config.held_out)
+    by_label = config.split_by == "label"
+    values = labels if by_label else _read_column(source, stores, config.split_by, "split_by")
+    return assign_values(labels, values["train"], config.split_seed, config.held_out)
+
+
+def _read_column(source: Source, stores: Mapping[str, Store], name: str, key: str) -> dict[str, NDArray[np.int64]]:
+    """Return a column of all splits, for the images that can be read."""
+    found = {}
+    for split, store in stores.items():
+        columns: Mapping[str, NDArray[np.int64]] = getattr(source.splits[split], "columns", {})
+        if name not in columns:
+            known = ", ".join(columns) or "none: only parquet has columns"
+            raise DataError(f"'data.{key}': '{source.name}' has no column '{name}' ({known}).")
+        found[split] = columns[name][store.kept]
+    return found

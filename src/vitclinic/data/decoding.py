@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -126,3 +127,35 @@ def _fit(image: Pixels, size: Size) -> Pixels:
         return image
     fitted = ImageOps.fit(as_image(image), (size[1], size[0]), Image.Resampling.BICUBIC)
     return np.asarray(fitted).reshape(*size, image.shape[2])
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """The way from an image file to the pixels that a network was evaluated on: decode, resize, crop at the centre.
+
+    Example:
+        >>> small = Preprocessing(size=(8, 8), framed=(8, 8), channels=1)
+        >>> small(Image.new("RGB", (20, 30))).shape
+        (8, 8, 1)
+    """
+
+    size: Size
+    """What the network takes."""
+    framed: Size
+    """What an image is resized to cover, before its centre is taken."""
+    channels: int
+    whole: bool = False
+    """Decode JPEG files at full size, as for data too large to be cached, instead of at 1/2, 1/4 or 1/8."""
+
+    def __call__(self, image: Image.Image) -> Pixels:
+        """Return the pixels of an image, uint8 [height, width, channels].
+
+        Raises:
+            DataError: The pixels have no defined range.
+            OSError: The file is truncated, or not an image; Pillow has other exceptions for it, all in `UNREADABLE`.
+        """
+        if self.whole:
+            framed = _fit(pixels(image, self.channels), self.framed)
+        else:
+            framed = decode_and_fit(image, self.channels, self.framed)
+        return np.ascontiguousarray(centre_view(framed[None], self.size)[0])

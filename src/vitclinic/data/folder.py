@@ -92,7 +92,7 @@ def _split_roots(path: Path, classes_are_stated: bool) -> dict[str, Path]:
 
 
 def _no_class_folders(path: Path) -> str:
-    loose = sum(1 for _ in _images(path))
+    loose = sum(1 for _ in image_files(path))
     found = f"{loose} images and no sub-folders" if loose else "no images and no sub-folders"
     return f"'{path}' contains {found}; expected one sub-folder per class with its images."
 
@@ -100,7 +100,7 @@ def _no_class_folders(path: Path) -> str:
 def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ...]:
     """Return the class names in order, from the training folder; every class must have a training image."""
     names = [folder.name for folder in _folders(roots["train"])]
-    empty = [name for name in names if not any(_images(roots["train"] / name))]
+    empty = [name for name in names if not any(image_files(roots["train"] / name))]
     if empty and len(empty) == len(names):
         raise DataError(f"'{path}' has {len(names)} sub-folders, none of which contains an image.")
     if empty and on_error != "skip":
@@ -122,7 +122,7 @@ def _records(root: Path, classes: tuple[str, ...]) -> FileRecords:
     paths: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
-        found = sorted(str(p.relative_to(root)) for p in _images(root / name))
+        found = sorted(str(p.relative_to(root)) for p in image_files(root / name))
         paths += found
         labels += [label] * len(found)
     return FileRecords(root, paths, labels)
@@ -132,7 +132,7 @@ def _folders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _images(path: Path) -> Iterator[Path]:
+def image_files(path: Path) -> Iterator[Path]:
     """Yield all image files below `path`; a folder reached twice through links counts once."""
     seen: set[str] = set()
     for folder, inner, files in os.walk(path, followlinks=True):

@@ -35,9 +35,16 @@ _LABELS = ("label", "labels", "fine_label", "class", "target")
 class TableRecords(NumberedRecords):
     """Images in the bytes of an Arrow column, one label each."""
 
-    def __init__(self, source: str, images: pa.ChunkedArray, labels: np.ndarray[Any, Any]) -> None:
+    def __init__(
+        self,
+        source: str,
+        images: pa.ChunkedArray,
+        labels: np.ndarray[Any, Any],
+        columns: dict[str, NDArray[np.int64]] | None = None,
+    ) -> None:
         super().__init__(source, labels)
         self.images = images
+        self.columns = columns or {}
 
     def name(self, index: int) -> str:
         image = self.images[index]
@@ -63,11 +70,13 @@ def open_parquet(path: Path) -> Source:
     image_column = _image_column(first, path)
     label_column = _label_column(first, path)
     classes, code = _classes(tables, label_column, path)
+    columns = _code_columns(tables, {image_column, label_column})
     splits = {
         split: TableRecords(
             str(path if path.is_file() else files[split][0].parent / split),
             table.column(image_column),
             _codes(table.column(label_column), code, path),
+            columns[split],
         )
         for split, table in tables.items()
     }
@@ -154,6 +163,21 @@ def _codes(column: pa.ChunkedArray, code: dict[str, int], path: Path) -> np.ndar
     if not code:
         return np.asarray(column.to_numpy())
     return np.asarray([code.get(value, -1) for value in column.to_pylist()])
+
+
+def _code_columns(tables: dict[str, pa.Table], taken: set[str]) -> dict[str, dict[str, NDArray[np.int64]]]:
+    """Return the other columns of integers or strings of each split, their values numbered alike in all splits."""
+    schema = next(iter(tables.values())).schema
+    coded: dict[str, dict[str, NDArray[np.int64]]] = {split: {} for split in tables}
+    for field in schema:
+        plain = pa.types.is_integer(field.type) or pa.types.is_string(field.type)
+        if field.name in taken or not plain or any(field.name not in table.column_names for table in tables.values()):
+            continue
+        values = {split: np.asarray(table.column(field.name).to_pylist(), dtype=str) for split, table in tables.items()}
+        known = np.unique(np.concatenate(list(values.values())))
+        for split, of_split in values.items():
+            coded[split][field.name] = np.searchsorted(known, of_split).astype(np.int64)
+    return coded
 
 
 def _names_in_metadata(schema: pa.Schema, column: str) -> list[str] | None:

@@ -41,6 +41,11 @@ def sample_keys(seed: int, epochs: NDArray[np.int64], indices: NDArray[np.int64]
     return _absorb(_absorb(state, epochs), indices)
 
 
+def view_keys(keys: Keys, view: int) -> Keys:
+    """Return the keys of a further view of each sample; view 0 has the sample's own."""
+    return keys if view == 0 else _absorb(keys, view)
+
+
 def uniforms(keys: Keys, purpose: str, count: int) -> NDArray[np.float64]:
     """Draw `count` uniform numbers in [0, 1) for each key, [len(keys), count]; different purposes are independent."""
     return (words(keys, purpose, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic.data.decoding import Size
+from vitclinic._core.io import fingerprint
+from vitclinic.data.decoding import Images, Size
 from vitclinic.data.randomness import generator
 
 SPLITS = ("train", "val", "test")
@@ -88,6 +89,52 @@ class Source:
         return self.splits.get("train") or next(iter(self.splits.values()))
 
 
+class Store(Protocol):
+    """Protocol of the readable images of a source split."""
+
+    digest: str
+    skipped: list[str]
+    kept: NDArray[np.int64]
+    """Indices of the source's records that it contains."""
+
+    def read(self, indices: NDArray[np.int64]) -> Images: ...
+
+
+class Joined:
+    """Store of the images of two stores, one after the other."""
+
+    def __init__(self, first: Store, second: Store) -> None:
+        self.first, self.second, self.border = first, second, len(first.kept)
+        self.digest = fingerprint(first.digest, second.digest)
+        self.skipped = [*first.skipped, *second.skipped]
+        self.kept = np.concatenate((first.kept, self.border + second.kept))
+
+    def read(self, indices: NDArray[np.int64]) -> Images:
+        behind = indices >= self.border
+        first, second = self.first.read(indices[~behind]), self.second.read(indices[behind] - self.border)
+        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+            images = np.empty((len(indices), *first.shape[1:]), dtype=np.uint8)
+            images[~behind], images[behind] = first, second
+            return images
+        return _Interleaved(first, second, behind)
+
+
+class _Interleaved:
+    """Originals of two stores in the order of `behind`, which is true for those of the second."""
+
+    def __init__(self, first: Images, second: Images, behind: NDArray[np.bool_]) -> None:
+        assert not isinstance(first, np.ndarray)
+        self.first, self.second, self.behind, self.framed = first, second, behind, first.framed
+
+    def __len__(self) -> int:
+        return len(self.behind)
+
+    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
+        parts = iter(self.first), iter(self.second)
+        for behind in self.behind:
+            yield next(parts[int(behind)])
+
+
 def _check_labels(records: Records, classes: int, split: str) -> None:
     wrong = np.flatnonzero((records.labels < 0) | (records.labels >= classes))
     if wrong.size:
@@ -155,6 +202,37 @@ def assign(
             order = order[held:]
     result["train"] = ("train", np.sort(order))
     return result
+
+
+def assign_values(
+    labels: Mapping[str, NDArray[np.int64]], values: NDArray[np.int64], seed: int, share: float = HELD_OUT
+) -> dict[str, tuple[str, Indices]]:
+    """Return the same as `assign`, with whole values of a column held out: no two splits share one.
+
+    Values are taken in a random order, val and test in turn, until each has at least its share of the images.
+
+    Args:
+        labels: Labels of each split of the source.
+        values: The column's value for each training image.
+        seed: Seed of the order.
+        share: Share of the training images that a missing val or test split takes.
+
+    Raises:
+        DataError: Too few values are left for training.
+    """
+    missing = [split for split in ("val", "test") if split not in labels]
+    result = {
+        split: (split, np.arange(len(found), dtype=np.int64)) for split, found in labels.items() if split != "train"
+    }
+    order = list(generator("values", seed).permutation(np.unique(values)))
+    for split in missing:
+        taken: list[int] = []
+        while share and np.isin(values, taken).sum() < share * len(values):
+            if len(order) < 2:
+                raise DataError("'data.split_by': the column has too few values to hold some out and train on others.")
+            taken.append(order.pop())
+        result[split] = ("train", np.flatnonzero(np.isin(values, taken)).astype(np.int64))
+    return {**result, "train": ("train", np.flatnonzero(np.isin(values, order)).astype(np.int64))}
 
 
 def training_count(images: int, splits: Collection[str], share: float = HELD_OUT) -> int:

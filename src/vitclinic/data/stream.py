@@ -9,9 +9,9 @@ stream, and any division of it into batches, processes and workers gives the sam
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +23,9 @@ from torch.utils.data import Dataset as TorchDataset
 from vitclinic.data.augment import Augmenter, Mixing, PatchMixing, soft_targets, to_unit_interval
 from vitclinic.data.cache import StreamedImages
 from vitclinic.data.config import Augment
-from vitclinic.data.dataset import Dataset
-from vitclinic.data.decoding import Size, centre_view
-from vitclinic.data.randomness import generator, sample_keys
-from vitclinic.data.split import Split
+from vitclinic.data.dataset import Dataset, Split
+from vitclinic.data.decoding import Images, Size, centre_view
+from vitclinic.data.randomness import Keys, generator, sample_keys, view_keys
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,10 @@ class Batch:
     """[B], the sample's random key (see `randomness`) as a signed integer: what a batch transform draws from."""
     patch_targets: Tensor | None = None
     """[B, N, K], where the patches of one image have targets of their own."""
+    crops: tuple[Tensor, ...] = ()
+    """Further views of the same images, each [B, C, height, width], of any size."""
+    teacher: Tensor | None = None
+    """[B, ...], what a teacher says of each image."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -73,6 +76,7 @@ class Batch:
             images=move(self.images),
             targets=move(self.targets),
             patch_targets=None if self.patch_targets is None else move(self.patch_targets),
+            crops=tuple(move(crop) for crop in self.crops),
         )
 
     def split(self, size: int | None) -> list[Batch]:
@@ -86,15 +90,17 @@ class Batch:
         parts: list[Batch] = []
         for start in range(0, len(self), size):
             rows = slice(start, start + size)
-            values = {field.name: getattr(self, field.name) for field in fields(self)}
-            parts.append(replace(self, **{name: v[rows] for name, v in values.items() if v is not None}))
+            values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "crops"}
+            part = {name: value[rows] for name, value in values.items() if value is not None}
+            parts.append(replace(self, **part, crops=tuple(crop[rows] for crop in self.crops)))
         return parts
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory; torch's DataLoader calls this method by name."""
         patch = None if self.patch_targets is None else self.patch_targets.pin_memory()
         images, targets = self.images.pin_memory(), self.targets.pin_memory()
-        return replace(self, images=images, targets=targets, patch_targets=patch)
+        crops = tuple(crop.pin_memory() for crop in self.crops)
+        return replace(self, images=images, targets=targets, patch_targets=patch, crops=crops)
 
 
 Places = range
@@ -137,6 +143,19 @@ class SampleOrder:
         return order[np.minimum(2 * pair + within % 2, self.count - 1)], within // 2
 
 
+class View(Protocol):
+    """Protocol of what makes one view of each image: stored pixels and keys to [B, C, height, width] in [0, 1]."""
+
+    @property
+    def size(self) -> Size: ...
+
+    @property
+    def is_heavy(self) -> bool:
+        """True if it is slow enough to be worth worker processes."""
+
+    def __call__(self, images: Images, keys: Keys) -> Tensor: ...
+
+
 class TrainingStream(TorchDataset[Batch]):
     """Endless stream of augmented training samples, read in batches by place: `stream[range(0, 128)]`.
 
@@ -144,6 +163,8 @@ class TrainingStream(TorchDataset[Batch]):
         dataset: The data set whose training split to read.
         augment: The augmentation.
         seed: Seed of the order and of the augmentation.
+        views: What makes each view of an image: the first makes a batch's images, the others its crops. By default
+            there is one view, by `augment`; mixing and label smoothing remain those of `augment`.
 
     Raises:
         DataError: The data set has no training images.
@@ -156,7 +177,7 @@ class TrainingStream(TorchDataset[Batch]):
         (torch.Size([128, 1, 8, 8]), torch.Size([128]))
     """
 
-    def __init__(self, dataset: Dataset, augment: Augment, seed: int) -> None:
+    def __init__(self, dataset: Dataset, augment: Augment, seed: int, views: Sequence[View] = ()) -> None:
         dataset.check_trainable()
         self.split: Split = dataset.train
         self.classes = len(dataset.classes)
@@ -166,6 +187,7 @@ class TrainingStream(TorchDataset[Batch]):
         self.smoothing = config.smoothing or 0.0
         self.order = SampleOrder(len(self.split), seed, config.repeats or 1)
         self.mixing = _mixing(config, dataset.size)
+        self.views: Sequence[View] = views or [self.augmenter]
 
     def __getitem__(self, places: Places) -> Batch:
         count = len(places)
@@ -176,7 +198,8 @@ class TrainingStream(TorchDataset[Batch]):
             wanted = np.concatenate([wanted, outside])
         indices, showings = self.order(wanted)
         keys = sample_keys(self.seed, showings, indices)
-        images = self.augmenter(self.split.read(indices), keys)
+        pixels = self.split.read(indices)
+        images, *crops = (view(pixels, view_keys(keys, number)) for number, view in enumerate(self.views))
         labels = torch.from_numpy(self.split.labels[indices])
         targets, patch_targets = labels[:count], None
         if self.mixing is not None and partner is not None:
@@ -188,7 +211,7 @@ class TrainingStream(TorchDataset[Batch]):
         elif self.smoothing:
             targets = soft_targets(targets, self.classes, self.smoothing)
         index, signed = torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64))
-        return Batch(images, targets, index, signed, patch_targets)
+        return Batch(images, targets, index, signed, patch_targets, tuple(crops))
 
     @staticmethod
     def _partners(places: Places) -> NDArray[np.int64]:
@@ -209,7 +232,8 @@ class TrainingStream(TorchDataset[Batch]):
             pin: Put batches into page-locked memory.
         """
         if workers is None:
-            workers = spare_workers() if self.augmenter.is_heavy or is_streamed(self.split) else 0
+            heavy = any(view.is_heavy for view in self.views)
+            workers = spare_workers() if heavy or is_streamed(self.split) else 0
         return read_ahead(self, requests, workers, pin)
 
 
@@ -269,9 +293,10 @@ def spare_workers() -> int:
     return max(1, min(8, (os.cpu_count() or 1) // processes - 1))
 
 
-def read_ahead(
-    stream: TorchDataset[Batch], requests: Iterable[range], workers: int, pin: bool = False
-) -> Iterator[Batch]:
+T = TypeVar("T")
+
+
+def read_ahead(stream: TorchDataset[T], requests: Iterable[range], workers: int, pin: bool = False) -> Iterator[T]:
     """Return an iterator over `stream[request]` for each request, read by `workers` processes (0: by this one)."""
     if workers == 0:
         return (stream[places] for places in requests)

@@ -128,7 +128,7 @@ class Outcome:
     """The end of a recipe's run. A divergence is a result; a failure means that there is none."""
 
     recipe: Recipe
-    status: Literal["finished", "diverged", "failed"]
+    status: Literal["finished", "diverged", "measured", "failed"]
     path: Path | None = None
     reason: str | None = None
     measured: Measured = field(default_factory=lambda: Measured({}, {}))

@@ -5,6 +5,7 @@ Shapes: B images, K classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -115,6 +116,47 @@ def expected_calibration_error(logits: Tensor, targets: Tensor, bins: int = 15) 
         0.25
     """
     return _reliability(logits, targets, bins).gap
+
+
+_COLDEST, _HOTTEST = 1e-3, 1e3
+
+
+def fit_temperature(logits: Tensor, targets: Tensor) -> float:
+    """Return the temperature T at which softmax(logits / T) fits the labels best: temperature scaling.
+
+        T = argmin_T 1/n sum_i -sum_k t_i(k) log softmax(z_i / T)_k,   t_i(y_i) = (n + 1) / (n + K), else 1 / (n + K)
+
+    The targets t are those of Platt 1999 for K classes instead of 0 and 1: a few images that are all right would
+    otherwise make the network certain of everything. The loss is convex in 1/T, and its root is found by bisection.
+
+    Args:
+        logits: [B, K], of images that were not trained on.
+        targets: Class indices [B].
+
+    Returns:
+        The temperature, from 0.001 to 1000: above 1 for a network that is too sure of itself.
+
+    References:
+        Guo et al., ICML 2017.
+
+    Example:
+        >>> sure = torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
+        >>> round(fit_temperature(sure, torch.tensor([0, 0, 1, 1])), 2)
+        5.77
+    """
+    check_shape(logits, "B K", "logits")
+    check_labels(targets, len(logits), "targets")
+    if not len(logits):
+        raise ValueError("Need at least one image to fit a temperature to.")
+    z_bk, y_b = logits.detach().cpu().double(), targets.cpu()
+    n, k = z_bk.shape
+    t_bk = torch.full_like(z_bk, 1 / (n + k)).scatter_(1, y_b[:, None], (n + 1) / (n + k))
+    low, high = math.log(_COLDEST), math.log(_HOTTEST)
+    for _ in range(60):
+        middle = (low + high) / 2
+        slope = (((z_bk / math.exp(middle)).softmax(1) - t_bk) * z_bk).sum()  # of the loss, in 1/T
+        low, high = (low, middle) if slope < 0 else (middle, high)
+    return math.exp((low + high) / 2)
 
 
 def _reliability(logits: Tensor, targets: Tensor, bins: int) -> answers.Reliability:

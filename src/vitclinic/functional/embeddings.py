@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitclinic.functional.checks import check_labels, check_shape, widen
+from vitclinic._core import neighbours
+from vitclinic.functional.checks import check_labels, check_same, check_shape, widen
 from vitclinic.probes.features import embeddings
 
 
@@ -57,7 +58,7 @@ def mean_average_precision(x: Tensor, labels: Tensor) -> Tensor:
         >>> mean_average_precision(torch.eye(2)[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 1]))
         tensor(1.)
     """
-    return _rank(x, labels).average_precision.mean()
+    return _rank(x, labels).average_precision.mean().to(widen(x).dtype)
 
 
 def cumulative_matching(x: Tensor, labels: Tensor, ranks: int = 20) -> Tensor:
@@ -122,7 +123,64 @@ def uniformity(x: Tensor, t: float = 2.0) -> Tensor:
     return torch.tensor(embeddings.uniformity(x.detach(), t), dtype=widen(x).dtype)
 
 
-def _rank(x: Tensor, labels: Tensor) -> embeddings.Ranking:
+def average_precision(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the average precision of each query, [N], whose mean is mAP; NaN for a query without a match.
+
+        AP = 1/R sum_{i relevant} (matches among the first rank_i) / rank_i
+
+    Args:
+        scores: Similarity of each query to each image of the gallery [N, M].
+        relevant: True for matches [N, M].
+        valid: False for images that a query leaves out, such as itself [N, M]; all count unless given.
+
+    Example:
+        >>> average_precision(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[True, False, True]]))
+        tensor([0.8333], dtype=torch.float64)
+    """
+    check_shape(scores, "N M", "scores")
+    check_same(scores, relevant, "scores and relevant")
+    return neighbours.average_precision(scores, relevant, valid)
+
+
+def match_rank(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the rank of each query's first match, from 1, [N]; NaN for a query without a match.
+
+    The share of queries whose rank is at most k is Rank-k; all of them are the CMC curve.
+
+    Args:
+        scores: Similarity of each query to each image of the gallery [N, M].
+        relevant: True for matches [N, M].
+        valid: False for images that a query leaves out, such as itself [N, M]; all count unless given.
+
+    Example:
+        >>> match_rank(torch.tensor([[0.9, 0.8, 0.1]]), torch.tensor([[False, True, True]]))
+        tensor([2.], dtype=torch.float64)
+    """
+    check_shape(scores, "N M", "scores")
+    check_same(scores, relevant, "scores and relevant")
+    return neighbours.match_rank(scores, relevant, valid)
+
+
+def effective_rank(features: Tensor) -> float:
+    """Return exp of the entropy of the singular values of centred features: 1 on a line, at most D, 0 if constant.
+
+        exp(-sum_i p_i log p_i),   p_i = s_i / sum_j s_j
+
+    Args:
+        features: [N, D].
+
+    References:
+        Roy and Vetterli, EUSIPCO 2007.
+
+    Example:
+        >>> round(effective_rank(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 4)
+        2.0
+    """
+    check_shape(features, "N D", "features")
+    return neighbours.effective_rank(features)
+
+
+def _rank(x: Tensor, labels: Tensor) -> neighbours.Ranking:
     check_shape(x, "n D", "embeddings")
     check_labels(labels, len(x), "labels")
-    return embeddings.rank_leave_one_out(widen(x.detach()), labels)
+    return neighbours.rank_leave_one_out(widen(x.detach()), labels)

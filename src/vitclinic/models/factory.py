@@ -1,23 +1,25 @@
-"""The factory of networks, which take pixels in [0, 1] and normalize them themselves; and calling any network."""
+"""The factory of networks, which take pixels in [0, 1] and normalize them themselves."""
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, Literal, overload
 
+import numpy as np
 import timm
 import torch
-from timm.models import is_model, list_models, model_entrypoint, register_model
+from PIL import Image
+from timm.models import is_model, list_models, load_pretrained, model_entrypoint, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import eval_mode
+from vitclinic.data.decoding import Preprocessing
+from vitclinic.models.calling import image_keyword
 
 
 class Normalized(nn.Module):
@@ -38,6 +40,12 @@ class Normalized(nn.Module):
     """Keyword that the backbone takes images by, if they are not its first argument."""
     output: str | None = None
     """Name of the tensor to return, if the backbone returns several by name."""
+    preprocessing: Preprocessing | None = None
+    """The way from an image file to pixels, if it is known: `load_model` sets it, and images are then taken, too."""
+    classes: tuple[str, ...] | None = None
+    """The names of the outputs, if they are known: `load_model` sets them."""
+    descriptive = frozenset({"preprocessing", "classes"})
+    """Attributes that do not change what is computed of pixels, and so are no part of the digest."""
 
     def __init__(self, backbone: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -47,14 +55,30 @@ class Normalized(nn.Module):
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
 
-    def forward(self, x_bchw: Tensor) -> Any:
+    def forward(self, images: Tensor | Image.Image | Sequence[Image.Image]) -> Any:
+        """Return what the backbone returns, such as logits [B, K].
+
+        Args:
+            images: Pixels [B, C, H, W] in [0, 1]; of a run's network also an image of Pillow's, or several, of any size
+                and mode, which are prepared as the run's test images were.
+        """
+        x_bchw = images if isinstance(images, Tensor) else self._prepare(images)
         # Cast back: a network in half precision does not take the float32 that the mean makes of its images.
         x_bchw = ((x_bchw - self.mean) / self.std).to(x_bchw.dtype)
         returned = self.backbone(x_bchw) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
         return returned if self.output is None else getattr(returned, self.output)
 
+    def _prepare(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:
+        listed = [images] if isinstance(images, Image.Image) else list(images)
+        if self.preprocessing is None or not all(isinstance(image, Image.Image) for image in listed):
+            raise ModelError(
+                "This network takes a tensor of pixels in [0, 1]; only a run's (`load_model`) takes images of Pillow."
+            )
+        pixels = torch.from_numpy(np.stack([self.preprocessing(image) for image in listed]))
+        return (pixels.permute(0, 3, 1, 2).float() / 255).to(self.mean.device)
 
-_TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_model_args", "cache_dir")
 
 
 def fit_patch_size(side: int) -> int:
@@ -67,17 +91,50 @@ def fit_patch_size(side: int) -> int:
     return next(patch for patch in range(min(16, max(1, side // 8)), 0, -1) if side % patch == 0)
 
 
+def load_exported(network: nn.Module, name: str, exported: dict[str, Any] | None) -> None:
+    """Load the weights of a folder or repository that `export` wrote.
+
+    Args:
+        network: The network.
+        name: Its name in timm's registry.
+        exported: What `take_exported` returned.
+
+    Raises:
+        ModelError: Pretrained weights are asked for by the name alone; there are none.
+    """
+    if exported is None:
+        return
+    if not (exported.get("file") or exported.get("hf_hub_id")):
+        raise ModelError(f"'{name}' has no published weights.")
+    channels = exported["input_size"][0]
+    load_pretrained(network, pretrained_cfg=exported, num_classes=exported["num_classes"], in_chans=channels)
+
+
+def take_exported(keywords: dict[str, Any]) -> dict[str, Any] | None:
+    """Remove from an entry point's keywords what is timm's alone, and return where weights are, if they are asked for.
+
+    The number of classes of an exported network becomes a keyword.
+    """
+    given = keywords.get("pretrained_cfg")
+    found = dict(given if isinstance(given, dict) else vars(given)) if given is not None else {}
+    wanted = keywords.get("pretrained", False)
+    for name in TIMM_ONLY:
+        keywords.pop(name, None)
+    if wanted and found.get("num_classes"):
+        keywords.setdefault("num_classes", found["num_classes"])
+    return found if wanted else None
+
+
 @register_model  # type: ignore[untyped-decorator]
 def vit_tiny_fitted(**keywords: Any) -> VisionTransformer:
     """Build ViT-Tiny (width 192, depth 12, 3 heads) with `patch_size` derived from `img_size` unless given."""
-    if keywords.get("pretrained"):
-        raise ModelError("'vit_tiny_fitted' has no published weights.")
-    for name in _TIMM_ONLY:
-        keywords.pop(name, None)
+    exported = take_exported(keywords)
     size = keywords.setdefault("img_size", 224)
     side = size if isinstance(size, int) else min(size)
     defaults = {"patch_size": fit_patch_size(side), "embed_dim": 192, "depth": 12, "num_heads": 3}
-    return VisionTransformer(**{**defaults, **keywords})
+    network = VisionTransformer(**{**defaults, **keywords})
+    load_exported(network, "vit_tiny_fitted", exported)
+    return network
 
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -165,7 +222,7 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
         network: The network.
         channels: Image channels.
         size: Height and width.
-        classes: Expected number of outputs.
+        classes: Expected number of outputs; 0 for a network without a head, which returns features.
 
     Raises:
         ModelError: The network does not accept such images, or its number of outputs is not `classes`.
@@ -180,7 +237,7 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
             f"The network does not accept {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
             " To change size or patches, set model.img_size=... or model.patch_size=..."
         ) from error
-    if logits.shape != (2, classes):
+    if logits.shape != (2, classes or logits.shape[-1]):
         raise ModelError(f"The network returns {tuple(logits.shape)} for 2 images and {classes} classes.")
 
 
@@ -244,57 +301,3 @@ def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
     return line if line.endswith(".") else f"{line}."
-
-
-IMAGES = "pixel_values"
-"""The name that Hugging Face's networks have for images."""
-
-
-def image_keyword(network: nn.Module) -> str | None:
-    """Return the keyword that a network takes its images by; None if they are its first argument.
-
-    That is `pixel_values` if `forward` has it behind other arguments, else the only required keyword of a `forward`
-    without positional arguments.
-
-    Example:
-        >>> class Encoder(nn.Module):
-        ...     def forward(self, *, pixel_values, output_attentions=False): ...
-        >>> image_keyword(Encoder()), image_keyword(nn.Flatten())
-        ('pixel_values', None)
-    """
-    try:
-        parameters = list(inspect.signature(network.forward).parameters.values())
-    except (TypeError, ValueError):  # a forward without a Python signature
-        return None
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if positional and positional[0].name == IMAGES:
-        return None
-    if any(each.name == IMAGES for each in parameters):
-        return IMAGES
-    if positional or any(each.kind == each.VAR_POSITIONAL for each in parameters):
-        return None
-    required = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
-    return required[0] if len(required) == 1 else None
-
-
-def call_with_images(network: nn.Module, images: Tensor) -> Any:
-    """Return what a network returns for images [B, C, H, W].
-
-    Example:
-        >>> import torch
-        >>> call_with_images(nn.Flatten(), torch.zeros(2, 3, 4, 4)).shape
-        torch.Size([2, 48])
-    """
-    keyword = image_keyword(network)
-    return network(images) if keyword is None else network(**{keyword: images})
-
-
-def check_ready(network: nn.Module, name: str) -> None:
-    """Raise a ModelError if the network cannot be measured: TorchScript, or weights that are not there yet."""
-    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise ModelError(f"{name} is a TorchScript module, whose layers cannot be read. Pass the original nn.Module.")
-    tensors = (*network.parameters(), *network.buffers())
-    if any(is_lazy(tensor) for tensor in tensors):
-        raise ModelError(f"{name} has lazy modules without weights. Call it once on a batch of images first.")
-    if any(tensor.is_meta for tensor in tensors):
-        raise ModelError(f"{name} is on the meta device and has no weights. Load them first.")

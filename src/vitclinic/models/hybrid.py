@@ -18,6 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError
+from vitclinic.models.factory import load_exported, take_exported
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"embed_dim": 96, "depth": 1, "num_heads": 3, "mlp_ratio": 2.0},
@@ -27,7 +28,6 @@ SIZES: dict[str, dict[str, Any]] = {
 """Widths and depths by size; each has 3.6 to 3.8 times the multiply-adds of the size before at 32 x 32 pixels."""
 AUTO = "auto"
 """The size of a recipe whose run chooses one; without data and time it is the smallest."""
-_TIMM_ONLY = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 class ResidualConvs(nn.Module):
@@ -130,14 +130,13 @@ def fit_stride(side: int) -> int:
 @register_model  # type: ignore[untyped-decorator]
 def hybrid_vit(size: Literal["auto", "tiny", "small", "base"] = "tiny", **keywords: Any) -> VisionTransformer:
     """Build a hybrid ViT; `size` is tiny, small or base, and `patch_size` is derived from `img_size` unless given."""
-    if keywords.get("pretrained"):
-        raise ModelError("'hybrid_vit' has no published weights.")
+    exported = take_exported(keywords)
     size = "tiny" if size == AUTO else size
     if size not in SIZES:
         raise ModelError(f"model.size is {size!r}; choose one of {', '.join(SIZES)}.")
-    for name in _TIMM_ONLY:
-        keywords.pop(name, None)
     sides = keywords.setdefault("img_size", 224)
     side = sides if isinstance(sides, int) else min(sides)
     defaults = {"patch_size": fit_stride(side), "class_token": False, "global_pool": "avg", **SIZES[size]}
-    return VisionTransformer(embed_layer=ConvTokenizer, **{**defaults, **keywords})
+    network = VisionTransformer(embed_layer=ConvTokenizer, **{**defaults, **keywords})
+    load_exported(network, "hybrid_vit", exported)
+    return network

@@ -71,7 +71,7 @@ class WindowAttention(nn.Module):
             seen_wn = _cut_windows(F.pad(seen_hw, (0, pad[1], 0, pad[0]))[None, :, :, None], window)[..., 0]
             added = added.masked_fill(~seen_wn[:, None, None, :], -torch.inf).repeat(batch, 1, 1, 1)
         mixed_gtnd = F.scaled_dot_product_attention(q_gtnd, k_gtnd, v_gtnd, attn_mask=added.to(q_gtnd.dtype))
-        x_gnc = self.proj(mixed_gtnd.transpose(1, 2).flatten(2))
+        x_gnc = self.proj(mixed_gtnd.transpose(1, 2).reshape(*x_gnc.shape[:2], -1))  # a view would not export
         padded = (grid[0] + pad[0], grid[1] + pad[1])
         return _join_windows(x_gnc, padded, window)[:, : grid[0], : grid[1]]
 

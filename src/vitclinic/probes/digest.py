@@ -148,6 +148,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 def _settings(value: Any, state: set[str]) -> Iterator[object]:
     """Yield the attributes of an object and their values, without those that change as it is used."""
     changing = state | _state_attributes(type(value))  # type: ignore[arg-type]  # classes are hashable
+    changing |= getattr(type(value), "descriptive", frozenset()) if isinstance(value, nn.Module) else frozenset()
     for name, setting in sorted(getattr(value, "__dict__", {}).items()):
         if name not in changing and not (isinstance(value, nn.Module) and name in _INTERNAL):
             yield from (name, setting)

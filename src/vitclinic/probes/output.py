@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError
 from vitclinic.models import Normalized
-from vitclinic.models.factory import call_with_images, image_keyword
+from vitclinic.models.calling import call_with_images, image_keyword
 from vitclinic.probes.guards import preserve_state
 
 log = logging.getLogger(__name__)

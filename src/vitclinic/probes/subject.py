@@ -22,7 +22,7 @@ from vitclinic._core.io import fingerprint
 from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.source import subset
-from vitclinic.models.factory import check_ready
+from vitclinic.models.calling import check_ready
 from vitclinic.probes.digest import network_digest
 from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.output import Adapted, Output, OutputFunction, are_probabilities, observe_output

@@ -19,7 +19,7 @@ Status = Literal["as claimed", "opposite", "undecided"]
 WORDS: tuple[Word, ...] = get_args(Word)
 STATUSES: tuple[Status, ...] = get_args(Status)
 EXPLORATORY = " (exploratory)"
-ENDED = ("finished", "diverged")
+ENDED = ("finished", "diverged", "measured")
 
 PAPERS = {
     "park2022": "Park and Kim 2022",

@@ -6,12 +6,20 @@ from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic.tasks.classification import Classification, LossConfig
+    from vitclinic.tasks.contrastive import Contrastive
+    from vitclinic.tasks.criterion import Criterion
+    from vitclinic.tasks.dino import Dino
+    from vitclinic.tasks.retrieval import Retrieval
     from vitclinic.tasks.task import Metric, Score, Task, headlines, known_tasks, parse_task, register
 
 __all__ = [
     "Classification",
+    "Contrastive",
+    "Criterion",
+    "Dino",
     "LossConfig",
     "Metric",
+    "Retrieval",
     "Score",
     "Task",
     "headlines",

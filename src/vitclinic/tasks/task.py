@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vitclinic._core.distributed import Distributed
-    from vitclinic.data import Batch, Dataset, ImageSpec
+    from vitclinic.data import Augment, Batch, Dataset, ImageSpec, TrainingStream
+    from vitclinic.tasks.criterion import Criterion
+    from vitclinic.training.recipe import Recipe
     from vitclinic.treatments import Losses
 
 DEFAULT = "classification"
@@ -86,6 +88,42 @@ class Task(Config, ABC):
     """The direction in which that metric improves."""
     loss_metric: ClassVar[str]
     """The metric that serves as the loss on val and test; if it is not finite, the run has diverged."""
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise a ValueError, in one sentence, if another key of the recipe does not fit the task."""
+        return None
+
+    @property
+    def varies_size(self) -> bool:
+        """True if the network also has to take training images smaller than its own size."""
+        return False
+
+    def stream(self, dataset: Dataset, augment: Augment, seed: int, network: nn.Module) -> TrainingStream:
+        """Return the stream of training samples: which images, in which order, in how many views."""
+        from vitclinic.data import TrainingStream
+
+        return TrainingStream(dataset, augment, seed)
+
+    def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion | None:
+        """Return what computes the losses if they have a state; None if `losses` does."""
+        return None
+
+    def passes(self, spec: ImageSpec) -> float:
+        """Return the cost of a pass in forward and backward passes of the network over the images of a batch."""
+        return 1.0
+
+    def evaluation_images(self, counts: Mapping[str, int], split: str) -> int:
+        """Return how many images go through the network to score a split, given the images of each split."""
+        return counts[split]
+
+    def find_failure(self, row: Mapping[str, Any], progress: float) -> str | None:
+        """Return a sentence if a row of metrics shows that the task has failed, though its losses are finite.
+
+        Args:
+            row: A row of metrics, of kind train, val or test.
+            progress: Share of the run that is done.
+        """
+        return None
 
     def read(self, batch: Batch) -> Batch:
         """Convert a batch of images and class labels to the batch that losses and metrics see."""

@@ -43,10 +43,12 @@ class Cost:
         """Estimate the time of `steps` steps with their validations and the test; `counts` has the images per split."""
         epoch = counts["train"] / recipe.batch_size
         interval = max(1.0, in_steps(recipe.validation.every, epoch, steps))
-        validated = math.ceil(steps / interval - 1e-9) * counts["val"]
+        images = recipe.task.evaluation_images
+        validated = math.ceil(steps / interval - 1e-9) * images(counts, "val") if counts["val"] else 0
         lengths = recipe.progressive_resizing.lengths(epoch, steps)
         trained = sum(count * cost for count, cost in zip(lengths, [*self.smaller, self.step], strict=True))
-        return trained + self.image * (validated + (counts["test"] if recipe.test else 0))
+        tested = images(counts, "test") if recipe.test and counts["test"] else 0
+        return trained + self.image * (validated + tested)
 
     def steps_within(self, budget: float, recipe: Recipe, counts: Mapping[str, int]) -> int:
         """Return the largest number of steps that fits into `budget` seconds, validations and test included."""

@@ -72,6 +72,9 @@ class Display(callback.Display, Callback):
                 where = f"epoch {row['epoch']}, step {row['step']}"
                 self.console.print(f"{where}: val {', '.join(shown)}", soft_wrap=True)
 
+    def on_failure(self, sentence: str) -> None:
+        self.console.print(f"[red]warning:[/] {escape(sentence)}", soft_wrap=True)
+
     def on_step(self, trainer: Trainer) -> None:
         if self.training is not None:
             self.bar.update(self.training, completed=trainer.step)
@@ -109,6 +112,8 @@ def show_result(run: Run, console: Console) -> None:
             kept = "the last good checkpoint is kept" if run.checkpoints.names() else "before any checkpoint"
             console.print(f"recorded in {path}; {kept}", soft_wrap=True)
         return
+    if "failure" in status:
+        console.print(f"[red]warning:[/] {escape(status['failure'])}", soft_wrap=True)
     if run.results:  # else there was neither val nor test
         console.print(_results_table(run))
     console.print(f"run directory: [bold]{path}[/]", soft_wrap=True)
@@ -206,7 +211,7 @@ def _describe_augmentation(parts: Mapping[str, Any]) -> str:
 
 def _describe_optimizer(plan: RunPlan) -> str:
     config, clip = plan.recipe.optimizer, plan.recipe.clip
-    momentum = f"momentum {config.momentum:g}" if config.name == "sgd" else f"betas {config.betas}"
+    momentum = f"momentum {config.momentum:g}" if config.name in ("sgd", "rmsprop") else f"betas {config.betas}"
     clipped = "nothing clipped" if clip is None else f"clipped at {clip:g}"
     groups = "; ".join(_describe_group(group) for group in plan.optimizer)
     return f"{config.name}, lr {config.lr:g}, {momentum}, {clipped}; {groups}"

@@ -77,6 +77,7 @@ class Session:
         self.distributed = trainer.distributed
         self.callback = callback if self.distributed.is_leader else Callback()
         self.best: dict[str, Any] | None = None
+        self.failure: str | None = None
         self._resume()
         self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.distributed.is_leader else None
 
@@ -122,7 +123,7 @@ class Session:
         found = self.run.checkpoints.newest_intact()
         if found is not None:
             model, state = found
-            self.best = state.pop("best")
+            self.best, self.failure = state.pop("best"), state.pop("failure", None)
             self.trainer.load_state_dict(model, state)
         self.distributed.wait()
         if self.distributed.is_leader:
@@ -184,12 +185,18 @@ class Session:
         if self.metrics is not None:
             self.metrics.append(row)
         self.callback.on_row(row)
+        failure = self.trainer.task.find_failure(row, row["step"] / self.trainer.total_steps)
+        if failure is not None and self.failure is None:
+            self.failure = f"{failure} at step {row['step']}"
+            self.callback.on_failure(self.failure)
 
     def _save(self, names: list[str]) -> None:
         if not names or not self.distributed.is_leader or self.metrics is None:
             return
         self.metrics.sync()
         state = {**self.trainer.state_dict(), "best": self.best}
+        if self.failure is not None:
+            state["failure"] = self.failure
         # `last` is written last: after a kill in between, the step that leads to the others runs again.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
         self.run.checkpoints.save(ordered, self.trainer.evaluation_network.state_dict(), state)
@@ -206,7 +213,7 @@ class Session:
         if self.distributed.is_leader and self.metrics is not None:
             self.metrics.sync()
             self.metrics.close()
-            self.run.write_status(status, **fields)
+            self.run.write_status(status, **fields, **({"failure": self.failure} if self.failure else {}))
         self.callback.on_train_end(status)
         return status
 

@@ -15,6 +15,7 @@ from vitclinic.data import Augment, Batch, Dataset, ImageSpec
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized, check_fit, create_model
 from vitclinic.models.classifiers import create_library_network
+from vitclinic.tasks.criterion import Criterion
 from vitclinic.tasks.task import Task
 from vitclinic.training.checkpoint import load_network_state
 from vitclinic.training.init import InitialWeights, Loaded
@@ -26,16 +27,22 @@ from vitclinic.treatments import Losses, Objective, Treatment, operate
 class Learner(nn.Module):
     """A network with its task's losses and the treatments' objectives, as wrapped by DDP and trained."""
 
-    def __init__(self, network: nn.Module, task: Task, objectives: Mapping[str, Objective]) -> None:
+    def __init__(
+        self, network: nn.Module, task: Task, objectives: Mapping[str, Objective], criterion: Criterion | None = None
+    ) -> None:
         super().__init__()
         self.network = network
         self.task = task
+        self.criterion = criterion
         self.objectives = nn.ModuleDict(dict(objectives))
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch by name: the task's own, then the objectives'."""
-        outputs = self.network(batch.images)
-        losses = self.task.losses(outputs, batch)
+        if self.criterion is None:
+            outputs = self.network(batch.images)
+            losses = self.task.losses(outputs, batch)
+        else:
+            outputs, losses = self.criterion(self.network, batch)
         for name, objective in self.objectives.items():
             losses[name] = objective(batch, outputs)
         return losses
@@ -106,7 +113,8 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
         checkpoint: `best`, `last`, `previous` or `epoch-N`. By default `best`, or `last` for a run without one.
 
     Returns:
-        The network in evaluation mode. It takes pixels in [0, 1] and normalizes them itself.
+        The network in evaluation mode. It takes pixels in [0, 1] and normalizes them itself, or images of Pillow's,
+        which it prepares as the run's test images were; `classes` has the names of its outputs.
 
     Raises:
         RunError: The directory is not a run, or the checkpoint is missing or damaged.
@@ -114,10 +122,13 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
     Example:
         >>> network = load_model("runs/first")  # doctest: +SKIP
         >>> logits = network(torch.rand(1, 3, 32, 32))  # doctest: +SKIP
+        >>> network.classes[network(Image.open("cat.jpg")).argmax()]  # doctest: +SKIP
+        'cat'
     """
     run = Run.open(path)
     network = create_network(run.recipe, run.spec)
     load_network_state(network, run.checkpoints.read_model(checkpoint or run.checkpoints.default()), f"'{path}'")
+    network.preprocessing, network.classes = run.preprocessing, tuple(run.data_facts["classes"])
     return network.eval()
 
 
@@ -162,7 +173,7 @@ def _seeded(build: Callable[..., Normalized], recipe: Recipe, keywords: Mapping[
     this keyword may take any size as it is; the trainer finds out.
     """
     seed = torch_seed("weights", recipe.seed)
-    if recipe.progressive_resizing.shares:
+    if recipe.progressive_resizing.shares or recipe.task.varies_size:
         try:
             torch.manual_seed(seed)
             return build(**{"dynamic_img_size": True, **keywords})

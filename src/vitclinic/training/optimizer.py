@@ -51,9 +51,15 @@ class ScheduleConfig(Config):
 
     main_key: ClassVar[str | None] = "name"
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
+    name: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
     warmup: Duration = Field("5%", description="linear rise from 0: epochs, 'n steps' or 'n%'")
     final: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="last learning rate, as a share of lr")
+
+    @model_validator(mode="after")
+    def _exponential_has_an_end(self) -> ScheduleConfig:
+        if self.name == "exponential" and not self.final:
+            raise ValueError("an exponential schedule never reaches 0: set 'final' above 0, such as 0.01")
+        return self
 
 
 class Schedule:
@@ -70,6 +76,8 @@ class Schedule:
         if self.config.name == "constant":
             return 1.0
         progress = (step - self.warmup) / max(1.0, self.total - self.warmup)
+        if self.config.name == "exponential":
+            return float(self.config.final**progress)
         fall = (1 + math.cos(math.pi * progress)) / 2 if self.config.name == "cosine" else 1 - progress
         return self.config.final + (1 - self.config.final) * fall
 
@@ -82,21 +90,26 @@ class OptimizerConfig(Config):
 
     main_key: ClassVar[str | None] = "name"
 
-    name: Literal["adamw", "sgd", "lamb", "muon"] = Field(
+    name: Literal["adamw", "sgd", "lamb", "muon", "rmsprop"] = Field(
         "adamw", description="muon: for matrices between the first layer and the head, with adamw for the rest"
     )
     lr: Annotated[float, Field(ge=0)] = Field(1e-3, description="peak learning rate, never rescaled")
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    weight_decay_end: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="weight decay at the end of the run, reached along a cosine"
+    )
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
         [0.9, 0.999], description="adamw and lamb, also muon's adamw"
     )
-    momentum: Share = Field(0.9, description="sgd")
+    momentum: Share = Field(0.9, description="sgd and rmsprop")
     nesterov: bool = Field(False, description="sgd")
 
     @model_validator(mode="after")
     def _check_unused_options(self) -> OptimizerConfig:
         fields = OptimizerConfig.model_fields
         unused = [key for key in ("momentum", "nesterov") if getattr(self, key) != fields[key].default]
+        if self.weight_decay_end is not None and not self.weight_decay:
+            raise ValueError("'weight_decay_end' needs a 'weight_decay' above 0 to start from")
         if self.name == "muon" and unused:
             raise ValueError(f"'{unused[0]}' is only for sgd: muon always has Nesterov's momentum, 0.95; remove it")
         return self
@@ -120,6 +133,8 @@ def build_optimizer(
         groups = [part for group in groups for part in _split_by_scale(group, scales, config.lr)]
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+    if config.name == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=config.lr, momentum=config.momentum)
     betas = (config.betas[0], config.betas[1])
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from vitclinic.data.augment import PatchMixing
 from vitclinic.data.dataset import describe_data
 from vitclinic.data.named import find_missing_data
 from vitclinic.models.cost import count_flops, peak_bytes
+from vitclinic.tasks.criterion import Moment
 from vitclinic.training.budget import fit_size_to_images, image_counts, total_steps
 from vitclinic.training.init import InitialWeights, read_initial_weights, settle
 from vitclinic.training.overrides import Overrides, build_recipe
@@ -175,7 +176,8 @@ def plan_run(
     notes = [*settled, *trainer.notices, *_find_notes(built)]
     network, learner = trainer.network, trainer.learner
     parameters, trainable = _count(network.parameters()), _count(trainer.parameters)
-    objectives = _count(learner.objectives.parameters())
+    own = {id(parameter) for parameter in network.parameters()}
+    objectives = _count(p for p in learner.parameters() if p.requires_grad and id(p) not in own)
     groups = tuple(
         PlannedGroup(_count(group["params"]), len(group["params"]), group["lr"], group["weight_decay"])
         for group in trainer.optimizer.param_groups
@@ -203,7 +205,7 @@ def plan_run(
         warmup_steps=None if steps is None else trainer.schedule.warmup,
         steps_per_epoch=trainer.steps_per_epoch,
         forward_flops=flops,
-        passes=max([treatment.passes() for treatment in built.treatments], default=1.0),
+        passes=max([t.passes() for t in built.treatments], default=1.0) * trainer.task.passes(dataset.spec),
         memory=memory,
         notes=tuple(notes),
     )
@@ -296,11 +298,17 @@ def _make_batch(trainer: Trainer, images: int) -> Batch:
         numbers,
         None if patches is None else torch.zeros(images, patches, classes, dtype=trainer.dtype),
     )
-    return trainer.task.read(batch)
+    batch = trainer.task.read(batch)
+    if trainer.criterion is None:
+        return batch
+    shapes = [(images, dataset.channels, *view.size) for view in stream.views[1:]]
+    batch = replace(batch, crops=tuple(torch.zeros(shape, dtype=trainer.dtype) for shape in shapes))
+    return trainer.criterion.prepare(trainer.network, [batch], Moment(0, trainer.total_steps), divided=False)[0]
 
 
 def _tensors_of(batch: Batch) -> list[Tensor]:
-    return [tensor for tensor in (batch.images, batch.targets, batch.patch_targets) if tensor is not None]
+    parts = (batch.images, batch.targets, batch.patch_targets, batch.teacher, *batch.crops)
+    return [tensor for tensor in parts if tensor is not None]
 
 
 def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:

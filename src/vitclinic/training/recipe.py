@@ -220,6 +220,7 @@ class Recipe(Config):
             if treatment.tasks is not None and task.name not in treatment.tasks:
                 fitting = " or ".join(treatment.tasks)
                 raise ValueError(f"the treatment {treatment.name} is for {fitting}, not for the task {task.name}")
+        task.check(self)
 
     @property
     def resolved_task(self) -> Task:

@@ -12,7 +12,7 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from vitclinic.models import Normalized
 
 Size = tuple[int, int]
-
-MULTIPLE = 4
-"""Sizes are multiples of so many pixels if the network has no patches."""
 
 
 class ResizingConfig(Config):
@@ -143,11 +140,13 @@ def choose_sizes(
         >>> choose_sizes([0.6], create_model("resnet18"), ImageSpec(1000, 3, (32, 32)))
         [(20, 20), (32, 32)]
     """
+    from vitclinic.models.calling import find_multiple, nearest_multiple
+
     full = spec.img_size
     if not shares:
         return [full]
     multiple = find_multiple(network.backbone, cell)
-    sizes = [_scale(full, share, multiple) for share in shares]
+    sizes = [nearest_multiple(full, share, multiple) for share in shares]
     if sizes[0] == full:
         raise RecipeError(
             f"'progressive_resizing.start': {shares[0]:g} of {full[0]} x {full[1]} pixels, in multiples of"
@@ -156,42 +155,6 @@ def choose_sizes(
     for size in dict.fromkeys(sizes):
         _check_size(network, spec.in_chans, size)
     return [*sizes, full]
-
-
-def _scale(full: Size, share: float, multiple: Size) -> Size:
-    """Return the size with sides nearest to `share` of the full ones among the multiples."""
-    height, width = (
-        min(side, max(1, math.floor(share * side / unit + 0.5)) * unit)
-        for side, unit in zip(full, multiple, strict=True)
-    )
-    return height, width
-
-
-def find_multiple(network: nn.Module, cell: int | Sequence[int] | None) -> Size:
-    """Return what height and width must be multiples of: the network's patch, and the cells that CutMix mixes.
-
-    Args:
-        network: The bare network. Its patch is that of its `patch_embed`, as timm has it; without one it is 4 pixels.
-        cell: The recipe's `data.augment.cutmix_cell`, which has targets of its own.
-
-    Example:
-        >>> import timm
-        >>> vit, resnet = timm.create_model("vit_tiny_patch16_224"), timm.create_model("resnet18")
-        >>> find_multiple(vit, None), find_multiple(resnet, None), find_multiple(resnet, 6)
-        ((16, 16), (4, 4), (12, 12))
-    """
-    embed = getattr(network, "patch_embed", None)
-    if callable(getattr(embed, "feat_ratio", None)):
-        patch = embed.feat_ratio(as_scalar=False)  # type: ignore[union-attr]
-    else:
-        patch = getattr(embed, "patch_size", MULTIPLE)
-    height, width = (math.lcm(*sides) for sides in zip(_pair(patch), _pair(cell or 1), strict=True))
-    return height, width
-
-
-def _pair(sides: Any) -> Size:
-    height, width = (sides, sides) if isinstance(sides, int) else sides
-    return int(height), int(width)
 
 
 def _check_size(network: nn.Module, channels: int, size: Size) -> None:
@@ -224,10 +187,12 @@ def shrink(batch: Batch, size: Size, cell: int | Sequence[int] | None = None) ->
     """
     import torch.nn.functional as F
 
+    from vitclinic.models.calling import as_pair
+
     images = F.interpolate(batch.images, size, mode="bilinear", align_corners=False, antialias=True)
     if batch.patch_targets is None:
         return replace(batch, images=images)
-    full, sides = batch.images.shape[-2:], _pair(cell)
+    full, sides = batch.images.shape[-2:], as_pair(cell)
     rows, columns = ((full[axis] // sides[axis], size[axis] // sides[axis]) for axis in (0, 1))
     return replace(batch, images=images, patch_targets=_average_targets(batch.patch_targets, rows, columns))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -24,14 +25,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from vitclinic._core.config import validate
-from vitclinic._core.errors import RunError
+from vitclinic._core.errors import RunError, VitclinicError
 from vitclinic._core.io import hold_lock, write_errors, write_json, write_text
 from vitclinic.data.config import ImageSpec
+from vitclinic.data.decoding import Preprocessing, storage_size
 from vitclinic.training.recipe import Recipe
 
 if TYPE_CHECKING:
     from vitclinic.data import Dataset
     from vitclinic.training.checkpoint import Checkpoints
+
+log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -194,6 +198,22 @@ class Run:
         return ImageSpec(len(facts["classes"]), facts["channels"], (height, width))
 
     @property
+    def preprocessing(self) -> Preprocessing:
+        """The way from an image file to the pixels that the run's val and test splits have."""
+        facts = self.data_facts
+        height, width = facts["size"]
+        if "framed" in facts:
+            framed = facts["framed"]
+            return Preprocessing((height, width), (framed[0], framed[1]), facts["channels"], facts["whole"])
+        from vitclinic.data.dataset import find_preprocessing, open_source  # a run of 0.2: its data can still tell
+
+        try:
+            return find_preprocessing(open_source(self.recipe.data), (height, width), facts["channels"])
+        except VitclinicError as error:
+            log.warning("%s Images are framed as most photographs are.", error)
+            return Preprocessing((height, width), storage_size((height, width), math.inf), facts["channels"])
+
+    @property
     def status(self) -> dict[str, Any]:
         """The content of `status.json`: `status`, `step`, `digest`, and for a finished run `results`."""
         return self._json("status.json")
@@ -251,6 +271,7 @@ def _now() -> str:
 
 
 def _data_facts(dataset: Dataset) -> dict[str, Any]:
+    way = dataset.preprocessing
     return {
         "name": dataset.name,
         "classes": list(dataset.classes),
@@ -259,6 +280,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         "digest": dataset.digest,
         "counts": {split: len(images) for split, images in sorted(dataset.splits.items())},
         "skipped": dataset.skipped,
+        **({} if way is None else {"framed": list(way.framed), "whole": way.whole}),
     }
 
 

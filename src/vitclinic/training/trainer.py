@@ -1,11 +1,10 @@
-"""The trainer: forward and backward passes, step rules, and one optimizer step at a time."""
+"""The trainer: network, optimizer and data stream of a run, one optimizer step at a time."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,121 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import RecipeError
-from vitclinic.data import Batch, Dataset, TrainingStream
+from vitclinic.data import Batch, Dataset
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
+from vitclinic.tasks.criterion import Moment
 from vitclinic.training.init import InitialWeights
 from vitclinic.training.network import Learner, adapt_augmentation, build_network
 from vitclinic.training.optimizer import Schedule, build_optimizer
+from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
 from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.run import Row
-from vitclinic.treatments import (
-    InputAscent,
-    Losses,
-    LossesAndGradients,
-    MixedSteps,
-    Objective,
-    StepRule,
-    TakesInputAscent,
-    Treatment,
-)
-from vitclinic.treatments.sam_core import average_over_processes, freeze, keep_buffers
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Passes:
-    """Forward and backward of a learner (`LossesAndGradients`) with DDP, compilation, autocast and loss scaler."""
-
-    def __init__(
-        self,
-        learner: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        scaler: torch.amp.GradScaler,
-        *,
-        ddp: DistributedDataParallel | None,
-        compiled: bool,
-        precision: str,
-        accumulate: int,
-    ) -> None:
-        self.module, self.parameters, self.scaler = learner, parameters, scaler
-        self.ddp = ddp
-        outer = ddp or learner
-        self.wrapped: nn.Module = torch.compile(outer) if compiled else outer  # type: ignore[assignment]
-        self.alone: nn.Module = torch.compile(learner) if compiled and ddp else learner  # type: ignore[assignment]
-        self.device = parameters[0].device
-        self.precision, self.accumulate = precision, accumulate
-
-    @property
-    def scale(self) -> float:
-        return self.scaler.get_scale()
-
-    def __call__(self, batch: Batch, sync: bool = True, weight: float = 1.0) -> Losses:
-        # Seed dropout and stochastic depth from the samples, so that a second pass repeats the masks.
-        torch.manual_seed(int(batch.keys[0]) & (2**63 - 1))
-        with self.ddp.no_sync() if self.ddp is not None and not sync else nullcontext():
-            with self.autocast():
-                losses: Losses = self._outer()(batch)
-            total = sum(losses.values(), torch.zeros((), device=self.device)) * (weight / self.accumulate)
-            self.scaler.scale(total).backward()  # type: ignore[no-untyped-call]
-        return {name: value.detach() for name, value in losses.items()}
-
-    def _outer(self) -> nn.Module:
-        """Return the module to call: without DDP if no parameter needs a gradient, as when only the images climb.
-
-        Such a pass has nothing to synchronise, and its caller restores the buffers. DDP broadcasts the leading
-        process's buffers once per step; it must not spend that on a pass whose buffers are thrown away.
-        """
-        alone = self.ddp is not None and not any(p.requires_grad for p in self.parameters)
-        return self.alone if alone else self.wrapped
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        if self.ddp is not None:
-            average_over_processes(tensors, self.ddp.process_group)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass at the recipe's precision."""
-        dtype = _AUTOCAST.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
-
-
-class PlainStep:
-    """Plain back-propagation: the mean gradient of the micro-batches, synchronised in the last one."""
-
-    def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
-        passes = [losses_and_gradients(batch, sync=batch is batches[-1]) for batch in batches]
-        return mean_losses(passes)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class InputAscentStep(PlainStep):
-    """Back-propagation on perturbed images; the pass that perturbs them leaves running statistics alone."""
-
-    def __init__(self, inputs: InputAscent) -> None:
-        self.inputs = inputs
-
-    def __call__(self, batches: Sequence[Batch], losses_and_gradients: LossesAndGradients) -> Losses:
-        return super().__call__([self._climb(batch, losses_and_gradients) for batch in batches], losses_and_gradients)
-
-    def _climb(self, batch: Batch, losses_and_gradients: LossesAndGradients) -> Batch:
-        """Return the batch with its images moved towards a higher loss."""
-        started = self.inputs.start(batch)
-        with keep_buffers(losses_and_gradients.module), freeze(losses_and_gradients.module):
-            losses_and_gradients(started, sync=False)
-        return self.inputs.finish(batch, started)
-
-
-def mean_losses(passes: Sequence[Losses]) -> Losses:
-    """Return the mean of each named loss over micro-batches."""
-    return {name: sum(p[name] for p in passes) / len(passes) for name in passes[0]}  # type: ignore[misc]
-
+from vitclinic.treatments import Losses, MixedSteps, Objective, StepRule
 
 EXPLODED = 10.0
 """A loss this many times that of the first step counts as divergence."""
@@ -179,9 +76,16 @@ class Trainer:
 
         self.network: Normalized = network
         self.task = recipe.resolved_task
-        self.learner = Learner(network, self.task, objectives).to(device, self.dtype).train()
+        with torch.random.fork_rng():
+            torch.manual_seed(torch_seed("criterion", recipe.seed))
+            self.criterion = self.task.criterion(network, spec)
+        self.divided = (
+            min([self.micro_batch, *(t.pass_images(self.micro_batch) for t in treatments)]) < self.micro_batch
+        )
+        self.learner = Learner(network, self.task, objectives, self.criterion).to(device, self.dtype).train()
         freeze_units(recipe, network, spec)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
+        self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.passes = Passes(
@@ -193,7 +97,7 @@ class Trainer:
             precision=recipe.precision,
             accumulate=recipe.accumulate,
         )
-        self.stream = TrainingStream(dataset, augment, recipe.seed)
+        self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
         self.cell = augment.cutmix_cell
@@ -211,7 +115,9 @@ class Trainer:
 
     @property
     def evaluation_network(self) -> nn.Module:
-        """The network to evaluate and export; with `ema`, the one with averaged weights."""
+        """The network to evaluate and export; with `ema`, the one with averaged weights, or the task's teacher."""
+        if self.criterion is not None:
+            return self.criterion.exported(self.network if self.ema is None else self.ema.module)
         return self.network if self.ema is None else self.ema.module
 
     @property
@@ -242,9 +148,10 @@ class Trainer:
         if self._batches is None:
             self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
         started = time.perf_counter()
-        batches = [self._prepare(next(self._batches)) for _ in range(self.recipe.accumulate)]
-        for group in self.optimizer.param_groups:
+        batches = self._prepare([next(self._batches) for _ in range(self.recipe.accumulate)])
+        for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
+            group["weight_decay"] = decay * self.decay_factor(self.step)
         losses = (rule or self.due_rule)(batches, self.passes)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
@@ -256,12 +163,22 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None and stepped:
             self.ema.update(self.network, self.step + 1)
+        if self.criterion is not None and stepped:
+            self.criterion.finish(self.network)
         self.step += 1
         return self._row(losses, norm, started)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         return self.recipe.optimizer.lr * self.schedule(step)
+
+    def decay_factor(self, step: int) -> float:
+        """Return the factor on the weight decay of a step: a cosine to `weight_decay_end`, or 1."""
+        config = self.recipe.optimizer
+        if config.weight_decay_end is None:
+            return 1.0
+        done = (1 - math.cos(math.pi * step / self.total_steps)) / 2
+        return 1 + (config.weight_decay_end / config.weight_decay - 1) * done
 
     def close(self) -> None:
         """Stop the reading processes; a later `advance` starts new ones."""
@@ -291,19 +208,30 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "rule": self.rule.state_dict(),
             "objectives": self.learner.objectives.state_dict(),
-            "raw_network": None if self.ema is None else self.network.state_dict(),
+            "raw_network": None if self.evaluation_network is self.network else self.network.state_dict(),
+            **({} if self.criterion is None else {"criterion": self._criterion_state()}),
         }
 
     def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore a checkpoint: its exported network and what `state_dict` returned."""
         self.evaluation_network.load_state_dict(model)
-        if self.ema is not None:
+        if self.evaluation_network is not self.network:
             self.network.load_state_dict(state["raw_network"])
+        if self.criterion is not None:
+            # What is missing is the network that the criterion exports, which has been loaded already.
+            self.criterion.load_state_dict(state["criterion"], strict=False)
         self.learner.objectives.load_state_dict(state["objectives"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.rule.load_state_dict(state["rule"])
         self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+
+    def _criterion_state(self) -> dict[str, Tensor]:
+        """Return the state of the criterion without the network that it exports: checkpoints have that already."""
+        assert self.criterion is not None
+        exported = {id(tensor) for tensor in self.evaluation_network.state_dict(keep_vars=True).values()}
+        state = self.criterion.state_dict(keep_vars=True)
+        return {name: tensor.detach() for name, tensor in state.items() if id(tensor) not in exported}
 
     def _requests(self) -> Iterator[range]:
         """Yield this process's positions in the stream, one range per micro-batch, from the current step on."""
@@ -313,7 +241,16 @@ class Trainer:
                 start = step * self.recipe.batch_size + part * self.micro_batch
                 yield range(start, start + self.micro_batch)
 
-    def _prepare(self, batch: Batch) -> Batch:
+    def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the micro-batches of a step as its passes see them."""
+        moved = [self._convert(batch) for batch in batches]
+        if self.criterion is None:
+            return moved
+        moment = Moment(self.step, self.total_steps)
+        with self.passes.autocast():
+            return self.criterion.prepare(self.network, moved, moment, self.divided or len(moved) > 1)
+
+    def _convert(self, batch: Batch) -> Batch:
         """Move a batch to the device, apply the task's reading and the treatments' transforms, and resize it."""
         batch = self.task.read(batch.to(self.device, self.dtype))
         for transform in self.transforms:
@@ -339,6 +276,7 @@ class Trainer:
             "losses": named,
             "lr": self.rate(self.step - 1),
             "grad_norm": float(norm),
+            **({} if self.criterion is None else self.criterion.facts()),
             **({"img_size": list(self.sizes(self.step - 1))} if self.sizes.ends else {}),
             "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
         }
@@ -352,27 +290,3 @@ def _micro_batch(recipe: Recipe, distributed: Distributed) -> int:
             " micro-batches; choose a multiple."
         )
     return recipe.batch_size // parts
-
-
-def choose_step_rule(treatments: Sequence[Treatment]) -> StepRule:
-    """Return the step rule of a run; an input ascent joins the rule's first pass, or gets a rule of its own."""
-    rules = [rule for t in treatments if (rule := t.step_rule()) is not None]
-    ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
-    if len(rules) > 1 or len(ascents) > 1:
-        raise RecipeError("At most one treatment of a run may set the step rule, and at most one may perturb images.")
-    if not rules:
-        return choose_early_rule(treatments)
-    if not ascents:
-        return rules[0]
-    if not isinstance(rules[0], TakesInputAscent):
-        raise RecipeError(
-            "The treatment that sets the step rule has no first pass in which the images could be perturbed as well."
-        )
-    rules[0].take_input_ascent(ascents[0])
-    return rules[0]
-
-
-def choose_early_rule(treatments: Sequence[Treatment]) -> StepRule:
-    """Return the rule of the steps before the treatments' own step rule starts: what a run without it would have."""
-    ascents = [ascent for t in treatments if (ascent := t.input_ascent()) is not None]
-    return InputAscentStep(ascents[0]) if ascents else PlainStep()

@@ -151,14 +151,15 @@ def _units_over_tokens(treatment: Treatment, network: nn.Module, spec: ImageSpec
     if not inside:
         raise missing(treatment, network)
     first = inside[0]
-    block = network.get_submodule(first.block or "")
+    blocks = dict(network.named_modules())  # a block that runs several times has a number behind its name
+    block = blocks.get(first.block or "", network)
     entering: list[Any] = []
-    handles = [block.register_forward_pre_hook(lambda _, args: entering.extend(args[:1]))]
+    handle = block.register_forward_pre_hook(lambda _, args: entering.extend(args[:1]))
     try:
         with taps({"state": first.input}) as seen:
             run_once(network, spec)
     finally:
-        handles[0].remove()
+        handle.remove()
     tokens = [getattr(state, "ndim", 0) for state in entering] == [3]
     if seen["state"].ndim == 4 and tokens:
         # A feature map is flattened between modules: its tokens are seen where they enter the block.

@@ -13,7 +13,8 @@ import pytest
 from vitclinic.experiments.prescribe import ledger, plan, stages
 from vitclinic.experiments.prescribe.prescription import Trial
 from vitclinic.training.budget import Cost
-from vitclinic.training.trainer import PlainStep, Trainer
+from vitclinic.training.passes import PlainStep
+from vitclinic.training.trainer import Trainer
 from vitclinic.treatments import Treatment
 from vitclinic.treatments.treatment import TREATMENTS
 

@@ -13,10 +13,14 @@ import pytest
 import yaml
 
 from vitclinic._core.errors import DataError, RecipeError, RunError
+from vitclinic.data import DataConfig
 from vitclinic.experiments import runner
 from vitclinic.experiments.study.catalogue import open_study
 from vitclinic.experiments.study.conduct import study
+from vitclinic.experiments.study.expectations import Measure
+from vitclinic.experiments.study.measures import measure_run
 from vitclinic.experiments.study.store import name_result, read_results
+from vitclinic.training import Run
 
 from .networks import STUDY, TINY, tiny_study
 
@@ -340,3 +344,44 @@ def test_of_the_same_call_the_result_with_more_seeds_is_kept(tmp_path, caplog):
     ]
     study(tiny_study(title="another"), out=tmp_path, seeds=1)
     assert json.loads(more.file.read_text())["study"]["title"] == "another"
+
+
+def test_an_arm_may_be_a_network_that_is_measured_instead_of_trained(tmp_path):
+    trained = study(tiny_study(), out=tmp_path)
+    network = str(tmp_path / "pool" / trained.runs["fast"][1])  # or timm:NAME, or a file
+    result = study(tiny_study(), out=tmp_path, targets={"fast": network + "@last"})
+    assert set(result.statuses["fast"].values()) == {"measured"}
+    assert not result.failures
+    assert {numbers["norm"] for numbers in result.values["fast"].values()} == {trained.values["fast"][1]["norm"]}
+    assert result.values["slow"] == trained.values["slow"]
+    assert "not trained here" in result.missing["fast"][0]["accuracy"]
+    assert result.file.name.startswith("T1+")  # no result of the study as it is written
+    pair = study(tiny_study(), out=tmp_path, targets={"fast": [network, network], "slow": network})
+    assert len(pair.seeds) == 2  # as many as an arm has networks
+    with pytest.raises(RecipeError, match=r"names the arm 'faster', which does not exist\. Did you mean 'fast'"):
+        study(tiny_study(), out=tmp_path, targets={"faster": network})
+
+
+def test_an_arm_can_be_measured_where_its_loss_is_another_s(tmp_path):
+    """The fast arm at that of its epochs whose loss is nearest to the slow arm's last."""
+    base = {**TINY, "steps": 9, "checkpoint": {"every": "3 steps", "keep_epochs": [0, 1, 2, 3]}}
+    result = study(
+        tiny_study(
+            base=base,
+            measures={**STUDY["measures"], "train_nll": {"probe": "train_nll", "scalar": "nll"}},
+            matched={"fast, matched": {"of": "fast", "to": "slow"}},
+            expectations=[{"says": "s", "measure": "norm", "greater": ["fast", "fast, matched"]}],
+        ),
+        out=tmp_path,
+        seeds=1,
+    )
+    goal = result.values["slow"][0]["train_nll"]
+    run, data = Run.open(tmp_path / "pool" / result.runs["fast"][0]), DataConfig(source="digits", limit=60)
+    at = {n: Measure(probe="train_nll", scalar="nll", checkpoint=f"epoch-{n}") for n in (1, 2, 3)}
+    losses = {n: measure_run(run, data, {"nll": measure}).numbers["nll"] for n, measure in at.items()}
+    epoch = min(losses, key=lambda n: abs(math.log(losses[n] / goal)))
+    assert result.epochs == {"fast, matched": {0: epoch}}
+    assert result.values["fast, matched"][0]["train_nll"] == losses[epoch]
+    assert "of the whole run" in result.missing["fast, matched"][0]["accuracy"]
+    stored = json.loads((tmp_path / "T1.json").read_text())
+    assert stored["epochs"] == {"fast, matched": {"0": epoch}}

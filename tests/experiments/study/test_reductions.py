@@ -12,6 +12,7 @@ import pytest
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.records import Measurement, Scalar, UnitRow
 from vitclinic.data import DataConfig
+from vitclinic.experiments.study import measures
 from vitclinic.experiments.study.expectations import Measure
 from vitclinic.experiments.study.measures import (
     first_kept_epoch,
@@ -52,6 +53,42 @@ def test_stages_come_from_the_units_in_the_order_of_depth_and_signs_can_be_dropp
     found = cast(Measurement, SimpleNamespace(status="ok", units=rows, scalars={}))
     assert read_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise")) == 3.0
     assert read_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise", magnitude=True)) == 2.0
+
+
+def test_the_sign_is_dropped_of_units_and_not_of_their_trend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eigenvalues of falling magnitude have tau = -1, which was stored as 1 (C4)."""
+    falling = Measurement.model_construct(
+        probe="sharpness",
+        status="ok",
+        scalars={},
+        units=[_row(depth, 0, value) for depth, value in enumerate((-9.0, 5.0, -2.0))],
+    )
+    monkeypatch.setattr(measures, "examine", lambda *_, **__: {"sharpness": falling})
+    tau = Measure(probe="sharpness", value="v", over_units="trend", magnitude=True)
+    run = _run("finished", at=lambda checkpoint: None)
+    assert measure_run(run, DataConfig(), {"tau": tau}).numbers == {"tau": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("losses", "end"),
+    [([2.3] * 30, "stalled"), ([2.3] * 10 + [2.0] * 20, "learns"), ([2.3] * 10 + [2.28] * 20, "stalled")],
+)
+def test_a_run_that_has_learned_nothing_has_stalled(losses: list[float], end: str) -> None:
+    rows = [{"kind": "train", "loss": loss} for loss in losses]
+    ends = {name: Measure(result=name) for name in ("diverged", "stalled", "learns")}
+    told = {name: float(name == end) for name in ends}
+    assert measure_run(_run("finished", metrics=rows), DataConfig(), ends).numbers == told
+    assert measure_run(_run("diverged", metrics=rows), DataConfig(), ends).numbers["diverged"] == 1.0
+
+
+def test_first_units_can_be_left_out() -> None:
+    measurement = Measurement.model_construct(
+        probe="fourier",
+        status="ok",
+        scalars={},
+        units=[_row(depth, 0, value) for depth, value in enumerate((9.0, 1.0, 3.0))],
+    )
+    assert read_measurement(measurement, Measure(probe="fourier", value="v", skip=1)) == 2.0
 
 
 def _run(status: str, **more: Any) -> Run:

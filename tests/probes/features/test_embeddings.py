@@ -11,9 +11,10 @@ from sklearn.preprocessing import StandardScaler
 
 from tests.probes.subjects import NETWORKS, noise, subject, vit
 from vitclinic import functional
+from vitclinic._core.neighbours import rank_leave_one_out
 from vitclinic.data import load_batches, open_data
 from vitclinic.probes import KNN, AlignmentUniformity, LinearProbe, Retrieval, Subject, measure
-from vitclinic.probes.features.embeddings import embed, rank_leave_one_out
+from vitclinic.probes.features.embeddings import embed
 from vitclinic.probes.features.linear_probe import choose_strength, fit_linear
 
 

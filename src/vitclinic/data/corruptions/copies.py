@@ -31,11 +31,10 @@ from vitclinic.data.cache import Progress
 from vitclinic.data.config import DataConfig
 from vitclinic.data.corruptions.corruption import Corruption, Picture, as_pictures
 from vitclinic.data.corruptions.parameters import SMALLEST, list_cells, setting
-from vitclinic.data.dataset import Dataset, open_data
+from vitclinic.data.dataset import Dataset, Split, open_data
 from vitclinic.data.decoding import as_image, centre_view
 from vitclinic.data.folder import CLASSES_FILE, class_folders
 from vitclinic.data.source import SPLITS, subset
-from vitclinic.data.split import Split
 
 Form = Literal["parquet", "png"]
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -16,7 +16,7 @@ from vitclinic._core.io import write_errors
 from vitclinic._core.records import plain_data
 from vitclinic.experiments.runner import Measured, Outcome, Pool, run_all
 from vitclinic.experiments.study.catalogue import open_study, require_data
-from vitclinic.experiments.study.measures import measure_matched, measure_run, training_seconds
+from vitclinic.experiments.study.measures import measure_matched, measure_run, measure_target, training_seconds
 from vitclinic.experiments.study.schema import ScaleName, Study
 from vitclinic.experiments.study.store import keep_result, name_data, name_result, to_words
 from vitclinic.experiments.study.verdicts import Values, Verdict, judge
@@ -58,7 +58,7 @@ class StudyResult:
     runs: dict[str, dict[int, str]]
     """arm -> seed -> the run's folder in the pool."""
     statuses: dict[str, dict[int, str]]
-    """arm -> seed -> finished, diverged, or why it failed."""
+    """arm -> seed -> finished, diverged, measured (a target), or why it failed."""
     verdict: Verdict
     seconds: float
     """The time that training took, by the runs' own record."""
@@ -79,7 +79,7 @@ class StudyResult:
             (arm, seed): self.statuses[arm][seed]
             for arm, by_seed in self.runs.items()
             for seed, folder in by_seed.items()
-            if not folder
+            if not folder and self.statuses[arm][seed] != "measured"
         }
 
     def plain(self) -> dict[str, Any]:
@@ -116,6 +116,7 @@ def study(
     processes: int = 1,
     ray: str | None = None,
     out: str | Path = "studies",
+    targets: Mapping[str, str | Sequence[str]] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> StudyResult:
     """Conduct a study: train every arm with every seed, measure, and judge the claim.
@@ -134,6 +135,8 @@ def study(
         processes: How many runs to train at a time; they share the cores.
         ray: The address of a Ray cluster to train on; `auto` for the one this machine belongs to.
         out: The folder for runs and results.
+        targets: Networks to measure in place of training some arms: `{"ViT": "timm:vit_small_patch16_224"}`, whatever
+            `examine` takes; or a list of them, one for each seed.
         callbacks: Their hooks `on_progress` and `on_run` are called as runs go on and end.
 
     Returns:
@@ -150,9 +153,12 @@ def study(
         'reproduced'
     """
     chosen = what if isinstance(what, Study) else open_study(what)
+    if targets:
+        chosen = chosen.with_targets(targets)
     numbers = tuple(range(chosen.seeds_at(scale, seeds)))
     recipes = chosen.recipes(overrides, scale, data)
-    require_data(chosen.claim, recipes.values())
+    examined = [chosen.base_recipe(overrides, scale, data)] if chosen.targets else []
+    require_data(chosen.claim, [*recipes.values(), *examined])
     folder = Path(out)
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,13 +172,16 @@ def study(
         callbacks=callbacks,
     )
     ended = dict(zip(places, outcomes, strict=True))
-    if all(outcome.status == "failed" for outcome in outcomes):
+    for base in examined:
+        ended |= _measure_targets(chosen, numbers, base, folder / "exams")
+    if recipes and all(outcome.status == "failed" for outcome in outcomes):
         raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
     changes = tuple(word for word in to_words(overrides) if word.partition("=")[0] not in ("data", "data.source"))
+    changes += to_words({f"target {arm}": names for arm, names in (targets or {}).items()})
     result = StudyResult(
         study=chosen,
         scale=scale,
-        data=name_data(recipes.values()),
+        data=name_data([*recipes.values(), *examined]),
         words=changes,
         seeds=numbers,
         file=folder / f"{name_result(chosen, scale, changes, recipes.values())}.json",
@@ -215,6 +224,20 @@ def _match_arms(
                     measured, epoch = measure_matched(of.run, of.recipe.data, chosen.measures, match.measure, goal)
                 found[name, seed], epochs[name, seed] = replace(of, measured=measured), epoch
     return found, epochs
+
+
+def _measure_targets(chosen: Study, seeds: Sequence[int], base: Recipe, out: Path) -> dict[Place, Outcome]:
+    """Return the outcomes of arms that are networks to be measured: each name once, whatever seeds have it."""
+    found: dict[Place, Outcome] = {}
+    known: dict[str, Outcome] = {}
+    for arm, names in chosen.targets.items():
+        for seed in seeds:
+            name = names[0] if len(names) == 1 else names[seed] if seed < len(names) else None
+            if name is not None and name not in known:
+                measured = measure_target(name, base.data, chosen.measures, out)
+                known[name] = Outcome(base, "measured", measured=measured)
+            found[arm, seed] = known[name] if name is not None else Outcome(base, "failed", reason="there is no target")
+    return found
 
 
 def _set_seed(recipe: Recipe, seed: int) -> Recipe:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,10 @@ from vitclinic.training import Run
 _STATUS_WORDS = {"does_not_apply": "does not apply", "failed": "failed"}
 
 
+Read = Callable[[Measure, Measurement | None, Mapping[str, float]], float]
+"""A function that reads a measure's number from its measurement, or from the numbers that it is a difference of."""
+
+
 class NoNumberError(Exception):
     """The reason why a run has no number for a measure."""
 
@@ -35,12 +41,38 @@ def measure_run(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> 
         data: The run's data, which may have moved since it was trained.
         measures: What to measure, by name.
     """
-    measurements = _examine(run, data, measures)
+    measurements = _examine(measures, partial(_examine_checkpoint, run, data))
+    return _read_numbers(measures, measurements, partial(_read_number, run))
+
+
+def measure_target(target: str, data: DataConfig, measures: Mapping[str, Measure], out: Path) -> Measured:
+    """Return the number of each measure of a network that was not trained here, such as `timm:NAME`.
+
+    It has the weights that it has: measures of a run's results, or of its earlier epochs, are missing.
+    """
+
+    def examine_once(key: _ExamKey, probes: Sequence[Probe]) -> Mapping[str, Measurement]:
+        if key.checkpoint not in ("last", "best"):
+            return {}
+        return examine(target, data, probes=probes, limit=key.limit, out=out)
+
+    def read(measure: Measure, measurement: Measurement | None, numbers: Mapping[str, float]) -> float:
+        if measure.difference is not None:
+            return _subtract(measure.difference, numbers)
+        if measurement is None:
+            raise NoNumberError("a network that was not trained here has neither results nor earlier weights")
+        return read_measurement(measurement, measure)
+
+    return _read_numbers(measures, _examine(measures, examine_once), read)
+
+
+def _read_numbers(measures: Mapping[str, Measure], measurements: Mapping[str, Measurement], read: Read) -> Measured:
+    """Return the number of each measure, differences last."""
     numbers: dict[str, float] = {}
     missing: dict[str, str] = {}
     for name, measure in sorted(measures.items(), key=lambda item: item[1].difference is not None):
         try:
-            numbers[name] = _rescale(_read_number(run, measure, measurements.get(name), numbers), measure)
+            numbers[name] = _rescale(read(measure, measurements.get(name), numbers), measure)
         except NoNumberError as reason:
             numbers[name], missing[name] = math.nan, str(reason)
     return Measured({name: numbers[name] for name in measures}, missing)
@@ -83,15 +115,20 @@ def _read_number(run: Run, measure: Measure, measurement: Measurement | None, nu
     if measure.when_diverged is not None and run.status["status"] == "diverged":
         return 1 / len(run.data_facts["classes"]) if measure.when_diverged == "chance" else measure.when_diverged
     if measure.difference is not None:
-        for other in measure.difference:
-            if math.isnan(numbers[other]):
-                raise NoNumberError(f"there is no {other}")
-        return numbers[measure.difference[0]] - numbers[measure.difference[1]]
+        return _subtract(measure.difference, numbers)
     if measure.result is not None:
         return read_result(run, measure.result)
     if measurement is None:
         raise NoNumberError(f"it diverged before its checkpoint '{measure.checkpoint}'")
     return read_measurement(measurement, measure)
+
+
+def _subtract(names: Sequence[str], numbers: Mapping[str, float]) -> float:
+    """Return the first measure less the second."""
+    for name in names:
+        if math.isnan(numbers[name]):
+            raise NoNumberError(f"there is no {name}")
+    return numbers[names[0]] - numbers[names[1]]
 
 
 class _ExamKey(NamedTuple):
@@ -103,7 +140,9 @@ class _ExamKey(NamedTuple):
     """The options of the only probe, if another exam of these weights and images has it with other options."""
 
 
-def _examine(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> dict[str, Measurement]:
+def _examine(
+    measures: Mapping[str, Measure], exam_of: Callable[[_ExamKey, Sequence[Probe]], Mapping[str, Measurement]]
+) -> dict[str, Measurement]:
     """Return the measurement that each measure reads. Probes on the same weights and images share an exam."""
     exams: dict[_ExamKey, dict[str, Measure]] = defaultdict(dict)
     keys: dict[str, _ExamKey] = {}
@@ -116,8 +155,7 @@ def _examine(run: Run, data: DataConfig, measures: Mapping[str, Measure]) -> dic
         exams[key][measure.probe] = measure
         keys[name] = key
     done = {
-        key: _examine_checkpoint(run, data, key, [measure.parse_probe() for measure in by_probe.values()])
-        for key, by_probe in exams.items()
+        key: exam_of(key, [measure.parse_probe() for measure in by_probe.values()]) for key, by_probe in exams.items()
     }
     found = {name: done[key].get(str(measures[name].probe)) for name, key in keys.items()}
     return {name: measurement for name, measurement in found.items() if measurement is not None}

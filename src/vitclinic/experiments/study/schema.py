@@ -24,7 +24,7 @@ after them (`optimizer.lr=0.001, model.depth=6`), `ladders` for arms up to the l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -147,6 +147,8 @@ class Study(Config):
             if arm in arms:
                 raise ValueError(f"there are two arms '{arm}'")
             arms[arm] = changes
+            if "target" in changes and len(changes) > 1:
+                raise ValueError(f"the arm '{arm}' is a target, which is measured as it is: remove its other keys")
         if not arms:
             raise ValueError("give arms, axes or ladders")
         self._check_measures()
@@ -221,6 +223,8 @@ class Study(Config):
         """Return how many seeds to use: those asked for, or as many as the study has at a scale."""
         if asked is not None and asked < 1:
             raise RecipeError(f"A study needs at least one seed (got {asked}).")
+        if asked is None and len(self.targets) == len(dict(self.all_arms())):
+            return max(map(len, self.targets.values()))
         return asked or self.changes_at(scale).seeds or self.seeds
 
     def all_arms(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -234,10 +238,31 @@ class Study(Config):
                 changes = merge(Recipe, changes, nest(key, value))
             yield ", ".join(f"{key}={value}" for key, value in zip(self.axes, values, strict=True)), changes
 
+    @property
+    def targets(self) -> dict[str, list[str]]:
+        """The arms that are networks to be measured instead of trained, `{target: timm:NAME}`: one name for each seed.
+
+        An arm with one name has it for all seeds.
+        """
+        written = {arm: changes["target"] for arm, changes in self.arms.items() if "target" in changes}
+        return {arm: [names] if isinstance(names, str) else list(names) for arm, names in written.items()}
+
+    def with_targets(self, targets: Mapping[str, str | Sequence[str]]) -> Study:
+        """Return the study with targets in place of the trainings of some arms."""
+        for arm in targets:
+            _check_arm(arm, self.arms, f"A target of {self.claim}")
+        arms = {**self.arms, **{arm: {"target": names} for arm, names in targets.items()}}
+        return self.model_copy(update={"arms": arms})
+
+    def base_recipe(self, overrides: Overrides | None, scale: ScaleName, data: str | Path | None) -> Recipe:
+        """Return the recipe of the base, on whose data targets are measured."""
+        source = None if data is None else {"source": str(data)}
+        return build_recipe(overlay(self.base, self.changes_at(scale).base), overrides, data=source)
+
     def recipes(
         self, overrides: Overrides | None = None, scale: ScaleName = "cpu", data: str | Path | None = None
     ) -> dict[str, Recipe]:
-        """Return the recipe of each arm, without a seed of its own.
+        """Return the recipe of each arm that is trained, without a seed of its own.
 
         Args:
             overrides: Changes to every recipe.
@@ -249,6 +274,8 @@ class Study(Config):
         base = overlay(self.base, particular.base)
         found = {}
         for name, changes in self.at_scale(scale).all_arms():
+            if "target" in changes:
+                continue
             try:
                 arm = overlay(overlay(base, changes), particular.arms.get(name, {}))
                 recipe = build_recipe(arm, overrides, data=source)
@@ -279,6 +306,11 @@ def _refuse_own_keys(recipe: Recipe) -> None:
             raise RecipeError(
                 f"A study sets '{key}' itself: remove it from the recipe. A study's own options are `seeds` and `out`."
             )
+
+
+def _check_arm(name: str, known: Any, where: str) -> None:
+    if name not in known:
+        raise RecipeError(f"{where} names the arm '{name}', which does not exist.{did_you_mean(name, known)}")
 
 
 def _check(name: str, known: Any, where: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.neighbours import knn_votes
 from vitclinic.anatomy.wrappers import unwrap
 from vitclinic.models.filling import find_classifier
 from vitclinic.probes.output import read_output
 from vitclinic.probes.probe import DoesNotApply
 from vitclinic.probes.subject import Subject
 
-_CHUNK = 512
 """Images whose distances to all others are computed at a time."""
 
 _KNOWN: WeakKeyDictionary[Subject, Tensor] = WeakKeyDictionary()
@@ -108,50 +108,7 @@ def knn_predict(
         >>> knn_predict(train, torch.tensor([1, 1, 0]), torch.tensor([[0.8, 0.2]]), k=1)
         tensor([1])
     """
-    train, queries = F.normalize(train, dim=1), F.normalize(queries, dim=1)
-    one_hot = F.one_hot(labels).to(train.dtype)
-    found = []
-    for start in range(0, len(queries), _CHUNK):
-        nearest = (queries[start : start + _CHUNK] @ train.T).topk(min(k, len(train)), dim=1)
-        weights = torch.ones_like(nearest.values) if temperature is None else (nearest.values / temperature).exp()
-        found.append(torch.einsum("mk,mkc->mc", weights, one_hot[nearest.indices]).argmax(1))
-    return torch.cat(found)
-
-
-class Ranking(NamedTuple):
-    """How each query ranks its gallery, for queries with at least one relevant image."""
-
-    average_precision: Tensor
-    """[queries]"""
-    first_rank: Tensor
-    """Rank of the first relevant image, from 1, [queries]."""
-
-
-def rank_leave_one_out(x_nd: Tensor, labels: Tensor) -> Ranking:
-    """Rank all other images for each image by cosine similarity; relevant are those with the same label.
-
-    AP = 1/R sum over relevant images of (relevant images up to its rank) / rank. Images whose label no other has are no
-    queries. Ties keep the order of the images.
-
-    Example:
-        >>> ranking = rank_leave_one_out(torch.eye(3)[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 1]))
-        >>> ranking.average_precision.tolist(), ranking.first_rank.tolist()
-        ([1.0, 1.0, 1.0, 1.0], [1, 1, 1, 1])
-    """
-    x_nd = F.normalize(x_nd, dim=1)
-    numbers = torch.arange(len(x_nd))
-    precisions, firsts = [], []
-    for start in range(0, len(numbers), _CHUNK):
-        part = numbers[start : start + _CHUNK]
-        similarity = x_nd[part] @ x_nd.T
-        similarity[torch.arange(len(part)), part] = -math.inf  # itself comes last, and is cut off
-        order = similarity.argsort(dim=1, descending=True, stable=True)[:, :-1]
-        hits = labels[order] == labels[part][:, None]
-        hits = hits[hits.any(1)]
-        ranks = torch.arange(1, hits.shape[1] + 1)
-        precisions.append((hits.cumsum(1) / ranks * hits).sum(1) / hits.sum(1))
-        firsts.append(hits.int().argmax(1) + 1)
-    return Ranking(torch.cat(precisions), torch.cat(firsts))
+    return knn_votes(train, labels, queries, int(labels.max()) + 1, k, temperature).argmax(1)
 
 
 def matching_curve(first_rank: Tensor, ranks: int) -> Tensor:

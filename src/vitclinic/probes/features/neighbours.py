@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
+from vitclinic._core.neighbours import rank_leave_one_out
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.probes.behaviour import mean_over, share
@@ -16,7 +17,6 @@ from vitclinic.probes.features.embeddings import (
     knn_predict,
     labels_of,
     matching_curve,
-    rank_leave_one_out,
     uniformity,
 )
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register

@@ -1,0 +1,74 @@
+"""Throughput of `predict` beside a bare batched forward pass of the same network on pixels that are already in memory.
+
+    python benchmarks/predicting.py [--model vit_tiny_patch16_224] [--images 512] [--size 224] [--repeats 3]
+
+The images are JPEG files of coarse noise, 1.5 times the network's size, decoded by one worker per spare core while
+the network runs on one thread. Wants: `predict` within 5% of the bare pass. Wall time needs a quiet machine with a core
+to spare; CPU time of the process that runs the network, without its workers, hardly does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vitclinic.deployment import Predictor
+from vitclinic.deployment.predict import ImageStream
+from vitclinic.models import create_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="vit_tiny_patch16_224")
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        files = _write_images(Path(folder), given.images, given.size * 3 // 2)
+        predictor = Predictor(create_model(given.model), size=given.size)
+        everything = ImageStream(files, predictor.preprocessing)[range(len(files))].images
+        bare: list[tuple[float, float]] = []
+        whole: list[tuple[float, float]] = []
+        for _ in range(given.repeats):  # in turn, so that a slow minute hits both
+            bare.append(_time(lambda: _forward(predictor, everything, given.batch_size)))
+            whole.append(_time(lambda: list(predictor.stream(files, given.batch_size))))
+    print(f"{given.model}, {given.images} JPEG files at {given.size}, batch {given.batch_size}, one thread")
+    for what, one, other in zip(("wall", "CPU"), zip(*bare, strict=True), zip(*whole, strict=True), strict=True):
+        first, second = given.images / statistics.median(one), given.images / statistics.median(other)
+        print(f"{what:4}  bare {first:7.1f} images/s  predict {second:7.1f} images/s  ({first / second - 1:+.1%} time)")
+
+
+def _write_images(folder: Path, count: int, side: int) -> list[str]:
+    random = np.random.default_rng(0)
+    for number in range(count):
+        coarse = random.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize((side, side)).save(folder / f"{number:05}.jpg", quality=90)
+    return sorted(map(str, folder.iterdir()))
+
+
+@torch.inference_mode()
+def _forward(predictor: Predictor, images: torch.Tensor, batch_size: int) -> None:
+    for batch in images.split(batch_size):
+        predictor.network(batch)
+
+
+def _time(work: Callable[[], object]) -> tuple[float, float]:
+    """Return wall time and CPU time of this process."""
+    started = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - started[0], time.process_time() - started[1]
+
+
+if __name__ == "__main__":
+    main()

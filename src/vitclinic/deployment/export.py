@@ -1,0 +1,308 @@
+"""The verb `export`: a run's network as a file or folder that other libraries open, checked to give the same logits.
+
+    timm, hf      a folder with config.json, model.safetensors and a model card: `timm.create_model("local-dir:FOLDER",
+                  pretrained=True)`, and `AutoModelForImageClassification.from_pretrained(FOLDER)` of transformers. Both
+                  take normalized images; the mean and standard deviation are in the configuration.
+    onnx          model.onnx, of pixels in [0, 1], for any number of images
+    torch-export  model.pt2, the same for `torch.export.load`
+
+A file or folder appears once what was written, read back, gives the network's own logits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError
+from vitclinic._core.io import write_errors
+from vitclinic.anatomy.maps import attention_scores, sdpa_mask
+from vitclinic.deployment.card import write_card
+from vitclinic.deployment.predict import CALIBRATION
+from vitclinic.models import Normalized
+from vitclinic.training import Checkpoint, Run, load_model
+from vitclinic.training.run import find_run
+
+Form = Literal["timm", "hf", "onnx", "torch-export"]
+FORMS: tuple[str, ...] = get_args(Form)
+TOLERANCE = 1e-4
+"""Largest difference of a logit, relative to the largest logit if that is above 1."""
+_FILES = {"onnx": "model.onnx", "torch-export": "model.pt2"}
+_BATCHES = (1, 2, 5)
+"""Numbers of images that an export is checked with."""
+_PLAIN = {"vit_tiny_fitted": "vit_tiny_patch16_224"}
+"""Networks of ours that timm has under another name, given their keywords."""
+
+
+def export(run: str | Path | Run | Checkpoint, to: Form, out: str | Path | None = None) -> Path:
+    """Write the network of a run for use by other libraries.
+
+    Args:
+        run: A run, its directory, perhaps `@CHECKPOINT`, or one of its checkpoints; the best one by default.
+        to: `"timm"` or `"hf"` (a folder), `"onnx"` or `"torch-export"` (a file).
+        out: The folder or file; by default `export/` in the run.
+
+    Returns:
+        Its path. What was there before is replaced.
+
+    Raises:
+        ModelError: The network cannot be expressed in this form; the message says why.
+        MissingExtraError: A package is missing.
+
+    Example:
+        >>> export("runs/photos", "onnx")  # doctest: +SKIP
+        PosixPath('runs/photos/export/model.onnx')
+    """
+    check_form(to)
+    opened, checkpoint = _open(run)
+    network = load_model(opened.path, checkpoint)
+    target = Path(out) if out is not None else opened.path / "export" / _FILES.get(to, to)
+    name = f"'{opened.path}'"
+    if to in ("timm", "hf"):
+        with _staged_folder(target) as folder:
+            write_folder(folder, opened, network, to)
+        return target
+    with _staged_folder(target) as folder:
+        write = _write_onnx if to == "onnx" else _write_program
+        check_same_logits(network, _inputs(opened), write(folder / target.name, opened, network), name)
+    return target
+
+
+def check_form(to: str) -> None:
+    """Raise for a form that there is not, or whose package is missing."""
+    if to not in FORMS:
+        raise RecipeError(f"'{to}' is not a form of export: choose {', '.join(FORMS[:-1])} or {FORMS[-1]}.")
+    if to == "hf" and find_spec("transformers") is None:
+        raise MissingExtraError("export to hf", "hf")
+    if to == "onnx" and any(find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
+        raise MissingExtraError("export to onnx", "onnx")
+
+
+def _open(run: str | Path | Run | Checkpoint) -> tuple[Run, str | None]:
+    if isinstance(run, Checkpoint):
+        return run.run, run.name
+    if isinstance(run, Run):
+        return run, None
+    found = find_run(str(run))
+    return (Run.open(run), None) if found is None else (Run.open(found[0]), found[1] or None)
+
+
+def _inputs(run: Run) -> Tensor:
+    """Return pixels in [0, 1] to compare logits on."""
+    spec = run.spec
+    return torch.rand(max(_BATCHES), spec.in_chans, *spec.img_size, generator=torch.Generator().manual_seed(0))
+
+
+def check_same_logits(network: nn.Module, x_bchw: Tensor, exported: Callable[[Tensor], Tensor], name: str) -> None:
+    """Raise a ModelError unless an export returns the network's logits, for any number of images.
+
+    Args:
+        network: The network.
+        x_bchw: Images.
+        exported: Takes images and returns logits.
+        name: Of the network, for the message.
+    """
+    for count in _BATCHES:
+        with torch.no_grad():
+            wanted, found = network(x_bchw[:count]), exported(x_bchw[:count])
+        scale = max(1.0, float(wanted.abs().max()))
+        if found.shape != wanted.shape or not float((found - wanted).abs().max()) <= TOLERANCE * scale:
+            raise ModelError(f"The export of {name} does not give its logits, so it was not written.")
+
+
+@contextmanager
+def _staged_folder(target: Path) -> Iterator[Path]:
+    """Give a new folder; what is in it at the end replaces `target`, a folder or the one file in it of that name."""
+    with write_errors(target):
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".export-", dir=target.absolute().parent))
+        try:
+            yield staging
+            if (staging / target.name).is_file():
+                (staging / target.name).replace(target)
+            else:
+                if target.is_dir() and not (target / "config.json").is_file() and any(target.iterdir()):
+                    raise RecipeError(f"'{target}' is a folder with other things in it; choose another.")
+                shutil.rmtree(target, ignore_errors=True)
+                staging.chmod(0o755)
+                staging.rename(target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _expressed(form: str, name: str) -> Iterator[None]:
+    """Turn whatever a tracer raises into one sentence; its own notes on how it went are for its developers."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    except Exception as error:  # tracers and converters raise anything
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        if "Constraints violated (batch)" in line:
+            line = "one of its layers or treatments fixes the number of images"
+        raise ModelError(f"{name} cannot be expressed as {form}: {line}.") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Attention as products and a softmax: the fused one has other strides than its parts, into which ONNX takes it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and not (kwargs or {}).get("enable_gqa"):
+            return _attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    scores, hidden = attention_scores(query, key, scale, sdpa_mask(query, key, attn_mask, is_causal))
+    return (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1) @ value
+
+
+def _trace(network: nn.Module, run: Run) -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch", min=1, max=2**16)
+    with torch.no_grad(), _PlainAttention():
+        return torch.export.export(network, (_inputs(run)[:2],), dynamic_shapes=({0: batch},), strict=False)
+
+
+def _write_program(path: Path, run: Run, network: Normalized) -> Callable[[Tensor], Tensor]:
+    with _expressed("torch.export", f"'{run.path}'"):
+        extra = {"vitclinic.json": json.dumps(describe(run, network))}
+        torch.export.save(_trace(network, run), path, extra_files=extra)
+        module: Callable[[Tensor], Tensor] = torch.export.load(path).module()
+    return module
+
+
+def _write_onnx(path: Path, run: Run, network: Normalized) -> Callable[[Tensor], Tensor]:
+    import onnx
+    import onnxruntime
+
+    with _expressed("ONNX", f"'{run.path}'"):
+        names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+        program = torch.onnx.export(_trace(network, run), (), dynamo=True, verbose=False, **names)
+        assert program is not None
+        program.save(str(path))
+        model = onnx.load(str(path))
+        for key, value in describe(run, network).items():
+            model.metadata_props.add(key=key, value=json.dumps(value))
+        onnx.save(model, str(path))
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda x: torch.from_numpy(np.asarray(session.run(["logits"], {"images": x.numpy()})[0]))
+
+
+def describe(run: Run, network: Normalized) -> dict[str, Any]:
+    """Return what a user of an export needs beside the weights: classes, preprocessing, temperature."""
+    way = run.preprocessing
+    facts = {"classes": list(network.classes or ()), "input": "RGB" if way.channels == 3 else "grey", "range": [0, 1]}
+    stored = run.path / CALIBRATION
+    found = list(json.loads(stored.read_text(encoding="utf-8")).values()) if stored.exists() else []
+    return {
+        **facts,
+        "size": list(way.size),
+        "resize_to_cover": list(way.framed),
+        **({"temperature": found[-1]["temperature"]} if found else {}),
+    }
+
+
+def write_folder(folder: Path, run: Run, network: Normalized, to: str) -> None:
+    """Write a folder that timm and transformers load, and check that they do.
+
+    Raises:
+        ModelError: timm cannot build the network: a treatment changed its structure.
+    """
+    x_bchw, backbone = _inputs(run), network.backbone
+    normalized = (x_bchw - network.mean) / network.std
+    weights = {key: value.contiguous().clone() for key, value in backbone.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    _check_timm(folder, run, network, normalized)
+    if to == "hf":
+        from transformers import AutoModelForImageClassification
+
+        theirs: Any = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+        check_same_logits(backbone, normalized, lambda x: theirs(pixel_values=x).logits, f"'{run.path}'")
+    write_card(folder, run, to)
+
+
+def _check_timm(folder: Path, run: Run, network: Normalized, x_bchw: Tensor) -> None:
+    """Write the first configuration by which timm builds the network."""
+    *others, last = _keywords(run)
+    for keywords in (*others, last):
+        write_config(folder, run, network, keywords)
+        try:
+            loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+            check_same_logits(network.backbone, x_bchw, loaded, f"'{run.path}'")
+            return
+        except (VitclinicError, RuntimeError, TypeError, ValueError, KeyError, AssertionError) as error:
+            if keywords is last:
+                raise _inexpressible(run) from error
+
+
+def _inexpressible(run: Run) -> ModelError:
+    treatments = [treatment.name for treatment in run.recipe.treatments]
+    why = f"with {', '.join(treatments)}" if treatments else f"{run.recipe.model.name} with these keywords"
+    return ModelError(f"'{run.path}', {why}, is a network that timm cannot build from a name: export it to onnx.")
+
+
+def _keywords(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield keywords for timm's factory, with the image size and, for networks that take any, without it."""
+    spec, recipe = run.spec, run.recipe
+    keywords = {**recipe.model.keywords, "num_classes": spec.num_classes, "in_chans": spec.in_chans}
+    if recipe.model.name == "vit_tiny_fitted":
+        from vitclinic.models.factory import fit_patch_size
+
+        keywords.setdefault("patch_size", fit_patch_size(min(spec.img_size)))
+    yield {"img_size": list(spec.img_size), **keywords}
+    yield {key: value for key, value in keywords.items() if key != "img_size"}
+
+
+def write_config(folder: Path, run: Run, network: Normalized, keywords: Mapping[str, Any]) -> None:
+    """Write `config.json`, which timm and transformers read."""
+    way, classes = run.preprocessing, list(network.classes or ())
+    name = run.recipe.model.name.partition(".")[0]
+    arguments = {key: value for key, value in keywords.items() if key != "num_classes"}
+    shape = [way.channels, *way.size]
+    published = {
+        "input_size": shape,
+        "fixed_input_size": "img_size" in keywords,
+        "interpolation": "bicubic",
+        "crop_pct": way.size[0] / way.framed[0],
+        "crop_mode": "center",
+        "mean": network.mean.flatten().tolist(),
+        "std": network.std.flatten().tolist(),
+        "num_classes": len(classes),
+    }
+    config = {
+        "architecture": _PLAIN.get(name, name),
+        "num_classes": len(classes),
+        "num_features": getattr(network.backbone, "num_features", 0),
+        "label_names": classes,
+        "model_args": arguments,
+        "pretrained_cfg": published,
+        "model_type": "timm_wrapper",
+        "architectures": ["TimmWrapperForImageClassification"],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

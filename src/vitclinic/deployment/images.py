@@ -1,0 +1,168 @@
+"""Which image files a user means, found without torch, and how their predictions are written."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
+from vitclinic._core.io import staged
+from vitclinic.data.folder import IMAGE_SUFFIXES, image_files
+
+STDIN = "-"
+SUFFIXES = (".csv", ".jsonl", ".parquet")
+
+
+def find_images(words: Iterable[str | Path], standard_input: IO[str] | None = None) -> list[str]:
+    """Return the image files that some words name.
+
+    Args:
+        words: Files; folders, of which all images below are taken; patterns such as `photos/**/*.jpg`; or `-` for a
+            list of files on standard input, one a line (or separated by NUL, as `find -print0` writes them).
+        standard_input: Where `-` reads from; the process's own unless given.
+
+    Raises:
+        DataError: A word names no image.
+
+    Example:
+        >>> find_images(["no/such.png"])
+        Traceback (most recent call last):
+        vitclinic._core.errors.DataError: There is no image at 'no/such.png'.
+    """
+    return [name for word in words for name in _expand(str(word), standard_input or sys.stdin)]
+
+
+def _expand(word: str, standard_input: IO[str]) -> list[str]:
+    if word == STDIN:
+        text = standard_input.read()
+        listed = text.split("\0") if "\0" in text else text.splitlines()
+        found = [name for name in listed if name]
+        if not found:
+            raise DataError("Standard input lists no image; write one file a line.")
+        return found
+    path = Path(word).expanduser()
+    if path.is_dir():
+        found = sorted(str(file) for file in image_files(path))
+        if not found:
+            raise DataError(f"'{word}' contains no images ({', '.join(sorted(IMAGE_SUFFIXES))}).")
+        return found
+    if path.exists():
+        return [str(path)]
+    found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if not found:
+        raise DataError(f"There is no image at '{word}'.")
+    return found
+
+
+def check_output(path: Path) -> None:
+    """Raise for a file that predictions cannot be written to: its suffix, its folder, a package that is missing."""
+    if path.suffix not in SUFFIXES:
+        raise RecipeError(f"'{path}' must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise RecipeError(f"'{path}' cannot be written: {'it is' if path.is_dir() else 'there is not'} a folder there.")
+    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise MissingExtraError(f"Writing {path.name}", "parquet")
+
+
+Row = dict[str, Any]
+"""`file`, then `class` and `probability` of the likeliest class, `class_2` and `probability_2` of the next, and so on;
+last, where all are asked for, `p(NAME)` of each class."""
+
+
+def make_rows(
+    files: Sequence[str], probabilities: NDArray[np.float64], classes: Sequence[str], top_k: int, everything: bool
+) -> Iterator[Row]:
+    """Yield a row for each image.
+
+    Args:
+        files: The images.
+        probabilities: Of each image, those of the classes, [images, classes].
+        classes: Their names.
+        top_k: How many of the likeliest classes are told; ties go to the first class.
+        everything: Also tell the probability of each class.
+
+    Example:
+        >>> next(make_rows(["a.png"], np.array([[0.2, 0.8]]), ["cat", "dog"], 2, False))
+        {'file': 'a.png', 'class': 'dog', 'probability': 0.8, 'class_2': 'cat', 'probability_2': 0.2}
+    """
+    rounded = probabilities.round(6)
+    ranked = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k]
+    for place, file in enumerate(files):
+        told: Row = {"file": file}
+        for rank, k in enumerate(ranked[place].tolist(), 1):
+            behind = f"_{rank}" if rank > 1 else ""
+            told |= {f"class{behind}": classes[k], f"probability{behind}": float(rounded[place, k])}
+        if everything:
+            told |= {f"p({name})": p for name, p in zip(classes, rounded[place].tolist(), strict=True)}
+        yield told
+
+
+class RowWriter(Protocol):
+    """Protocol of what takes rows, some at a time."""
+
+    def __call__(self, rows: Sequence[Row]) -> None: ...
+
+
+@contextmanager
+def open_rows(path: Path | None) -> Iterator[RowWriter]:
+    """Give a function that writes rows to a file, which appears whole at the end; None is CSV on standard output."""
+    if path is None:
+        yield _csv(sys.stdout)
+    elif path.suffix == ".parquet":
+        with staged(path) as staging, _parquet(staging) as write:
+            yield write
+    else:
+        with staged(path) as staging, staging.open("w", encoding="utf-8", newline="") as file:
+            yield _csv(file) if path.suffix == ".csv" else _json_lines(file)
+
+
+def _csv(file: IO[str]) -> RowWriter:
+    written: list[csv.DictWriter[str]] = []
+
+    def write(rows: Sequence[Row]) -> None:
+        if rows and not written:
+            written.append(csv.DictWriter(file, list(rows[0]), lineterminator="\n"))
+            written[0].writeheader()
+        for writer in written:
+            writer.writerows(rows)
+
+    return write
+
+
+def _json_lines(file: IO[str]) -> RowWriter:
+    def write(rows: Sequence[Mapping[str, Any]]) -> None:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    return write
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[RowWriter]:
+    import pyarrow
+    import pyarrow.parquet
+
+    opened: list[Any] = []
+
+    def write(rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        table = pyarrow.Table.from_pylist(list(rows))
+        if not opened:
+            opened.append(pyarrow.parquet.ParquetWriter(path, table.schema))
+        opened[0].write_table(table)
+
+    try:
+        yield write
+    finally:
+        for writer in opened:
+            writer.close()

@@ -1,0 +1,113 @@
+"""Calling a network with a batch of images: what it calls its argument, and which sizes its patches divide."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from vitclinic._core.errors import ModelError
+
+IMAGES = "pixel_values"
+"""The name that Hugging Face's networks have for images."""
+MULTIPLE = 4
+"""Sizes are multiples of so many pixels if the network has no patches."""
+
+Size = tuple[int, int]
+
+
+def image_keyword(network: nn.Module) -> str | None:
+    """Return the keyword that a network takes its images by; None if they are its first argument.
+
+    That is `pixel_values` if `forward` has it behind other arguments, else the only required keyword of a `forward`
+    without positional arguments.
+
+    Example:
+        >>> class Encoder(nn.Module):
+        ...     def forward(self, *, pixel_values, output_attentions=False): ...
+        >>> image_keyword(Encoder()), image_keyword(nn.Flatten())
+        ('pixel_values', None)
+    """
+    try:
+        parameters = list(inspect.signature(network.forward).parameters.values())
+    except (TypeError, ValueError):  # a forward without a Python signature
+        return None
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if positional and positional[0].name == IMAGES:
+        return None
+    if any(each.name == IMAGES for each in parameters):
+        return IMAGES
+    if positional or any(each.kind == each.VAR_POSITIONAL for each in parameters):
+        return None
+    required = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
+    return required[0] if len(required) == 1 else None
+
+
+def call_with_images(network: nn.Module, images: Tensor) -> Any:
+    """Return what a network returns for images [B, C, H, W].
+
+    Example:
+        >>> import torch
+        >>> call_with_images(nn.Flatten(), torch.zeros(2, 3, 4, 4)).shape
+        torch.Size([2, 48])
+    """
+    keyword = image_keyword(network)
+    return network(images) if keyword is None else network(**{keyword: images})
+
+
+def check_ready(network: nn.Module, name: str) -> None:
+    """Raise a ModelError if the network cannot be measured: TorchScript, or weights that are not there yet."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise ModelError(f"{name} is a TorchScript module, whose layers cannot be read. Pass the original nn.Module.")
+    tensors = (*network.parameters(), *network.buffers())
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise ModelError(f"{name} has lazy modules without weights. Call it once on a batch of images first.")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ModelError(f"{name} is on the meta device and has no weights. Load them first.")
+
+
+def nearest_multiple(full: Size, share: float, multiple: Size) -> Size:
+    """Return the size with sides nearest to `share` of the full ones among the multiples."""
+    height, width = (
+        min(side, max(1, math.floor(share * side / unit + 0.5)) * unit)
+        for side, unit in zip(full, multiple, strict=True)
+    )
+    return height, width
+
+
+def find_multiple(network: nn.Module, cell: int | Sequence[int] | None) -> Size:
+    """Return what height and width must be multiples of: the network's patch, and the cells that CutMix mixes.
+
+    Args:
+        network: The bare network. Its patch is that of its `patch_embed`, as timm has it; without one it is 4 pixels.
+        cell: The recipe's `data.augment.cutmix_cell`, which has targets of its own.
+
+    Example:
+        >>> import timm
+        >>> vit, resnet = timm.create_model("vit_tiny_patch16_224"), timm.create_model("resnet18")
+        >>> find_multiple(vit, None), find_multiple(resnet, None), find_multiple(resnet, 6)
+        ((16, 16), (4, 4), (12, 12))
+    """
+    embed = getattr(network, "patch_embed", None)
+    if callable(getattr(embed, "feat_ratio", None)):
+        patch = embed.feat_ratio(as_scalar=False)  # type: ignore[union-attr]
+    else:
+        patch = getattr(embed, "patch_size", MULTIPLE)
+    height, width = (math.lcm(*sides) for sides in zip(as_pair(patch), as_pair(cell or 1), strict=True))
+    return height, width
+
+
+def nearest_size(full: Size, share: float, network: nn.Module) -> Size:
+    """Return the size nearest to `share` of the full one that the network's patches divide."""
+    return nearest_multiple(full, share, find_multiple(getattr(network, "backbone", network), None))
+
+
+def as_pair(sides: Any) -> Size:
+    """Return height and width, which are equal if one number is given."""
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    return int(height), int(width)

@@ -1,0 +1,192 @@
+"""export: what other libraries open gives the same logits; what cannot be expressed is one sentence."""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import timm
+import torch
+
+import vitclinic
+from tests.deployment.conftest import TINY
+from vitclinic._core.errors import ModelError, RecipeError, RunError
+from vitclinic.deployment.export import check_same_logits
+from vitclinic.training import load_model
+
+NETWORKS = {
+    "vit": (TINY, []),
+    "swin": (
+        {
+            "name": "swin_tiny_patch4_window7_224",
+            **{"patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},
+        },
+        [],
+    ),
+    "resnet": ({"name": "resnet10t"}, []),
+    "alternet": ({"name": "alternet18"}, []),
+    "hybrid": ({"name": "hybrid_vit", "embed_dim": 32, "num_heads": 2}, []),
+    "treated": (TINY, ["sequence_pooling", "conv_stem", "context_broadcasting", "talking_heads"]),
+    "smoothed": ({"name": "resnet10t"}, ["spatial_smoothing", "squeeze_excitation"]),
+}
+
+
+def train(folder, model, treatments, **changes):
+    data = {"source": "shapes:60", "augment": "none"}
+    return vitclinic.train(
+        data=data, model=model, treatments=treatments, steps=1, batch_size=16, workers=0, out=folder, **changes
+    )
+
+
+def test_a_timm_folder_loads_in_timm_alone_and_in_transformers_offline(run, monkeypatch):
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = vitclinic.export(run, "hf")
+    network = load_model(run.path)
+    x = torch.rand(3, 3, *run.spec.img_size)
+    normalized = (x - network.mean) / network.std
+    with torch.no_grad():
+        wanted = network(x)
+        assert (
+            timm.create_model(f"local-dir:{folder}", pretrained=True).eval()(normalized) - wanted
+        ).abs().max() < 1e-4
+        theirs = AutoModelForImageClassification.from_pretrained(folder).eval()
+        assert (theirs(pixel_values=normalized).logits - wanted).abs().max() < 1e-4
+    assert theirs.config.id2label == {0: "cat", 1: "dog"}
+    assert AutoImageProcessor.from_pretrained(folder) is not None
+    card = (folder / "README.md").read_text()
+    for part in ("## Data", "14 train", "## Recipe", "patch_size: 8", "accuracy on 16 test images", "95% interval"):
+        assert part in card
+    assert str(run.path.parent) not in card  # no folders of this machine
+
+
+def test_treatments_of_training_alone_leave_a_timm_network(tmp_path):
+    assert vitclinic.export(train(tmp_path / "run", TINY, ["sam"]), "timm").is_dir()
+
+
+def test_what_timm_cannot_build_is_one_sentence_and_leaves_nothing(tmp_path):
+    run = train(tmp_path / "run", TINY, ["context_broadcasting", "talking_heads"])
+    with pytest.raises(
+        ModelError, match=r"with context_broadcasting, talking_heads, is a network that timm cannot build"
+    ):
+        vitclinic.export(run, "timm")
+    assert list((run.path / "export").iterdir()) == []
+
+
+def test_an_export_with_other_logits_is_refused():
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    x = torch.rand(5, 3, 2, 2)
+    check_same_logits(network, x, lambda images: network(images) + 5e-5, "it")
+    with pytest.raises(ModelError, match="does not give its logits"):
+        check_same_logits(network, x, lambda images: network(images) + 2e-4, "it")
+
+
+def test_an_unknown_form_and_a_folder_of_others_are_refused(run, tmp_path):
+    with pytest.raises(RecipeError, match="choose timm, hf, onnx or torch-export"):
+        vitclinic.export(run, "tflite")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(RecipeError, match="other things in it"):
+        vitclinic.export(run, "timm", tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_programs_give_the_same_logits_for_any_number_of_images(name, tmp_path):
+    """`export` compares 1, 2 and 5 images; here other numbers, read by the libraries themselves."""
+    import onnxruntime
+
+    run = train(tmp_path / "run", *NETWORKS[name])
+    network = load_model(run.path)
+    x = torch.rand(7, 3, 32, 32)
+    session = onnxruntime.InferenceSession(vitclinic.export(run, "onnx"))
+    program = torch.export.load(vitclinic.export(run, "torch-export")).module()
+    with torch.no_grad():
+        wanted = network(x)
+        assert (torch.from_numpy(session.run(None, {"images": x.numpy()})[0]) - wanted).abs().max() < 1e-4
+        assert (program(x) - wanted).abs().max() < 1e-4
+    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(network.classes)
+    if not NETWORKS[name][1]:
+        assert vitclinic.export(run, "timm").is_dir()
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """As much of the hub as a small push needs; it keeps what it is sent."""
+
+    sent: list[tuple[str, str]]
+
+    def do_POST(self):
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.sent.append((self.path, text))
+        address = f"http://{self.headers['Host']}/me/net"
+        answer = {"url": address, "commitUrl": f"{address}/commit/1", "commitOid": "1", "hookOutput": ""}
+        if "preupload" in self.path:
+            files = json.loads(text)["files"]
+            answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        self._answer(answer)
+
+    def do_GET(self):
+        self._answer({"id": "me/net", "modelId": "me/net", "sha": "0", "siblings": [], "tags": []})
+
+    def _answer(self, value):
+        content = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    from huggingface_hub import constants, hf_api
+
+    server = HTTPServer(("127.0.0.1", 0), StandIn)
+    StandIn.sent = []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(hf_api, "ENDPOINT", address, raising=False)
+    monkeypatch.setenv("HF_TOKEN", "not a token")
+    yield StandIn.sent
+    server.shutdown()
+    server.server_close()
+
+
+def test_pushing_sends_the_folder_and_nothing_else_does(run, hub, tmp_path):
+    folder = vitclinic.export(run, "timm", tmp_path / "net")
+    assert hub == []
+    assert vitclinic.push_to_hub(folder, "me/net").endswith("/me/net/commit/1")
+    commit = next(text for path, text in hub if "/commit/" in path)
+    paths = {json.loads(line)["value"].get("path") for line in commit.splitlines()} - {None}
+    assert paths == {"README.md", "config.json", "model.safetensors"}
+    assert json.loads(next(text for path, text in hub if path.endswith("/create")))["visibility"] == "private"
+    with pytest.raises(RecipeError, match="not an exported folder"):
+        vitclinic.push_to_hub(tmp_path, "me/net")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(run, monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    folder = vitclinic.export(run, "timm", tmp_path / "net")
+    with pytest.raises(RunError, match="'me/net' was not sent"):
+        vitclinic.push_to_hub(folder, "me/net")
+
+
+def test_the_command_says_where(run, tmp_path, monkeypatch, capsys):
+    from vitclinic.cli import main
+
+    words = ["export", str(run.path), "--to", "timm", "-o", str(tmp_path / "net"), "--json"]
+    monkeypatch.setattr(sys, "argv", ["vitclinic", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(tmp_path / "net")
