@@ -35,7 +35,9 @@ def test_class_with_no_image(photo_folder):
     (photo_folder / "emu").mkdir()
     with pytest.raises(DataError, match=r"emu' contains no images.*on_error=skip"):
         open_data(str(photo_folder))
-    assert open_data(DataConfig(source=str(photo_folder), on_error="skip")).classes == ("cat", "dog")
+    data = open_data(DataConfig(source=str(photo_folder), on_error="skip"))
+    assert data.classes == ("cat", "dog")
+    assert "emu' contains no images" in data.skipped[0]
 
 
 def test_class_that_training_lacks(tmp_path, picture):
@@ -141,3 +143,146 @@ def test_links_in_a_circle_and_links_to_nowhere(photo_folder):
     with pytest.raises(DataError, match=r"gone\.png: not a readable image"):
         open_data(str(photo_folder))
     assert len(open_data(DataConfig(source=str(photo_folder), on_error="skip")).skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/dev/null", "a device or a pipe"),
+        ("~nobody-of-this-name", "no such user"),
+        ("x" * 5000, "name too long"),
+        ("a\0b", "null"),
+        ("shapes:n=300,n=400", "two values of n"),
+        ("shapes:300,n=400", "two values of n"),
+        ("shapes:99999999999", "from 1 to 10,000,000"),
+        ("shapes:" + "9" * 400, "cannot parse"),
+        ("shapes:texture=.", "cannot parse"),
+    ],
+)
+def test_a_source_that_is_none(source, message):
+    with pytest.raises(DataError, match=message):
+        open_data(source)
+
+
+def test_a_path_that_may_not_be_looked_at(photo_folder, monkeypatch):
+    from pathlib import Path
+
+    def refuse(self, **options):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(DataError, match="permission denied"):
+        open_data(str(photo_folder))
+
+
+def test_a_class_folder_that_may_not_be_read(photo_folder, monkeypatch):
+    import os
+
+    scan = os.scandir
+
+    def refuse(path="."):
+        if str(path).endswith("cat"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="cat' contains no images"):
+        open_data(str(photo_folder))
+
+
+def test_images_that_nothing_decodes_are_told(photo_folder):
+    (photo_folder / "cat" / "phone.HEIC").write_bytes(b"?")
+    with pytest.raises(DataError, match=r"phone\.HEIC' is an image that cannot be decoded"):
+        open_data(str(photo_folder))
+    data = open_data(DataConfig(source=str(photo_folder), on_error="skip"))
+    assert "phone.HEIC" in data.skipped[0]
+
+
+def _divided(folder, picture, *names):
+    for name in names:
+        for label in "ab":
+            (folder / name / label).mkdir(parents=True)
+            picture().save(folder / name / label / "1.png")
+
+
+@pytest.mark.parametrize("names", [("train", "val", "validation"), ("train", "Train"), ("train", "test", "Testing")])
+def test_two_folders_of_one_split(tmp_path, picture, names):
+    _divided(tmp_path, picture, *names)
+    with pytest.raises(DataError, match=r"has two \w+ folders"):
+        open_data(str(tmp_path))
+
+
+def test_an_empty_val_folder(tmp_path, picture):
+    _divided(tmp_path, picture, "train")
+    (tmp_path / "val").mkdir()
+    with pytest.raises(DataError, match=r"val' contains no images; .*delete the folder"):
+        open_data(str(tmp_path))
+    data = open_data(DataConfig(source=str(tmp_path), on_error="skip"))
+    assert "val' contains no images" in data.skipped[0]
+
+
+@pytest.mark.parametrize(("link", "target"), [("a", ".."), ("aa", "cat"), ("dog/inner", "../cat")])
+def test_a_link_that_gives_images_a_second_label(photo_folder, link, target):
+    (photo_folder / link).symlink_to(target if target != ".." else photo_folder)
+    with pytest.raises(DataError, match="belongs to two classes"):
+        open_data(str(photo_folder))
+
+
+def test_a_pipe_with_the_name_of_an_image(photo_folder):
+    import os
+
+    os.mkfifo(photo_folder / "cat" / "pipe.png")
+    with pytest.raises(DataError, match=r"pipe\.png: not a readable image \(it is not a regular file\)"):
+        open_data(str(photo_folder))
+
+
+def _parquet(folder, name="train", labels=(0, 1), kind=None, column="label", metadata=None):
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = []
+    for label in range(len(labels)):
+        file = io.BytesIO()
+        Image.new("L", (8, 8), 50 * label).save(file, "PNG")
+        files.append(file.getvalue())
+    images = pa.StructArray.from_arrays([pa.array(files, pa.binary())], ["bytes"])
+    table = pa.table({"image": images, column: labels if kind is None else pa.array(labels, kind)})
+    pq.write_table(table.replace_schema_metadata(metadata or {}), folder / f"{name}.parquet")
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([{"labels": (0, 10**9)}], "label 1000000000 would make 1,000,000,001 classes"),
+        ([{}, {"name": "test", "column": "other"}], "no column 'label' in its test files"),
+        ([{}, {"name": "test", "labels": ("a", "b")}], "integers in some files and strings in others"),
+        ([{"labels": (0.5, 1.5)}], "contains double; expected integers or strings"),
+        ([{"labels": ([0], [1])}], "expected integers or strings"),
+        ([{"labels": (2**64 - 1, 0), "kind": "uint64"}], "cannot be read"),
+    ],
+)
+def test_parquet_labels_that_cannot_be_used(tmp_path, tables, message):
+    for table in tables:
+        _parquet(tmp_path, **table)
+    with pytest.raises(DataError, match=message):
+        open_data(str(tmp_path))
+
+
+def test_parquet_labels_as_pandas_writes_them(tmp_path):
+    import pyarrow as pa
+
+    category = pa.array(["cat", "dog"]).dictionary_encode()
+    for number, labels in enumerate([category, pa.array(["cat", "dog"], pa.large_string())]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _parquet(folder, labels=labels)
+        assert open_data(str(folder)).classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("names", ["5", '"ab"', "null", "[]", "{}"])
+def test_class_names_that_are_none(tmp_path, names):
+    features = '{"info": {"features": {"label": {"names": NAMES}}}}'.replace("NAMES", names)
+    _parquet(tmp_path, metadata={"huggingface": features})
+    assert open_data(str(tmp_path)).classes == ("0", "1")

@@ -89,3 +89,51 @@ def test_streamed_and_cached_sets_show_evaluation_the_same(empty_cache, tmp_path
     assert cached.images.shape == (10, 3, 96, 96)
     assert (cached.images - streamed.images).abs().max() <= 1 / 255 + 1e-6
     assert cached.targets.equal(streamed.targets)
+
+
+def _damage(entry, kind):
+    images, record = entry / "images.bin", entry / "entry.json"
+    if kind == "zeroed":
+        images.write_bytes(bytes(images.stat().st_size))
+    elif kind == "one bit":
+        content = bytearray(images.read_bytes())
+        content[len(content) // 2] ^= 1
+        images.write_bytes(content)
+    elif kind == "cut off":
+        images.write_bytes(images.read_bytes()[:100])
+    elif kind == "gone":
+        images.unlink()
+    elif kind == "kept":
+        (entry / "kept.npy").write_bytes(b"?")
+    else:
+        record.write_bytes({"empty": b"", "list": b"[]", "shape": b'{"digest": "", "skipped": [], "shape": 3}'}[kind])
+
+
+@pytest.mark.parametrize("kind", ["zeroed", "one bit", "cut off", "gone", "kept", "empty", "list", "shape"])
+def test_a_damaged_entry_is_built_again(empty_cache, kind, caplog):
+    before = open_data("digits")
+    pixels = before.test.read(np.arange(5)).copy()
+    _damage(entries(empty_cache)[0], kind)
+    again = open_data("digits")
+    assert again.digest == before.digest
+    assert np.array_equal(again.test.read(np.arange(5)), pixels)
+    assert "decoded again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"size": 3}', b'{"size": ["a", 2], "channels": 3, "shorter_side": 1}']
+)
+def test_a_damaged_survey_is_made_again(empty_cache, photo_folder, content):
+    before = open_data(str(photo_folder))
+    for file in (empty_cache / "surveys").iterdir():
+        file.write_bytes(content)
+    assert open_data(str(photo_folder)).size == before.size
+
+
+def test_an_entry_is_on_disk_before_it_is_named(empty_cache, monkeypatch):
+    events = []
+    monkeypatch.setattr(cache, "sync", lambda path: events.append(path.name))
+    publish = cache._publish
+    monkeypatch.setattr(cache, "_publish", lambda *folders: (events.append("named"), publish(*folders)))
+    open_data("digits")
+    assert set(events[: events.index("named")]) == {"images.bin", "kept.npy", "entry.json"}

@@ -225,7 +225,8 @@ def test_every_shipped_recipe_can_be_planned(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = plan_run(name)
     assert plan.notes == ()
-    assert plan.trainable == plan.parameters > 0
+    assert plan.parameters > 0
+    assert (plan.trainable < plan.parameters) == bool(plan.recipe.freeze)
     assert sum(group.parameters for group in plan.optimizer) == plan.trainable + plan.objective_parameters
     assert plan.memory.activations > 0
     assert plan.forward_flops > 0

@@ -65,11 +65,85 @@ def test_words_win_over_the_file_also_for_the_length(tmp_path):
         (["epochs"], "not of the form key=value"),
         (["model={"], "not YAML"),
         (["treatments=[aspirin]", "seed=x"], "seed"),
+        (["epochs="], "'epochs=' has no value"),
+        (["max_time= "], "has no value"),
+        (["data.limit="], "has no value"),
+        (["epochs=.inf"], "'epochs': .*finite"),
+        (["epochs=1e9"], "'epochs': .*less than or equal"),
+        (["optimizer.lr=0"], "'optimizer.lr': .*greater than 0"),
+        (["optimizer.lr=.inf"], "'optimizer.lr': .*finite"),
+        (["optimizer.lr=.nan"], "'optimizer.lr': .*finite"),
+        (["clip=.inf"], "'clip': .*finite"),
+        (["seed=-1"], "'seed': .*greater than or equal to 0"),
+        (["data.split_seed=-1"], "'data.split_seed': .*greater than or equal to 0"),
+        (["schedule.warmup=200%"], "'schedule.warmup': a run has no more than 100%"),
+        (["checkpoint.keep_epochs=[-1]"], "keep_epochs"),
+        (["model.drop_path_rate=.nan"], "'model': 'drop_path_rate' must be a finite number"),
+        (["model.drop_path_rate=-1"], "'drop_path_rate' is a share, from 0 to below 1"),
+        (["model.drop_rate=1"], "'drop_rate' is a share"),
+        (["model.depth=0"], "'depth' must be at least 1"),
+        (["model=hybrid_vit", "model.depth=-1"], "'depth' must be at least 0"),
+        (["model.patch_size=0"], "'patch_size' must be at least 1"),
+        (["batch_size=99999999"], "'batch_size': .*less than or equal"),
+        (["workers=100000"], "'workers': .*less than or equal"),
+        (["out=''"], "'out': .*at least 1 character"),
+        (["data=''"], "'data.source': .*at least 1 character"),
+        (["Data=digits"], r"Unknown key 'Data'. Did you mean 'data'\?"),
+        (["LR=0.1"], r"Unknown key 'LR'"),
+        (["optimizer.LR=0.1"], r"Unknown key 'optimizer.LR'. Did you mean 'lr'\?"),
+        (["data.Augment=none"], r"Unknown key 'data.Augment'. Did you mean 'augment'\?"),
+        (["treatments=[{sam: {Rho: 0.1}}]"], r"[Rr]ho"),
+        (["seed=" + "9" * 5000], "not YAML"),
+        (["seed=2024-13-45"], "not YAML"),
+        (["seed=&a [*a]"], "refers to itself"),
+        (["seed=" + "[" * 2000 + "]" * 2000], "nested too deeply"),
+        (["seed=" + "[" * 100 + "]" * 100], "nested too deeply"),
+        (["seed=\0"], "not YAML"),
     ],
 )
 def test_mistakes_are_sentences(words, message):
     with pytest.raises(RecipeError, match=message):
         build_recipe(None, words)
+
+
+_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("data: digits # \xe9".encode("latin-1"), "not UTF-8"),
+        ("data: digits".encode("utf-16"), "not UTF-8"),
+        (bytes(range(256)), "not UTF-8"),
+        (b"data: dig\0its", "not YAML"),
+        (b"seed: &a {b: *a}", "refers to itself"),
+        (_BOMB.encode(), "stands for more than 100,000 values"),
+        (b"seed: " + b"9" * 5000, "not YAML"),
+        (b"[1, 2]", "holds a list"),
+        (b"x" * (2**24 + 1), "more than 16 MB"),
+    ],
+)
+def test_a_recipe_file_that_cannot_be_one(tmp_path, content, message):
+    (tmp_path / "r.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=message):
+        build_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize("base", ["x" * 5000, "~nobody-of-this-name/r.yaml", "a\0b", "/dev/zero", "/dev/null/r"])
+def test_a_recipe_path_that_cannot_be_one(base):
+    with pytest.raises(RecipeError, match=r"a recipe|no recipe|regular file"):
+        build_recipe(base)
+
+
+def test_an_attention_free_hybrid_is_a_network():
+    assert build_recipe(None, ["model=hybrid_vit", "model.depth=0"]).model.keywords == {"depth": 0}
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "r.yaml").write_bytes("data: digits".encode("utf-8-sig"))
+    assert build_recipe(tmp_path / "r.yaml").data.source == "digits"
 
 
 def test_an_unknown_recipe_suggests_one():
@@ -100,7 +174,7 @@ def test_shipped_recipes_are_valid_and_tell_their_command_time_and_score(name):
             "epochs": st.integers(1, 9),
             "ema": st.floats(0.1, 0.9),
             "model": st.just("resnet18") | st.just({"name": "resnet18", "drop_rate": 0.5}),
-            "optimizer": st.builds(lambda lr: {"lr": lr}, st.floats(0, 1)),
+            "optimizer": st.builds(lambda lr: {"lr": lr}, st.floats(1e-6, 1)),
             "data": st.just("digits") | st.just({"source": "digits", "augment": {"level": "deit", "mixup": 0.3}}),
             "treatments": st.just([{"sam": {"rho": 0.1}}]),
         },

@@ -245,7 +245,9 @@ def test_the_plan_of_a_run(make):
     assert plan.objective_parameters == heads
     assert plan.passes == pytest.approx(2 + 2 / 3 + 2 / 4)
     assert plan.memory.activations
-    assert plan_run(make("contrastive")).passes == 2
+    others = [plan_run(make(task)) for task in ("contrastive", "retrieval")]
+    assert [other.passes for other in others] == [2, 1]
+    assert all(other.memory.activations and other.notes == () for other in others)
 
 
 def test_retrieval_scores_are_those_of_a_search_by_hand(make):

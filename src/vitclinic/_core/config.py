@@ -18,7 +18,7 @@ from vitclinic._core.errors import RecipeError, did_you_mean
 
 
 class Config(BaseModel):
-    """Base of all configs: strict types, no unknown keys, immutable once made.
+    """Base of all configs: strict types, finite numbers, no unknown keys, immutable once made.
 
     Example:
         >>> class Paint(Config):
@@ -29,7 +29,7 @@ class Config(BaseModel):
         'blue'
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     main_key: ClassVar[str | None] = None
     """The key that a bare value stands for: `data: cifar` means `data: {source: cifar}`."""
@@ -76,9 +76,12 @@ _REPEATED = 60
 
 
 def _sentence(config: type[Config], problem: Any, where: str) -> str:
-    path = [str(part) for part in problem["loc"] if not _is_union_member(part)]
+    unknown = problem["type"] == "extra_forbidden"  # then the last part is a key that the user wrote
+    written = problem["loc"][-1:] if unknown else ()
+    parts = [part for part in problem["loc"][: -1 if unknown else None] if not _is_union_member(part)]
+    path = [str(part) for part in (*parts, *written)]
     key = ".".join([*([where] if where else []), *path])
-    if problem["type"] == "extra_forbidden":
+    if unknown:
         owner = _owner(config, path[:-1])
         known = list(owner.model_fields) if owner else []
         hint = did_you_mean(path[-1], known) or f" Known here: {', '.join(known)}."
@@ -106,7 +109,13 @@ def _owner(config: type[Config], path: list[str]) -> type[Config] | None:
 
 def _is_union_member(part: Any) -> bool:
     """Return True for the name of a union member, which pydantic puts into the path: `Augment`, `float`, `none`."""
-    return isinstance(part, str) and (part[:1].isupper() or part in _PLAIN or "[" in part)
+    if not isinstance(part, str):
+        return False
+    return part in _PLAIN or "[" in part or part.startswith("constrained-") or part in _config_names(Config)
+
+
+def _config_names(config: type[Config]) -> set[str]:
+    return {config.__name__}.union(*(_config_names(inner) for inner in config.__subclasses__()))
 
 
 _PLAIN = {t.__name__ for t in (int, float, str, bool, list, dict, tuple, types.NoneType)} | {"none"}

@@ -185,6 +185,10 @@ def pick_device(wanted: str) -> torch.device:
         raise RecipeError(f"'device': there is no device '{wanted}'; use auto, cpu, cuda or cuda:1.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RecipeError("'device': torch finds no CUDA device; use auto or cpu.")
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # every backend has errors of its own
+        raise RecipeError(f"'device': nothing can be computed on '{wanted}' here; use auto or cpu.") from error
     if wanted == "cuda":
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device

@@ -74,11 +74,16 @@ class RunError(VitclinicError):
     exit_code = 4
 
 
+class DamagedFileError(RunError):
+    """File of ours whose content is not what was written: a broken disk, a cut-off copy, an edit by hand."""
+
+
 class LockedError(RunError):
     """Run directory that another process is using; a caller may wait and try again."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?`, or the empty string if no known word is close to `word`."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
+    return f" Did you mean '{lower[close[0]]}'?" if close else ""

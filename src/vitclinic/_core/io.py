@@ -1,4 +1,8 @@
-"""Files: atomic writes, errors as sentences, locks between processes, and plain data read from YAML and JSON."""
+"""Files: atomic writes, errors as sentences, locks between processes, and plain data read from YAML and JSON.
+
+What comes from outside comes in here: `find_path` for paths that a user wrote, `read_text` for text files, `read_yaml`
+and `read_record` for plain data. They bound size and depth, and say in one sentence what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vitclinic._core.errors import LockedError, RecipeError, RunError
+from vitclinic._core.errors import DamagedFileError, LockedError, RecipeError, RunError, VitclinicError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ _REASONS = {
     errno.EPERM: "you may not write there",
     errno.ENOTDIR: "a part of the path is a file",
     errno.ENOENT: "the folder cannot be created",
+    errno.ENAMETOOLONG: "the name is too long",
 }
 
 
@@ -46,9 +51,18 @@ def write_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """Give a file to write to that replaces `path` by one rename at the end, unless an exception ends the writing."""
+    """Give a file to write to that replaces `path` by one rename at the end, unless an exception ends the writing.
+
+    Only a regular file is replaced: a rename over `/dev/null`, which root may do, would break the machine.
+
+    Raises:
+        RunError: The file cannot be written, or is a folder or a device.
+    """
     staging = path.with_name(f".{path.name}.tmp")
     with write_errors(path):
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "a device or a pipe"
+            raise RunError(f"Cannot write '{path}': it is {kind}, not a file; choose another name.")
         try:
             yield staging
             sync(staging)
@@ -151,9 +165,133 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+LARGEST_TEXT = 2**24
+"""Bytes of a text file that is read whole; recipes, records and studies are far smaller."""
+_DEEPEST, _MOST_NODES = 64, 100_000
+"""Levels and values of plain data, with every alias counted as often as it is used."""
+
+
+def find_path(text: str, error: type[VitclinicError], what: str) -> Path | None:
+    """Return the path that a user wrote if something is there, else None; `~` is the home folder.
+
+    Args:
+        text: The path.
+        error: The error to raise.
+        what: What is looked for, in its message.
+
+    Raises:
+        VitclinicError: The path cannot be looked at: no permission, too long a name, no such user.
+    """
+    path = expand_path(text, error)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as problem:  # ValueError: a NUL byte
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise error(f"Cannot look for {what} at {shown!r}: {_reason(problem)}.") from problem
+    return path
+
+
+_SHOWN = 80
+
+
+def expand_path(text: str, error: type[VitclinicError]) -> Path:
+    """Return the path that a user wrote, with the home folder for `~`; an `error` if there is no such user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as problem:
+        raise error(f"'{text[:_SHOWN]}' is no path: there is no such user; write ./~ for a name with a ~.") from problem
+
+
+def _reason(problem: Exception) -> str:
+    """Return why a file cannot be read, without the path that the sentence has already."""
+    if isinstance(problem, UnicodeDecodeError):
+        return "it is not UTF-8 text; save it as UTF-8"
+    if isinstance(problem, OSError) and problem.strerror:
+        return problem.strerror.lower()
+    return " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
+
+
+def read_text(path: Path, error: type[VitclinicError]) -> str:
+    """Return the text of a file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        VitclinicError: It cannot be read, is larger than `LARGEST_TEXT`, or is not UTF-8; of the class `error`.
+    """
+    try:
+        if not path.is_file() and path.exists():
+            raise error(f"'{path}' cannot be read: it is not a regular file.")
+        if path.stat().st_size > LARGEST_TEXT:
+            raise error(f"'{path}' cannot be read: it has more than {LARGEST_TEXT // 2**20} MB.")
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as problem:
+        raise error(f"'{path}' cannot be read: {_reason(problem)}.") from problem
+
+
+def read_record(path: Path, fields: Mapping[str, type | tuple[type, ...]], advice: str) -> dict[str, Any]:
+    """Return a JSON object of ours, with at least these fields of these types.
+
+    Args:
+        path: The file.
+        fields: The fields that readers rely on, with their types.
+        advice: What to do if the file is damaged, as the end of the sentence.
+
+    Raises:
+        DamagedFileError: It cannot be read, is not a JSON object, or has a field of another type.
+    """
+    text = read_text(path, DamagedFileError)
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise DamagedFileError(f"'{path}' is damaged ({_reason(problem)}); {advice}.") from problem
+    if not isinstance(record, dict):
+        raise DamagedFileError(f"'{path}' is damaged (it holds no JSON object); {advice}.")
+    for name, kind in fields.items():
+        value = record.get(name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise DamagedFileError(f"'{path}' is damaged ('{name}' is missing or wrong); {advice}.")
+    return record
+
+
 def read_yaml(text: str) -> Any:
-    """Parse YAML; raise a yaml.YAMLError if it is invalid or has a duplicate key."""
-    return yaml.load(text, _Loader)
+    """Parse YAML.
+
+    Raises:
+        yaml.YAMLError: It is invalid, has a duplicate key, refers to itself, is nested too deeply, or has aliases that
+            stand for more than can be meant.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_nodes(node, {}, 0)
+        return loader.construct_document(node)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+    except (ValueError, OverflowError) as error:  # numbers of thousands of digits, days that do not exist
+        raise yaml.YAMLError(str(error)) from error
+    finally:
+        loader.dispose()
+
+
+def _count_nodes(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
+    """Return how many values a node stands for; 0 marks those that are being counted."""
+    if id(node) in counted:
+        if not counted[id(node)]:
+            raise yaml.YAMLError("it refers to itself")
+        return counted[id(node)]
+    if depth > _DEEPEST:
+        raise yaml.YAMLError("it is nested too deeply")
+    counted[id(node)] = 0
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    children = node.value if isinstance(node, yaml.SequenceNode) else [child for pair in pairs for child in pair]
+    total = 1 + sum(_count_nodes(child, counted, depth + 1) for child in children)
+    if total > _MOST_NODES:
+        raise yaml.YAMLError(f"it stands for more than {_MOST_NODES:,} values")
+    counted[id(node)] = total
+    return total
 
 
 def parse_yaml(text: str, what: str) -> Any:
@@ -185,8 +323,11 @@ def _numbers(value: Any) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON; raise a ValueError if it is invalid or has a duplicate key."""
-    return json.loads(text, object_pairs_hook=_table)
+    """Parse JSON; raise a ValueError if it is invalid, nested too deeply or has a duplicate key."""
+    try:
+        return json.loads(text, object_pairs_hook=_table)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """The command line: thin verbs over the Python interface.
 
-Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
-directory; 5 the training diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read;
-130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+Exit codes: 0 done; 2 a mistake in the command, recipe or model; 3 the data; 4 the run directory; 5 the training
+diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read; 70 a bug in vitclinic, whose
+traceback is in a file; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import tempfile
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +32,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     train,
     transfer,
 )
-from vitclinic.cli.common import app, follows
+from vitclinic.cli.common import BUG, app, follows
 
 VERBS = (
     *("demo", "train", "transfer", "predict", "export", "anatomy", "examine", "features"),
@@ -58,13 +61,36 @@ def _root(
 
 
 def main() -> None:
-    """Run the `vitclinic` command; an expected error is one sentence on stderr and an exit code."""
+    """Run the `vitclinic` command; an error is one sentence on stderr and an exit code.
+
+    Whatever a user can cause is a `VitclinicError`; the rest is a bug, and told as such.
+    """
     try:
         app()
     except VitclinicError as error:
-        if not follows():
-            typer.secho(f"error: {error}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
+        _tell(str(error))
         sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001 (the last resort)
+        _tell(_describe_bug(error))
+        sys.exit(BUG)
+
+
+def _tell(sentence: str) -> None:
+    if not follows():
+        typer.secho(f"error: {sentence}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
+
+
+def _describe_bug(error: Exception) -> str:
+    """Return one sentence about an error that nobody foresaw; its traceback is kept in a file."""
+    line = next(iter(str(error).splitlines()), "")[:200]
+    what = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="vitclinic-error-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+            file.write(f"{shlex.join(sys.argv)}\n\n{''.join(traceback.format_exception(error))}")
+    except OSError:
+        return f"this should not happen ({what}); it is a bug in vitclinic, please report it."
+    return f"this should not happen ({what}); it is a bug in vitclinic, please report it with '{name}'."
 
 
 def click_app() -> Any:

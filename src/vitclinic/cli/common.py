@@ -6,10 +6,11 @@ import atexit
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
@@ -24,6 +25,7 @@ DIVERGED = 5
 PROBE_FAILED = 6
 RUNS_FAILED = 7
 IMAGES_SKIPPED = 8
+BUG = 70
 INTERRUPTED = 130
 
 
@@ -52,7 +54,39 @@ def console_for(verbose: bool, quiet: bool, stderr: bool = False) -> Console:
     level = logging.ERROR if quiet or follows() else logging.INFO if verbose else logging.WARNING
     handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
-    return Console(quiet=quiet or follows(), stderr=stderr)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(quiet=quiet or follows(), file=cast(TextIO, _Output(stream)))
+
+
+class _Output:
+    """Standard output, which may be closed (`| head -1`) or full: what is printed is then lost, and work goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, or drop it."""
+        with self._forgiving():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what was written, or drop it."""
+        with self._forgiving():
+            self.stream.flush()
+
+    @contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            with suppress(OSError, ValueError):  # a stream that is no file has no number
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.stream.fileno())
+                os.close(nowhere)
 
 
 def follows() -> bool:
@@ -74,12 +108,16 @@ def import_quickly() -> Iterator[None]:
 
 @contextmanager
 def resumable(kept: str = "what has been measured is stored", same: bool = True) -> Iterator[None]:
-    """End a command without a traceback on Ctrl-C; the `same` command, or the one that `kept` names, goes on."""
+    """End a command without a traceback on Ctrl-C; the `same` command, or the one that `kept` names, goes on.
+
+    The exit code is that of the signal which the KeyboardInterrupt carries, or of Ctrl-C.
+    """
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         typer.secho(f"interrupted; {kept}{', and the same command goes on' * same}", fg="yellow", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        numbers = [128 + reason for reason in stopped.args if isinstance(reason, int)]
+        raise typer.Exit(next(iter(numbers), INTERRUPTED)) from None
 
 
 def recipe_and_changes(words: list[str]) -> tuple[str | None, list[str]]:
@@ -114,6 +152,13 @@ def check_data(source: str | None) -> None:
         check_source(DataConfig(source=source))
 
 
+def named_path(text: str | Path) -> Path:
+    """Return the path that an option names, or its default; an empty one would be the current folder."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty; write a path.")
+    return Path(text)
+
+
 def free_path(path: Path) -> Path:
     """Return the path, with a number behind it if it is taken."""
     candidates = [path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000))]
@@ -129,4 +174,4 @@ def finish(run: Run, console: Console) -> None:
     if status["status"] == "diverged":
         raise typer.Exit(DIVERGED)
     if status["status"] == "interrupted":
-        raise typer.Exit(128 + int(status["signal"]))
+        raise typer.Exit(128 + int(status.get("signal", INTERRUPTED - 128)))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, resumable
+from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, named_path, resumable
 
 
 class Form(StrEnum):
@@ -21,16 +21,20 @@ class Form(StrEnum):
 @app.command()
 def corrupt(
     data: Annotated[str, typer.Argument(metavar="DATA", help="The data to corrupt: see `vitclinic list datasets`.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the copies, one sub-folder each.")],
+    out: Annotated[
+        Path, typer.Option(parser=named_path, metavar="DIR", help="Folder for the copies, one sub-folder each.")
+    ],
     corruption: Annotated[
         str, typer.Option(metavar="A,B", help="Names; 15: those of the benchmark; all: those and 4 more.")
     ] = "all",
     severity: Annotated[str, typer.Option(metavar="1,2", help="1 (weak) to 5 (strong), or all.")] = "all",
     form: Annotated[Form, typer.Option("--format", help="parquet files, or folders of PNG files.")] = Form.parquet,
     split: Annotated[str, typer.Option(help="train, val, test or all.")] = "test",
-    limit: Annotated[int | None, typer.Option(help="At most this many images of a split, class-balanced.")] = None,
-    size: Annotated[int | None, typer.Option(help="Pixels a side; default: as in the data.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random corruptions, such as noise.")] = 0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many images of a split, class-balanced.")
+    ] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Pixels a side; default: as in the data.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random corruptions, such as noise.")] = 0,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:

@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
-from vitclinic.cli.common import Quiet, app, console_for, free_path, resumable
+from vitclinic.cli.common import Quiet, app, console_for, free_path, named_path, resumable
 
 
 @app.command()
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Folder; default: runs/demo. Continues an unfinished one.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=named_path, metavar="DIR", help="Folder; default: runs/demo. Continues an unfinished one."),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Train a plain vision transformer and its cure on embedded images in the same time, and compare them in one page.

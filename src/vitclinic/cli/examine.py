@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import PROBE_FAILED, Quiet, Verbose, app, check_data, console_for, follows, resumable
+from vitclinic.cli.common import (
+    PROBE_FAILED,
+    Quiet,
+    Verbose,
+    app,
+    check_data,
+    console_for,
+    follows,
+    named_path,
+    resumable,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,21 +44,26 @@ def examine(
         typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="Set an option of a probe; can be repeated."),
     ] = None,
     split: Annotated[str, typer.Option(help="Images to measure on: train, val or test.")] = "test",
-    limit: Annotated[int | None, typer.Option(help="At most this many images, class-balanced.")] = None,
-    size: Annotated[int | None, typer.Option(help="Pixels a side, for networks that take any size.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many images, class-balanced.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Pixels a side, for networks that take any size.")] = None,
     batch_size: Annotated[int, typer.Option(help="Images per batch; halved if memory runs out.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of whatever a probe draws at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of whatever a probe draws at random.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Untrained weights, instead of published ones.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for results; default: the run's exams/, or ./exams.")
+        Path | None,
+        typer.Option(
+            parser=named_path, metavar="DIR", help="Folder for results; default: the run's exams/, or ./exams."
+        ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is already stored.")] = False,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The page; default: report.html in the run, or in ./exams."),
+        typer.Option(
+            parser=named_path, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."
+        ),
     ] = None,
     no_report: Annotated[bool, typer.Option("--no-report", help="Do not write a page.")] = False,
     no_images: Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")] = False,

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, check_recipe, console_for, recipe_and_changes, resumable
+from vitclinic.cli.common import (
+    Quiet,
+    Verbose,
+    app,
+    check_recipe,
+    console_for,
+    named_path,
+    recipe_and_changes,
+    resumable,
+)
 
 
 @app.command()
@@ -28,8 +37,10 @@ def prescribe(
         Path | None,
         typer.Option("--from", metavar="RUN", help="Try first what the findings of this examined run suggest."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Repeat with other seeds.")] = 0,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder; default: prescriptions/NAME.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Repeat with other seeds.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(parser=named_path, metavar="DIR", help="Folder; default: prescriptions/NAME.")
+    ] = None,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, console_for
+from vitclinic.cli.common import Quiet, Verbose, app, console_for, named_path
 
 
 @app.command()
@@ -20,7 +20,10 @@ def report(
         bool, typer.Option("--all", help="All studies in a folder (default: studies), with an index.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page; default: the run's report.html, or ./report.html.")
+        Path | None,
+        typer.Option(
+            parser=named_path, metavar="FILE", help="The page; default: the run's report.html, or ./report.html."
+        ),
     ] = None,
     no_images: Annotated[bool, typer.Option("--no-images", help="Leave out images from the data.")] = False,
     title: Annotated[str | None, typer.Option(help="Title; default: the names of the networks.")] = None,

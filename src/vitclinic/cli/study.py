@@ -17,6 +17,7 @@ from vitclinic.cli.common import (
     app,
     check_data,
     console_for,
+    named_path,
     recipe_and_changes,
     resumable,
 )
@@ -43,7 +44,9 @@ def study(
     ] = None,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="How many runs to train at a time.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster to train on, or auto.")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs and results.")] = Path("studies"),
+    out: Annotated[Path, typer.Option(parser=named_path, metavar="DIR", help="Folder for runs and results.")] = Path(
+        "studies"
+    ),
     target: Annotated[
         list[str] | None,
         typer.Option(metavar="ARM=TARGET", help="Measure a network, such as timm:NAME, instead of training this arm."),

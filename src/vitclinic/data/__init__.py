@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from vitclinic.data.config import Augment, DataConfig, ImageSpec
     from vitclinic.data.corruptions import Corruption
     from vitclinic.data.corruptions.copies import corrupt_data
-    from vitclinic.data.dataset import Dataset, Split, open_data
+    from vitclinic.data.dataset import Dataset, open_data
     from vitclinic.data.loader import Normalization, load_batches
+    from vitclinic.data.split import Split
     from vitclinic.data.stream import Batch, TrainingStream, evaluation_batches
 
 __all__ = [

@@ -118,7 +118,9 @@ class DataConfig(Config):
 
     main_key: ClassVar[str | None] = "source"
 
-    source: str = Field("shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits or shapes")
+    source: Annotated[str, Field(min_length=1)] = Field(
+        "shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits or shapes"
+    )
     limit: Annotated[int, Field(ge=1)] | None = Field(None, description="how many training images to use")
     fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="share of the training images")
     held_out: Annotated[float, Field(ge=0, lt=0.5)] = Field(
@@ -135,7 +137,9 @@ class DataConfig(Config):
         None,
         description="column of a parquet source, or `label`: held-out splits get whole values of it",
     )
-    split_seed: int = Field(0, description="seed of held-out splits and subsets, and of `shapes`")
+    split_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="seed of held-out splits and subsets, and of `shapes`"
+    )
     on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
 
     @model_validator(mode="after")

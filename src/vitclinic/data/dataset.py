@@ -8,19 +8,19 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
-from vitclinic._core.io import fingerprint
+from vitclinic._core.io import find_path, fingerprint
 from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images, survey
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.source import SPLITS, Joined, Records, Source, Store, assign, assign_values, subset
+from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
+from vitclinic.data.split import RECORDS, Split, Store, merge_val
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -28,35 +28,6 @@ SMALL_SET_BYTES = 2 * 2**30
 _STATISTICS_FROM = 2000
 
 EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
-
-
-@dataclass(frozen=True)
-class Split:
-    """Images of a source split, or some of them, with their labels.
-
-    Example:
-        >>> test = open_data("digits").test
-        >>> len(test), test.read(np.array([0, 1])).shape
-        (180, (2, 8, 8, 1))
-    """
-
-    images: Store
-    rows: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    groups: NDArray[np.int64] | None = None
-    """The group of each image (`data.group`), such as its camera."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def take(self, rows: NDArray[np.int64]) -> Split:
-        """Return some of the images."""
-        groups = None if self.groups is None else self.groups[rows]
-        return Split(self.images, self.rows[rows], self.labels[rows], groups)
-
-    def read(self, indices: NDArray[np.int64]) -> Images:
-        """Return the pixels of the images at `indices` in this split, uint8 [B, height, width, C]."""
-        return self.images.read(self.rows[indices])
 
 
 @dataclass(frozen=True)
@@ -141,28 +112,6 @@ class Dataset:
         rows = np.concatenate([split.rows for split in together])
         order = np.argsort(rows, kind="stable")
         return Split(first.images, rows[order], np.concatenate([split.labels for split in together])[order])
-
-
-_RECORDS: WeakKeyDictionary[Store, Records] = WeakKeyDictionary()
-"""What the images of open stores are made from; not a part of them, since workers get copies of these."""
-
-
-def name_images(split: Split) -> list[str]:
-    """Return the names of the images of a split, in order: their files, or their table and row.
-
-    Example:
-        >>> name_images(open_data("digits").test)[0]
-        'digits image 1'
-    """
-    return [_name_image(split.images, int(row)) for row in split.rows]
-
-
-def _name_image(store: Store, row: int) -> str:
-    if isinstance(store, Joined):
-        inside, first = row - store.border, row < store.border
-        return _name_image(store.first, row) if first else _name_image(store.second, inside)
-    records = _RECORDS.get(store)
-    return f"image {row}" if records is None else records.name(int(store.kept[row]))
 
 
 def open_data(
@@ -288,9 +237,11 @@ def check_source(config: DataConfig) -> None:
         )
     if spec == "digits" or spec.partition(":")[0] == "shapes" or spec.startswith(("torchvision:", "hf:")):
         return
-    path = Path(spec).expanduser()
-    if not path.exists():
-        raise DataError(f"There is no data at '{spec}'.{_nearby(path)}")
+    path = find_path(spec, DataError, "data")
+    if path is None:
+        raise DataError(f"There is no data at '{spec}'.{_nearby(Path(spec).expanduser())}")
+    if not path.is_dir() and not path.is_file():
+        raise DataError(f"'{spec}' is a device or a pipe; expected a folder with one sub-folder per class, or parquet.")
 
 
 def open_source(config: DataConfig) -> Source:
@@ -322,7 +273,10 @@ def _open_parquet(path: Path) -> Source:
 
 
 def _nearby(path: Path) -> str:
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    try:
+        siblings = [p.name for p in path.parent.iterdir()]
+    except OSError:
+        siblings = []
     return did_you_mean(path.name, [*siblings, *EMBEDDED])
 
 
@@ -335,7 +289,7 @@ def _stores(source: Source, config: DataConfig, way: Preprocessing, progress: Pr
             stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
         else:
             stores[split] = StreamedImages(records, way.size, framed, channels, config.on_error, progress)
-        _RECORDS[stores[split]] = records
+        RECORDS[stores[split]] = records
     return stores
 
 
@@ -358,26 +312,12 @@ def _dataset(
         of_split = None if groups is None else groups[origin][rows]
         splits[split] = Split(stores[origin], rows, labels[origin][rows], of_split)
     if config.train_on_val:
-        splits |= _merge_val(splits["train"], splits["val"])
+        splits |= merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [source.classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
-    skipped = [sentence for store in stores.values() for sentence in store.skipped]
+    skipped = [*source.notes, *(sentence for store in stores.values() for sentence in store.skipped)]
     facts = (way.size, way.channels, splits, fingerprint(*contents), skipped)
     return kind(source.name, source.classes, *facts, preprocessing=way)
-
-
-def _merge_val(train: Split, val: Split) -> dict[str, Split]:
-    """Return the train split with the val images in it, and an empty val split."""
-    labels = np.concatenate((train.labels, val.labels))
-    groups = None
-    if train.groups is not None and val.groups is not None:
-        groups = np.concatenate((train.groups, val.groups))
-    empty = val.take(np.empty(0, dtype=np.int64))
-    if train.images is not val.images:
-        rows = np.concatenate((train.rows, len(train.images.kept) + val.rows))
-        return {"train": Split(Joined(train.images, val.images), rows, labels, groups), "val": empty}
-    rows = np.concatenate((train.rows, val.rows))
-    return {"train": Split(train.images, rows, labels, groups).take(np.argsort(rows)), "val": empty}
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:

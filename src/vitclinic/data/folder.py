@@ -6,21 +6,25 @@ are not enough: names that are not valid file names, another order, classes with
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint
-from vitclinic.data.source import Source
+from vitclinic._core.io import fingerprint, read_json, read_text
+from vitclinic.data.source import LEAVE_OUT, Source
 
 CLASSES_FILE = "classes.json"
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+
+UNREADABLE_SUFFIXES = frozenset(
+    {".arw", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".heic", ".heif", ".jxl", ".nef", ".nii", ".psd", ".raw", ".svg"}
+)
+"""Images that nothing here decodes: told instead of passed over."""
 
 _SPLIT_NAMES = {
     "train": "train",
@@ -48,23 +52,49 @@ class FileRecords:
         return str(self.root / self.paths[index])
 
     def read(self, index: int) -> Image.Image:
-        return Image.open(self.root / self.paths[index])
+        path = self.root / self.paths[index]
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise OSError("it is not a regular file")
+        return Image.open(path)
 
     def contents(self) -> list[tuple[str, int]]:
         return [(path, _stamp(self.root / path)[0]) for path in self.paths]
 
 
 def open_folder(path: Path, on_error: str) -> Source:
-    """Open a folder as a source; an empty class is an error, or is left out with `on_error: skip`."""
+    """Open a folder as a source; what cannot be used is an error, or is left out and noted with `on_error: skip`."""
+    try:
+        return _open(path, _LeftOut(on_error == "skip"))
+    except OSError as error:
+        raise DataError(
+            f"'{error.filename or path}' cannot be read: {(error.strerror or str(error)).lower()}."
+        ) from error
+
+
+class _LeftOut:
+    """What a folder has and a data set cannot: an error, or a note for each with `on_error: skip`."""
+
+    def __init__(self, skip: bool) -> None:
+        self.skip = skip
+        self.notes: list[str] = []
+
+    def add(self, problem: str, advice: str) -> None:
+        if not self.skip:
+            raise DataError(f"{problem}; {advice}, {LEAVE_OUT}.")
+        self.notes.append(f"{problem}.")
+
+
+def _open(path: Path, left_out: _LeftOut) -> Source:
     stated = _read_classes(path)
-    roots = _split_roots(path, stated is not None)
-    classes = _classes(path, roots, on_error) if stated is None else tuple(stated.values())
+    roots = _split_roots(path, stated is not None, left_out)
+    classes = _classes(path, roots, left_out) if stated is None else tuple(stated.values())
     folders = classes if stated is None else tuple(stated)
-    splits = {split: _records(root, folders) for split, root in roots.items()}
+    splits = {split: _records(root, folders, left_out) for split, root in roots.items()}
     listing = [
         (split, name, *_stamp(records.root / name)) for split, records in splits.items() for name in records.paths
     ]
-    return Source(str(path), classes, splits, fingerprint("folder", str(path.resolve()), classes, listing))
+    identity = fingerprint("folder", str(path.resolve()), classes, listing)
+    return Source(str(path), classes, splits, identity, notes=tuple(dict.fromkeys(left_out.notes)))
 
 
 def _read_classes(path: Path) -> dict[str, str] | None:
@@ -73,7 +103,7 @@ def _read_classes(path: Path) -> dict[str, str] | None:
     if not file.is_file():
         return None
     try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
+        stated = read_json(read_text(file, DataError))
     except ValueError as error:
         raise DataError(f"'{file}' is not JSON: {error}.") from error
     if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
@@ -81,10 +111,20 @@ def _read_classes(path: Path) -> dict[str, str] | None:
     return stated
 
 
-def _split_roots(path: Path, classes_are_stated: bool) -> dict[str, Path]:
+def _split_roots(path: Path, classes_are_stated: bool, left_out: _LeftOut) -> dict[str, Path]:
     folders = _folders(path)
-    roots = {_SPLIT_NAMES[f.name.lower()]: f for f in folders if f.name.lower() in _SPLIT_NAMES}
+    roots: dict[str, Path] = {}
+    for folder in folders:
+        split = _SPLIT_NAMES.get(folder.name.lower())
+        if split is not None and split in roots:
+            raise DataError(f"'{path}' has two {split} folders, '{roots[split].name}' and '{folder.name}'; keep one.")
+        if split is not None:
+            roots[split] = folder
     if "train" in roots or (roots and classes_are_stated):
+        for split in [split for split in roots if split != "train" and not any(image_files(roots[split]))]:
+            if not classes_are_stated:
+                left_out.add(f"The folder '{roots[split]}' contains no images", "add some, delete the folder")
+                del roots[split]
         return roots
     if not folders:
         raise DataError(_no_class_folders(path))
@@ -97,17 +137,14 @@ def _no_class_folders(path: Path) -> str:
     return f"'{path}' contains {found}; expected one sub-folder per class with its images."
 
 
-def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ...]:
+def _classes(path: Path, roots: dict[str, Path], left_out: _LeftOut) -> tuple[str, ...]:
     """Return the class names in order, from the training folder; every class must have a training image."""
     names = [folder.name for folder in _folders(roots["train"])]
     empty = [name for name in names if not any(image_files(roots["train"] / name))]
     if empty and len(empty) == len(names):
         raise DataError(f"'{path}' has {len(names)} sub-folders, none of which contains an image.")
-    if empty and on_error != "skip":
-        raise DataError(
-            f"Class folder '{roots['train'] / empty[0]}' contains no images; add some, delete the folder,"
-            " or pass data.on_error=skip."
-        )
+    for name in empty:
+        left_out.add(f"Class folder '{roots['train'] / name}' contains no images", "add some, delete the folder")
     if not names:
         raise DataError(_no_class_folders(roots["train"]))
     kept = tuple(name for name in names if name not in empty)
@@ -118,10 +155,18 @@ def _classes(path: Path, roots: dict[str, Path], on_error: str) -> tuple[str, ..
     return kept
 
 
-def _records(root: Path, classes: tuple[str, ...]) -> FileRecords:
+def _records(root: Path, classes: tuple[str, ...], left_out: _LeftOut) -> FileRecords:
     paths: list[str] = []
     labels: list[int] = []
+    owners: dict[str, str] = {}
     for label, name in enumerate(classes):
+        for folder in _walk(root / name, left_out):
+            owner = owners.setdefault(os.path.realpath(folder), name)
+            if owner != name:
+                raise DataError(
+                    f"'{folder}' belongs to two classes of '{root}', '{owner}' and '{name}', by a link from one to the"
+                    " other; remove the link."
+                )
         found = sorted(str(p.relative_to(root)) for p in image_files(root / name))
         paths += found
         labels += [label] * len(found)
@@ -132,16 +177,38 @@ def _folders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def image_files(path: Path) -> Iterator[Path]:
-    """Yield all image files below `path`; a folder reached twice through links counts once."""
+def _walk(path: Path, left_out: _LeftOut) -> Iterator[str]:
+    """Yield the folders below `path`, noting those that cannot be listed and images that nothing here decodes."""
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a class that this split does not have
+            left_out.add(f"'{error.filename}' cannot be read ({(error.strerror or '').lower()})", "make it readable")
+
+    for folder, files in _visit(path, note):
+        yield folder
+        for file in sorted(files):
+            if Path(file).suffix.lower() in UNREADABLE_SUFFIXES and not file.startswith("."):
+                left_out.add(
+                    f"'{Path(folder) / file}' is an image that cannot be decoded here", "convert it to JPEG or PNG"
+                )
+
+
+def _visit(path: Path, on_error: Callable[[OSError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder below `path` with its files; a folder reached twice through links counts once."""
     seen: set[str] = set()
-    for folder, inner, files in os.walk(path, followlinks=True):
+    for folder, inner, files in os.walk(path, followlinks=True, onerror=on_error):
         real = os.path.realpath(folder)
         if real in seen:
             inner.clear()
             continue
         seen.add(real)
         inner[:] = sorted(name for name in inner if not name.startswith("."))
+        yield folder, files
+
+
+def image_files(path: Path) -> Iterator[Path]:
+    """Yield all image files below `path`."""
+    for folder, files in _visit(path):
         for file in files:
             if Path(file).suffix.lower() in IMAGE_SUFFIXES and not file.startswith("."):
                 yield Path(folder) / file

@@ -32,8 +32,8 @@ class IdentityOrder(SampleOrder):
         self.instances = instances
         self.images = [np.flatnonzero(labels == label) for label in np.unique(labels)]
         groups = sum(-(-len(images) // instances) for images in self.images)
-        most = max(-(-len(group) // len(images)) for images in self.images for group in [range(instances)])
-        super().__init__(groups * instances, seed, repeats=1 + most)
+        copies = max(-(-instances // len(images)) for images in self.images)
+        super().__init__(groups * instances, seed, repeats=1 + copies)
 
     def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         random = generator("identities", self.seed, epoch)

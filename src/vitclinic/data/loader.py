@@ -16,8 +16,9 @@ from torch import Tensor
 
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint
-from vitclinic.data.dataset import Dataset, Split
+from vitclinic.data.dataset import Dataset
 from vitclinic.data.source import SPLITS
+from vitclinic.data.split import Split
 
 LOADER = "loader"
 """The name of a data set that was read from a loader."""

@@ -28,6 +28,7 @@ from vitclinic.data.source import NumberedRecords, Records, Source
 _DIGITS = Path(__file__).with_name("digits.npz")
 _SHAPES_DEFAULT = {"n": 4000, "texture": 0.0}
 _SHAPES_VAL, _SHAPES_TEST = 500, 1000
+_MOST_SHAPES = 10_000_000
 
 
 class ArrayRecords(NumberedRecords):
@@ -91,14 +92,18 @@ def open_shapes(spec: str, seed: int) -> Source:
 
 
 def _shapes_options(spec: str) -> dict[str, float]:
-    options = dict(_SHAPES_DEFAULT)
+    given: dict[str, float] = {}
     for item in filter(None, spec.partition(":")[2].split(",")):
-        match = re.fullmatch(r"(?:(n|texture)=)?([0-9.]+)", item.strip())
+        match = re.fullmatch(r"(?:n=)?(\d{1,20})|(texture)=(\d+\.?\d*|\.\d+)", item.strip())
         if match is None:
             raise DataError(f"'{spec}': cannot parse '{item}'; write shapes:2000 or shapes:n=2000,texture=0.8.")
-        options[match[1] or "n"] = float(match[2])
-    if options["n"] < 1 or not 0 <= options["texture"] <= 1:
-        raise DataError(f"'{spec}': n must be at least 1 and texture between 0 and 1.")
+        key = match[2] or "n"
+        if key in given:
+            raise DataError(f"'{spec}' has two values of {key}; write one.")
+        given[key] = float(match[1] or match[3])
+    options = {**_SHAPES_DEFAULT, **given}
+    if not 1 <= options["n"] <= _MOST_SHAPES or not 0 <= options["texture"] <= 1:
+        raise DataError(f"'{spec}': n must be from 1 to {_MOST_SHAPES:,} and texture between 0 and 1.")
     return options
 
 
@@ -133,7 +138,8 @@ NAMED_DATA = {
 
 def find_missing_data(source: str) -> NamedData | None:
     """Return the published set that a source names, unless there is a file or folder of that name."""
-    return None if Path(source).exists() else NAMED_DATA.get(source)
+    named = NAMED_DATA.get(source)
+    return None if named is None or Path(source).exists() else named
 
 
 class AbsentRecords(NumberedRecords):
@@ -175,9 +181,9 @@ def open_hub(spec: str) -> Source:
     name = spec.removeprefix("hf:")
     try:
         found = datasets.load_dataset(name)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # it runs readers of many formats on what may be any folder
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"'{spec}' could not be loaded by the datasets library: {reason}") from error
+        raise DataError(f"'{spec}' could not be loaded by the datasets library: {reason.rstrip('.')}.") from error
     features = next(iter(found.values())).features
     image = _column(features, datasets.Image, spec, "image")
     label = _column(features, datasets.ClassLabel, spec, "class label")

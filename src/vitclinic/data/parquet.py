@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint
+from vitclinic._core.io import fingerprint, sync
 from vitclinic.data.cache import cache_folder
 from vitclinic.data.source import SPLITS, NumberedRecords, Source
 
 IN_MEMORY_BYTES = 2**30
 """Files of more than this together are read through a memory-mapped copy in the cache."""
 
+_MOST_CLASSES = 1_000_000
 _LABELS = ("label", "labels", "fine_label", "class", "target")
 
 
@@ -69,6 +70,11 @@ def open_parquet(path: Path) -> Source:
     first = next(iter(tables.values()))
     image_column = _image_column(first, path)
     label_column = _label_column(first, path)
+    for split, table in tables.items():
+        missing = {image_column, label_column}.difference(table.column_names)
+        if missing:
+            raise DataError(f"'{path}' has no column '{missing.pop()}' in its {split} files, unlike in the first ones.")
+    tables = {split: _with_plain_labels(table, label_column, path) for split, table in tables.items()}
     classes, code = _classes(tables, label_column, path)
     columns = _code_columns(tables, {image_column, label_column})
     splits = {
@@ -119,8 +125,15 @@ def _map_as_arrow(paths: list[Path]) -> pa.Table:
             for path in paths:
                 for batch in pq.ParquetFile(path).iter_batches():
                     writer.write_batch(batch)
+        sync(staging)
         staging.replace(copy)
-    return pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
+    except (OSError, pa.ArrowException) as error:
+        copy.unlink(missing_ok=True)
+        raise DataError(
+            f"The cached copy '{copy}' was damaged ({error}) and is removed; run the command again."
+        ) from error
 
 
 def _stamps(paths: list[Path]) -> list[tuple[str, int, int]]:
@@ -141,17 +154,34 @@ def _label_column(table: pa.Table, path: Path) -> str:
     raise DataError(f"'{path}' has no label column ({', '.join(_LABELS)}); it has {table.column_names}.")
 
 
+def _with_plain_labels(table: pa.Table, column: str, path: Path) -> pa.Table:
+    """Return the table with labels that are int64 or string: categories are decoded."""
+    labels = table.column(column)
+    kind = labels.type.value_type if pa.types.is_dictionary(labels.type) else labels.type
+    if not (pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise DataError(f"'{path}': the label column '{column}' contains {kind}; expected integers or strings.")
+    try:
+        plain = labels.cast(pa.int64() if pa.types.is_integer(kind) else pa.string())
+    except pa.ArrowException as error:
+        raise DataError(f"'{path}': the label column '{column}' cannot be read: {error}.") from error
+    field = table.schema.field(column).with_type(plain.type)
+    return table.set_column(table.column_names.index(column), field, plain)
+
+
 def _classes(tables: dict[str, pa.Table], column: str, path: Path) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the class names and, for string labels, the code of each."""
     schema = next(iter(tables.values())).schema
     names = _names_in_metadata(schema, column)
-    if pa.types.is_integer(schema.field(column).type):
+    kind = schema.field(column).type
+    if any(table.schema.field(column).type != kind for table in tables.values()):
+        raise DataError(f"'{path}': the label column '{column}' has integers in some files and strings in others.")
+    if pa.types.is_integer(kind):
         if names is None:
             top = max(int(pc.max(table.column(column)).as_py() or 0) for table in tables.values())
+            if top >= _MOST_CLASSES:
+                raise DataError(f"'{path}': label {top} would make {top + 1:,} classes; number them from 0.")
             names = [str(label) for label in range(top + 1)]
         return tuple(names), {}
-    if not pa.types.is_string(schema.field(column).type):
-        raise DataError(f"'{path}': the label column '{column}' contains neither integers nor strings.")
     found = sorted({str(v) for table in tables.values() for v in table.column(column).unique().to_pylist()})
     return tuple(names or found), {name: code for code, name in enumerate(names or found)}
 
@@ -186,7 +216,7 @@ def _names_in_metadata(schema: pa.Schema, column: str) -> list[str] | None:
         names = info["info"]["features"][column]["names"]
     except (KeyError, TypeError, ValueError):
         return None
-    return [str(name) for name in names]
+    return [str(name) for name in names] if isinstance(names, list) and names else None
 
 
 def parquet_bytes(

@@ -16,8 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint
-from vitclinic.data.decoding import Images, Size
+from vitclinic.data.decoding import Size
 from vitclinic.data.randomness import generator
 
 SPLITS = ("train", "val", "test")
@@ -76,6 +75,8 @@ class Source:
     """Changes whenever the source changes; cheap to compute, so it may use local paths and modification times."""
     uniform: tuple[Size, int] | None = None
     """Size and channels of all images, where the source knows them beforehand."""
+    notes: tuple[str, ...] = ()
+    """What was left out, one sentence each."""
 
     def __post_init__(self) -> None:
         for split, records in self.splits.items():
@@ -89,52 +90,6 @@ class Source:
         return self.splits.get("train") or next(iter(self.splits.values()))
 
 
-class Store(Protocol):
-    """Protocol of the readable images of a source split."""
-
-    digest: str
-    skipped: list[str]
-    kept: NDArray[np.int64]
-    """Indices of the source's records that it contains."""
-
-    def read(self, indices: NDArray[np.int64]) -> Images: ...
-
-
-class Joined:
-    """Store of the images of two stores, one after the other."""
-
-    def __init__(self, first: Store, second: Store) -> None:
-        self.first, self.second, self.border = first, second, len(first.kept)
-        self.digest = fingerprint(first.digest, second.digest)
-        self.skipped = [*first.skipped, *second.skipped]
-        self.kept = np.concatenate((first.kept, self.border + second.kept))
-
-    def read(self, indices: NDArray[np.int64]) -> Images:
-        behind = indices >= self.border
-        first, second = self.first.read(indices[~behind]), self.second.read(indices[behind] - self.border)
-        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-            images = np.empty((len(indices), *first.shape[1:]), dtype=np.uint8)
-            images[~behind], images[behind] = first, second
-            return images
-        return _Interleaved(first, second, behind)
-
-
-class _Interleaved:
-    """Originals of two stores in the order of `behind`, which is true for those of the second."""
-
-    def __init__(self, first: Images, second: Images, behind: NDArray[np.bool_]) -> None:
-        assert not isinstance(first, np.ndarray)
-        self.first, self.second, self.behind, self.framed = first, second, behind, first.framed
-
-    def __len__(self) -> int:
-        return len(self.behind)
-
-    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
-        parts = iter(self.first), iter(self.second)
-        for behind in self.behind:
-            yield next(parts[int(behind)])
-
-
 def _check_labels(records: Records, classes: int, split: str) -> None:
     wrong = np.flatnonzero((records.labels < 0) | (records.labels >= classes))
     if wrong.size:
@@ -143,6 +98,10 @@ def _check_labels(records: Records, classes: int, split: str) -> None:
             f"{records.name(first)}: label {records.labels[first]} is out of range for {classes} classes"
             f" ({wrong.size} such labels in the {split} split)."
         )
+
+
+LEAVE_OUT = "or leave it out by data.on_error=skip in a recipe"
+"""The end of a sentence about something that cannot be read; only recipes have this option."""
 
 
 def describe_unreadable(records: Records, index: int, error: Exception) -> str:

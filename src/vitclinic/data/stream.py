@@ -23,9 +23,10 @@ from torch.utils.data import Dataset as TorchDataset
 from vitclinic.data.augment import Augmenter, Mixing, PatchMixing, soft_targets, to_unit_interval
 from vitclinic.data.cache import StreamedImages
 from vitclinic.data.config import Augment
-from vitclinic.data.dataset import Dataset, Split
+from vitclinic.data.dataset import Dataset
 from vitclinic.data.decoding import Images, Size, centre_view
 from vitclinic.data.randomness import Keys, generator, sample_keys, view_keys
+from vitclinic.data.split import Split
 
 
 @dataclass(frozen=True)

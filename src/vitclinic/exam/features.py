@@ -13,7 +13,7 @@ from vitclinic._core.distributed import ALONE, pick_device
 from vitclinic._core.errors import MissingExtraError
 from vitclinic._core.io import write_errors
 from vitclinic.data import Dataset
-from vitclinic.data.dataset import name_images
+from vitclinic.data.split import name_images
 from vitclinic.exam.request import SPLITS, check_features_file, check_split
 from vitclinic.exam.targets import ExamData, Target, resolve
 from vitclinic.probes.features.embeddings import embed

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from vitclinic._core.errors import RunError, VitclinicError
+from vitclinic._core.errors import RecipeError, RunError, VitclinicError
+from vitclinic._core.io import expand_path
 from vitclinic._core.records import Measurement
 from vitclinic.exam.request import nothing_stored
 from vitclinic.exam.store import REUSED, read_measurement
@@ -93,7 +94,7 @@ def _open_stored(text: str) -> _Stored:
     if found is not None:
         run = Run.open(found[0])
         return _Stored(text.rstrip("/"), _of_network(text, _read(run.path / "exams"), bool(found[1])), run)
-    elsewhere = Path(text).expanduser()
+    elsewhere = expand_path(text, RecipeError)
     if not (measurements := _read(elsewhere)):
         raise nothing_stored(text)
     return _Stored(re.sub(r"-[0-9a-f]{8}$", "", elsewhere.resolve().name), measurements)

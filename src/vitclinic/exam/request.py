@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.io import expand_path
 from vitclinic._core.sources import LIBRARIES, check_model_name, read_model_names
 from vitclinic._core.time import parse_budget
 from vitclinic.probes.probe import PROBES, default_probes, known_probes, parse_probes
@@ -33,7 +34,7 @@ def check_target(text: str) -> None:
 
 def check_stored(text: str) -> None:
     """Raise a RecipeError where a text names neither a run nor a folder with measurements."""
-    if find_run(text) is None and not any(Path(text).expanduser().glob("*.json")):
+    if find_run(text) is None and not any(expand_path(text, RecipeError).glob("*.json")):
         raise nothing_stored(text)
 
 

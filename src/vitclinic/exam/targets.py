@@ -137,6 +137,11 @@ def resolve(target: Target, device: torch.device, random_weights: bool = False) 
 def _resolve(text: str, random_weights: bool) -> Network:
     check_target(text)
     found = find_run(text)
+    if found is not None and random_weights:
+        raise RecipeError(
+            f"'{text}' is a run, and `random_weights` is for networks of libraries; for its untrained network, train"
+            " with checkpoint.keep_epochs=[0] and examine RUN@epoch-0."
+        )
     if found is not None:
         return _run(text, *found)
     library, _, rest = text.partition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def _train(path: Path, recipe: str, callbacks: Sequence[Callback]) -> Run:
     elif (run := Run.open(path)).status["status"] not in ("finished", "diverged"):
         run = resume(path, callbacks=callbacks)
     if run.status["status"] == "interrupted":
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(run.status.get("signal", signal.SIGINT))
     return run
 
 

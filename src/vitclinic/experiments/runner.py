@@ -245,7 +245,7 @@ def attempt(pool: Pool, recipe: Recipe, callbacks: Sequence[Callback], after: Af
             outcome = _catch(recipe, lambda: describe_run(recipe, pool.train(recipe, callbacks)))
         finally:
             if interrupt.signal is not None:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(interrupt.signal)
     if after is None or outcome.status == "failed":
         return outcome
     return _catch(recipe, lambda: replace(outcome, measured=_measure(outcome.run, recipe, after)))

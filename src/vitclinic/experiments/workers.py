@@ -88,7 +88,7 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join()
             if self.process.exitcode in (0, -signal.SIGINT, -signal.SIGTERM):
-                raise KeyboardInterrupt from None  # it was told to stop, and saved
+                raise KeyboardInterrupt(-self.process.exitcode or signal.SIGINT) from None  # told to stop, and saved
             assert self.recipe is not None
             reason = f"its process died (exit code {self.process.exitcode}); perhaps it ran out of memory"
             return Outcome(self.recipe, "failed", reason=reason)

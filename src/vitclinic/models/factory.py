@@ -12,6 +12,7 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
+from timm.layers import PatchEmbed
 from timm.models import is_model, list_models, load_pretrained, model_entrypoint, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -237,8 +238,22 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
             f"The network does not accept {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
             " To change size or patches, set model.img_size=... or model.patch_size=..."
         ) from error
+    _refuse_cut_borders(network, size)
     if logits.shape != (2, classes or logits.shape[-1]):
         raise ModelError(f"The network returns {tuple(logits.shape)} for 2 images and {classes} classes.")
+
+
+def _refuse_cut_borders(network: nn.Module, size: tuple[int, int]) -> None:
+    """Raise a ModelError if timm's patches do not cover the image: the rest would never be seen."""
+    for module in network.modules():
+        if not isinstance(module, PatchEmbed) or module.dynamic_img_pad or module.img_size is None:
+            continue
+        patch, sides = module.patch_size, module.img_size
+        if tuple(sides) == size and any(side % length for side, length in zip(sides, patch, strict=True)):
+            raise ModelError(
+                f"Patches of {patch[0]} x {patch[1]} do not cover {size[0]} x {size[1]} images: pixels at the border"
+                " would never be seen. Set model.patch_size or model.img_size so that one divides the other."
+            )
 
 
 def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitclinic._core.errors import ModelError
+from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.io import expand_path, find_path
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +52,11 @@ def split_key(text: str) -> tuple[Path, str | None]:
         >>> split_key("last.pth.tar#state_dict")[1]
         'state_dict'
     """
-    whole = Path(text).expanduser()
+    whole = find_path(text, RecipeError, "weights")
     file, sharp, key = text.rpartition("#")
-    if not sharp or whole.is_file():  # a file's own name may hold a #
-        return whole, None
-    return Path(file).expanduser(), key
+    if not sharp or whole is not None:  # a file's own name may hold a #
+        return whole or expand_path(text, RecipeError), None
+    return expand_path(file, RecipeError), key
 
 
 def read_weights(file: Path, key: str | None = None) -> Weights:
@@ -107,8 +108,11 @@ def _read_torch(file: Path) -> Any:
 def _check_file(file: Path) -> None:
     if not file.is_file():
         raise missing(file)
-    with file.open("rb") as stream:
-        start = stream.read(64)
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(64)
+    except OSError as error:
+        raise ModelError(f"'{file}' cannot be read: {error.strerror}.") from error
     if not start:
         raise ModelError(f"'{file}' is empty.")
     if start.isascii() and start.decode().replace("\n", " ").replace("\r", " ").replace("\t", " ").isprintable():

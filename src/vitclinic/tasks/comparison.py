@@ -77,6 +77,8 @@ class ComparisonCriterion(Criterion):
     def compare_with_all(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the network's features of a pass, and the loss of the whole step."""
         outputs, own = self._project(network, batch)
+        if self.step is None and Distributed.current().size == 1:  # these are all
+            return outputs, self.compare(own.flatten(0, 1), batch.targets.repeat(len(own)))
         if self.step is None:  # SAM's second pass compares with the features of the first
             self.step = _gather(Compared(own.detach(), batch.targets, batch.keys))
         others = ~torch.isin(self.step.keys, batch.keys).to(own.device)
@@ -141,10 +143,7 @@ def _beside(network: nn.Module, head: nn.Module) -> nn.Module:
 
 def _gather(own: Compared) -> Compared:
     """Return the features of all processes; each must call this."""
-    distributed = Distributed.current()
-    if distributed.size == 1:
-        return own
-    found = distributed.gather(lambda: tuple(part.cpu() for part in own))
+    found = Distributed.current().gather(lambda: tuple(part.cpu() for part in own))
     device = own.features.device
     features, labels, keys = (list(parts) for parts in zip(*found, strict=True))
     return Compared(torch.cat(features, dim=1).to(device), torch.cat(labels).to(device), torch.cat(keys))

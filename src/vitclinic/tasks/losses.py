@@ -109,8 +109,8 @@ def triplet_loss(features_nd: Tensor, labels_n: Tensor, margin: float = 0.3) -> 
         hardest = distance.masked_fill(~same | itself, -torch.inf).amax(1)
         nearest = distance.masked_fill(same, torch.inf).amin(1)
         has_both = (same & ~itself).any(1) & (~same).any(1)
-        loss = (hardest - nearest + margin)[has_both].clamp(min=0)
-        return loss.sum() / max(1, len(loss))
+        loss = torch.where(has_both, hardest - nearest + margin, 0).clamp(min=0)
+        return loss.sum() / has_both.sum().clamp(min=1)
 
 
 def _upcast(x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Representation(Task):
         raise TypeError(f"The metrics of the task {self.name} are no sums over images.")
 
     def find_failure(self, row: Mapping[str, Any], progress: float) -> str | None:
-        if row["kind"] == "train" or row["rank"] >= COLLAPSED:
+        if row["kind"] == "train" or not row["rank"] < COLLAPSED:  # a rank that is not a number is a divergence
             return None
         return (
             f"the features have collapsed: those of {row['count']:,} {row['kind']} images vary along"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.callback import Callback
-from vitclinic._core.errors import MissingExtraError, RecipeError, RunError
+from vitclinic._core.errors import DamagedFileError, MissingExtraError, RecipeError
 from vitclinic._core.io import write_bytes
 from vitclinic.data.randomness import generator
 
@@ -126,6 +127,8 @@ def read_projections(folder: Path) -> dict[int, tuple[float, NDArray[np.float64]
     try:
         with np.load(file, allow_pickle=False) as stored:
             steps, epochs, rows = stored["step"], stored["epoch"], stored["projection"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise RunError(f"'{file}' cannot be read: {error}.") from error
-    return {int(step): (float(epoch), row) for step, epoch, row in zip(steps, epochs, rows, strict=True)}
+        if rows.ndim != 2 or rows.dtype.kind != "f":
+            raise ValueError("it holds no projections")
+        return {int(step): (float(epoch), row) for step, epoch, row in zip(steps, epochs, rows, strict=True)}
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DamagedFileError(f"'{file}' cannot be read ({error}); delete it to go on without it.") from error

@@ -19,12 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vitclinic._core.errors import RunError
-from vitclinic._core.io import publish, sync, write_errors
+from vitclinic._core.errors import DamagedFileError, RunError
+from vitclinic._core.io import publish, read_record, sync, write_errors
 
 log = logging.getLogger(__name__)
 
 _TENSOR = "$tensor"
+_FILES = ("model.safetensors", "state.safetensors")
 
 
 class Checkpoints:
@@ -68,12 +69,26 @@ class Checkpoints:
             raise RunError(f"All checkpoints in '{self.folder}' are damaged; there is nothing to resume from.")
         return None
 
-    def withdraw_last(self, from_step: int) -> None:
-        """Put `previous` back in place of `last` if `last` was written at `from_step` or later."""
+    def withdraw_last(self, from_step: int) -> bool:
+        """Put `previous` back in place of `last` if `last` was written at `from_step` or later, or is damaged.
+
+        Returns:
+            Whether there is a `last` from before that step now.
+        """
         last, previous = self.folder / "last", self.folder / "previous"
-        if last.exists() and previous.exists() and self.read("last")[1]["step"] >= from_step:
-            shutil.rmtree(last)
-            previous.rename(last)
+        if last.exists() and self._is_from_before(from_step, "last"):
+            return True
+        if not previous.exists():
+            return False
+        shutil.rmtree(last, ignore_errors=True)
+        previous.rename(last)
+        return self._is_from_before(from_step, "last")
+
+    def _is_from_before(self, step: int, name: str) -> bool:
+        try:
+            return int(self.read(name)[1]["step"]) < step
+        except RunError:
+            return False
 
     def read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Read the network's weights and the training state of a checkpoint.
@@ -83,7 +98,10 @@ class Checkpoints:
         """
         folder = self._existing(name)
         _verify(folder)
-        return load_file(folder / "model.safetensors"), _read_tree(folder / "state.safetensors")
+        try:
+            return load_file(folder / "model.safetensors"), _read_tree(folder / "state.safetensors")
+        except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise DamagedFileError(f"The checkpoint '{folder}' is damaged ({error}).") from error
 
     def read_model(self, name: str) -> dict[str, Tensor]:
         """Read only the network's weights."""
@@ -94,11 +112,7 @@ class Checkpoints:
 
     def model_checksum(self, name: str) -> str:
         """Return the recorded SHA-256 of a checkpoint's `model.safetensors`."""
-        file = self._existing(name) / "checksums.json"
-        try:
-            return str(json.loads(file.read_text())["model.safetensors"])
-        except (OSError, ValueError, KeyError) as error:
-            raise RunError(f"The checkpoint '{file.parent}' is damaged ({error}).") from error
+        return str(_read_checksums(self._existing(name))["model.safetensors"])
 
     def default(self) -> str:
         """Return the name of the checkpoint to use unless one is named: `best`, or `last` without one."""
@@ -157,13 +171,17 @@ def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _verify(folder: Path) -> None:
+    sums = _read_checksums(folder)
     try:
-        sums = json.loads((folder / "checksums.json").read_text())
         damaged = [name for name, checksum in sums.items() if _checksum(folder / name) != checksum]
     except (OSError, ValueError) as error:
-        raise RunError(f"The checkpoint '{folder}' is damaged ({error}).") from error
-    if damaged or set(sums) != {"model.safetensors", "state.safetensors"}:
-        raise RunError(f"The checkpoint '{folder}' is damaged ({', '.join(damaged) or 'files are missing'}).")
+        raise DamagedFileError(f"The checkpoint '{folder}' is damaged ({error}).") from error
+    if damaged or set(sums) != set(_FILES):
+        raise DamagedFileError(f"The checkpoint '{folder}' is damaged ({', '.join(damaged) or 'files are missing'}).")
+
+
+def _read_checksums(folder: Path) -> dict[str, Any]:
+    return read_record(folder / "checksums.json", dict.fromkeys(_FILES, str), "use another checkpoint")
 
 
 def _checksum(file: Path) -> str:

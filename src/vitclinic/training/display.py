@@ -47,7 +47,7 @@ class Display(callback.Display, Callback):
         )
         if data.skipped:
             self.console.print(
-                f"[yellow]skipped {len(data.skipped)} unreadable images[/], first: {escape(data.skipped[0])}",
+                f"[yellow]left out: {len(data.skipped)}[/], first: {escape(data.skipped[0])}",
                 soft_wrap=True,
             )
         for notice in trainer.notices:
@@ -109,7 +109,8 @@ def show_result(run: Run, console: Console) -> None:
         if status["status"] == "interrupted":
             console.print(f"saved; continue with: vitclinic train --resume {path}", soft_wrap=True)
         else:
-            kept = "the last good checkpoint is kept" if run.checkpoints.names() else "before any checkpoint"
+            good = status.get("kept_last", bool(run.checkpoints.names()))
+            kept = "the last good checkpoint is kept" if good else "before any good checkpoint"
             console.print(f"recorded in {path}; {kept}", soft_wrap=True)
         return
     if "failure" in status:

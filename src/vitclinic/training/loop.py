@@ -7,6 +7,7 @@ uninterrupted run would have written by then.
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import threading
@@ -21,8 +22,10 @@ import torch
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import join_processes, pick_device
-from vitclinic._core.errors import RunError
+from vitclinic._core.errors import RecipeError, RunError
+from vitclinic._core.io import expand_path, find_path
 from vitclinic.data import Dataset, open_data
+from vitclinic.tasks import Classification
 from vitclinic.training.budget import fit_size, total_steps
 from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
 from vitclinic.training.init import read_initial_weights, settle
@@ -30,6 +33,8 @@ from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import MetricsFile, Row, Run, cut_back
 from vitclinic.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 class Interrupt:
@@ -110,13 +115,16 @@ class Session:
             if stopping and trainer.step < trainer.total_steps:
                 reason = f"{signal.Signals(stopping).name} at step {trainer.step}"
                 return self._end("interrupted", step=trainer.step, reason=reason, signal=stopping)
+        if trainer.skipped >= trainer.total_steps:  # too few steps for the check of each one
+            return self._end_diverged("no step had a finite gradient")
         return self._end("finished", step=trainer.step, results=self._results())
 
     def _end_diverged(self, reason: str) -> str:
         """End the run as diverged; if `last` already holds the bad weights, restore `previous`."""
+        kept = False
         if self.distributed.is_leader:
-            self.run.checkpoints.withdraw_last(from_step=self.trainer.step - 1)
-        return self._end("diverged", step=self.trainer.step, reason=reason)
+            kept = self.run.checkpoints.withdraw_last(from_step=self.trainer.step - 1)
+        return self._end("diverged", step=self.trainer.step, reason=reason, kept_last=kept)
 
     def _resume(self) -> None:
         """Continue from the newest intact checkpoint, if there is one."""
@@ -125,6 +133,8 @@ class Session:
             model, state = found
             self.best, self.failure = state.pop("best"), state.pop("failure", None)
             self.trainer.load_state_dict(model, state)
+        elif self.distributed.is_leader and (self.run.path / "metrics.jsonl").exists():
+            log.warning("'%s' has no checkpoint to go on from; training starts over.", self.run.path)
         self.distributed.wait()
         if self.distributed.is_leader:
             cut_back(self.run.path / "metrics.jsonl", self.trainer.step)
@@ -174,12 +184,21 @@ class Session:
         rows: dict[str, Row] = {}
         if self.best is not None:
             self.distributed.wait()
-            self.trainer.evaluation_network.load_state_dict(self.run.checkpoints.read_model("best"))
-            rows["val"] = self.best
+            rows["val"] = self._restore_best(self.best)
         if self.trainer.recipe.test and len(self.trainer.dataset.test):
             rows["test"] = {**self._score("test"), "step": rows.get("val", {}).get("step", self.trainer.step)}
         of_training = {"kind", "epoch", "loss", "losses", "lr", "grad_norm"}
         return {split: {key: row[key] for key in row if key not in of_training} for split, row in rows.items()}
+
+    def _restore_best(self, best: Row) -> Row:
+        """Load the best weights and return their score; if they are damaged, score the last ones instead."""
+        try:
+            self.trainer.evaluation_network.load_state_dict(self.run.checkpoints.read_model("best"))
+            return best
+        except RunError as error:
+            if self.distributed.is_leader:
+                log.warning("%s The results are those of the last weights.", error)
+            return self._score("val")
 
     def _record(self, row: Row) -> None:
         if self.metrics is not None:
@@ -251,9 +270,29 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         steps = run.status.get("total_steps") if run is not None else None
         steps = steps or total_steps(recipe, dataset, distributed, device)
         trainer = Trainer(recipe, dataset, steps, distributed, device, init)
-        trainer.notices = [*settled, *fitted, *trainer.notices]
+        trainer.notices = [*settled, *fitted, *trainer.notices, *_find_unheeded(trainer)]
         distributed.leader_only(lambda: _claim(path, trainer, run, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
+
+
+def _find_unheeded(trainer: Trainer) -> list[str]:
+    """Return a notice for each part of the recipe that this run is too short, or its data too few, to heed."""
+    recipe, notices = trainer.recipe, []
+    dataset = trainer.dataset
+    if isinstance(recipe.task, Classification) and len(dataset.classes) < 2:
+        notices.append(
+            f"'{dataset.name}' has one class, '{dataset.classes[0]}', so that any network is right; perhaps a folder"
+            " inside it has the class folders"
+        )
+    elif isinstance(recipe.task, Classification) and len(set(dataset.train.labels.tolist())) < 2:
+        notices.append("all training images have one label, so that any network learns to give it")
+    epochs = trainer.total_steps / trainer.steps_per_epoch
+    if late := [epoch for epoch in recipe.checkpoint.keep_epochs if epoch > epochs + 1e-9]:
+        named = ", ".join(str(epoch) for epoch in late)
+        notices.append(f"checkpoint.keep_epochs names epoch {named}, but the run ends after {epochs:g}")
+    if in_steps(recipe.schedule.warmup, trainer.steps_per_epoch, trainer.total_steps) >= max(2, trainer.total_steps):
+        notices.append(f"schedule.warmup is {recipe.schedule.warmup}, the whole run: lr never reaches its peak")
+    return notices
 
 
 def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
@@ -297,8 +336,8 @@ def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
     """Return `out`, or a path named after data, model and digest; never overwrite an existing run."""
     digest = recipe.digest(dataset.digest)
     name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])
-    path = Path(recipe.out).expanduser() if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
-    if (path / "recipe.yaml").is_file():
+    path = expand_path(recipe.out, RecipeError) if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
+    if find_path(str(path / "recipe.yaml"), RunError, "a run") is not None:
         status = Run(path).status
         ended = status["status"] in ("finished", "diverged")
         advice = f"{'' if ended else f'resume it (vitclinic train --resume {path}), or '}choose another `out`"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitclinic._core.errors import ModelError
+from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import Augment, Batch, Dataset, ImageSpec
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized, check_fit, create_model
@@ -78,6 +80,18 @@ def build_network(
         loaded = init.load_into(network.backbone, state, dataset.classes)
     check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
     return network, loaded
+
+
+def check_memory(images: int, shape: tuple[int, int, int]) -> None:
+    """Raise a RecipeError if a micro-batch of images [C, H, W] alone needs more memory than the machine has."""
+    if not hasattr(os, "sysconf"):
+        return
+    needed, there = 4 * images * math.prod(shape), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise RecipeError(
+            f"batch_size: {images:,} images of {shape[1]} x {shape[2]} at a time need {needed / 1e9:.0f} GB, and this"
+            f" machine has {there / 1e9:.0f}; choose a smaller batch_size, or accumulate."
+        )
 
 
 def adapt_augmentation(

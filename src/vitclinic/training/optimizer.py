@@ -24,6 +24,8 @@ def _check_duration(value: str | int | float) -> str | int | float:
     match = _PATTERN.fullmatch(str(value).strip())
     if match is None:
         raise ValueError("write a number of epochs, or a text such as '500 steps' or '5%'")
+    if match[2] == "%" and float(match[1]) > 100:
+        raise ValueError("a run has no more than 100%")
     return value
 
 
@@ -93,7 +95,7 @@ class OptimizerConfig(Config):
     name: Literal["adamw", "sgd", "lamb", "muon", "rmsprop"] = Field(
         "adamw", description="muon: for matrices between the first layer and the head, with adamw for the rest"
     )
-    lr: Annotated[float, Field(ge=0)] = Field(1e-3, description="peak learning rate, never rescaled")
+    lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate, never rescaled")
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
     weight_decay_end: Annotated[float, Field(ge=0)] | None = Field(
         None, description="weight decay at the end of the run, reached along a cosine"

@@ -9,7 +9,7 @@ from typing import Any
 
 from vitclinic._core.config import Config, section, validate
 from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic._core.io import parse_yaml
+from vitclinic._core.io import find_path, parse_yaml, read_text
 from vitclinic.training.recipe import LENGTHS, Recipe
 from vitclinic.treatments import Treatments
 
@@ -133,6 +133,8 @@ def parse_word(word: str) -> dict[str, Any]:
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise RecipeError(f"'{word}' is not of the form key=value.")
+    if not text.strip():
+        raise RecipeError(f"'{word}' has no value; leave it out, or write {key}=null for none.")
     return nest(key, parse_yaml(text, f"the value of '{key}'"))
 
 
@@ -155,9 +157,9 @@ def _read(base: str | Path | None) -> dict[str, Any]:
     shipped = read_shipped_recipes()
     if str(base) in shipped:
         text = shipped[str(base)]
-    elif Path(base).is_file():
-        text = Path(base).read_text(encoding="utf-8")
-    elif Path(base).is_dir():
+    elif (found := find_path(str(base), RecipeError, "a recipe")) is not None and not found.is_dir():
+        text = read_text(found, RecipeError)
+    elif found is not None and found.is_dir():
         raise RecipeError(f"'{base}' is a folder, not a recipe; to train on it, write data={base}.")
     else:
         raise RecipeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -29,6 +30,10 @@ Side = Annotated[int, Field(ge=1)]
 T = TypeVar("T")
 
 
+_COUNTS = ("depth", "embed_dim", "num_heads", "patch_size")
+"""Keywords of networks that count something; `hybrid_vit` without attention has depth 0."""
+
+
 class ModelConfig(Config):
     """`model` of a recipe: a name, and any keywords that the network takes."""
 
@@ -43,6 +48,21 @@ class ModelConfig(Config):
         None, description="pixels per side; the data's own unless given"
     )
     in_chans: Literal[1, 3] | None = Field(None, description="1 (grey) or 3; the data's own unless given")
+
+    @model_validator(mode="after")
+    def _keywords_make_a_network(self) -> ModelConfig:
+        """Refuse values that timm takes in silence and that make no network, or one that nobody means."""
+        for key, value in self.keywords.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"'{key}' must be a finite number (got {value})")
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                continue
+            if key.endswith(("drop_rate", "drop_path_rate", "drop_prob")) and not 0 <= value < 1:
+                raise ValueError(f"'{key}' is a share, from 0 to below 1 (got {value})")
+            least = 0 if key == "depth" and self.name.startswith("hybrid_vit") else 1
+            if key in _COUNTS and value < least:
+                raise ValueError(f"'{key}' must be at least {least} (got {value})")
+        return self
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -74,7 +94,9 @@ class CheckpointConfig(Config):
     main_key: ClassVar[str | None] = "every"
 
     every: Duration = Field(1, description="epochs, 'n steps' or 'n%' between checkpoints")
-    keep_epochs: list[int] = Field([], description="epochs whose checkpoints are kept as epoch-N; 0 is the start")
+    keep_epochs: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="epochs whose checkpoints are kept as epoch-N; 0 is the start"
+    )
 
 
 class ValidationConfig(Config):
@@ -165,12 +187,12 @@ class Recipe(Config):
     )
     schedule: ScheduleConfig = ScheduleConfig()
     progressive_resizing: ResizingConfig = ResizingConfig()
-    epochs: Annotated[float, Field(gt=0)] | None = Field(
+    epochs: Annotated[float, Field(gt=0, le=10**6)] | None = Field(
         None, description=f"passes over the training images; {DEFAULT_EPOCHS} unless steps or max_time is given"
     )
-    steps: Annotated[int, Field(ge=1)] | None = Field(None, description="optimizer steps, instead of epochs")
+    steps: Annotated[int, Field(ge=1, le=10**12)] | None = Field(None, description="optimizer steps, instead of epochs")
     max_time: Time | None = Field(None, description="a time such as 30m, instead of epochs")
-    batch_size: Annotated[int, Field(ge=1)] = Field(128, description="images per step, over all processes")
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = Field(128, description="images per step, over all processes")
     accumulate: Annotated[int, Field(ge=1)] = Field(1, description="number of micro-batches a batch is split into")
     clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="maximum gradient norm")
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
@@ -181,9 +203,11 @@ class Recipe(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
     test: bool = Field(True, description="score the best checkpoint on the test images at the end")
-    seed: int = 0
-    out: str | None = Field(None, description="run directory; runs/DATA-MODEL-DIGEST unless given")
-    workers: Annotated[int, Field(ge=0)] | None = Field(None, description="processes that read images")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    out: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="run directory; runs/DATA-MODEL-DIGEST unless given"
+    )
+    workers: Annotated[int, Field(ge=0, le=256)] | None = Field(None, description="processes that read images")
     device: str = "auto"
     logging: LoggingConfig = LoggingConfig()
 

@@ -25,8 +25,18 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from vitclinic._core.config import validate
-from vitclinic._core.errors import RunError, VitclinicError
-from vitclinic._core.io import hold_lock, write_errors, write_json, write_text
+from vitclinic._core.errors import DamagedFileError, RecipeError, RunError, VitclinicError
+from vitclinic._core.io import (
+    find_path,
+    fingerprint,
+    hold_lock,
+    read_record,
+    read_text,
+    read_yaml,
+    write_errors,
+    write_json,
+    write_text,
+)
 from vitclinic.data.config import ImageSpec
 from vitclinic.data.decoding import Preprocessing, storage_size
 from vitclinic.training.recipe import Recipe
@@ -70,11 +80,27 @@ def _replace_nonfinite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read all complete rows; a last line truncated by a kill is ignored."""
+    """Read all complete rows; a last line truncated by a kill is ignored, damaged ones are left out with a warning."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise DamagedFileError(f"'{path}' cannot be read: {error.strerror}.") from error
+    rows = [row for line in lines if (row := _parse_row(line)) is not None]
+    if len(rows) < len(lines):
+        log.warning("'%s' has %d damaged rows, which are left out.", path, len(lines) - len(rows))
+    return rows
+
+
+def _parse_row(line: bytes) -> Row | None:
+    """Return the row in a line; None if it is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)
+    return row if whole else None
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -89,6 +115,8 @@ def drop_timing(rows: list[Row]) -> list[Row]:
 
 
 SCHEMA = 1
+_STATUS = {"status": str, "step": int}
+_DATA = {"name": str, "classes": list, "size": list, "channels": int, "digest": str, "counts": dict}
 
 
 class Run:
@@ -127,10 +155,10 @@ class Run:
         Raises:
             RunError: The directory is not a run.
         """
-        run = cls(Path(path))
-        if not (run.path / "recipe.yaml").is_file():
+        found = find_path(str(Path(path) / "recipe.yaml"), RunError, "a run")
+        if found is None or not found.is_file():
             raise RunError(f"'{path}' is not a run directory: it has no recipe.yaml.")
-        return run
+        return cls(found.parent)
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, dataset: Dataset, init: Mapping[str, Any] | None = None) -> Run:
@@ -150,9 +178,10 @@ class Run:
         write_json(path / "data.json", _data_facts(dataset))
         if init is not None:
             write_json(path / "init.json", init)
-        run.write_status("running", step=0, digest=recipe.digest(dataset.digest))
         # Includes all defaults, so that changing one later does not affect stored runs. Written last: it marks a run.
-        write_text(path / "recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        plain = recipe.model_dump(mode="json")
+        run.write_status("running", step=0, digest=recipe.digest(dataset.digest), recipe_digest=_digest(plain))
+        write_text(path / "recipe.yaml", yaml.safe_dump(plain, sort_keys=False))
         return run
 
     def refuse_foreign_files(self) -> None:
@@ -182,18 +211,47 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the run, with every default resolved."""
-        text = (self.path / "recipe.yaml").read_text(encoding="utf-8")
-        return validate(Recipe, yaml.safe_load(text) or {})
+        try:
+            return validate(Recipe, self._plain_recipe())
+        except RecipeError as error:
+            raise DamagedFileError(f"'{self.path / 'recipe.yaml'}' is damaged or was edited: {error}") from error
+
+    def _plain_recipe(self) -> dict[str, Any]:
+        file = self.path / "recipe.yaml"
+        try:
+            plain = read_yaml(read_text(file, DamagedFileError))
+        except yaml.YAMLError as error:
+            raise DamagedFileError(f"'{file}' is damaged ({' '.join(str(error).split())}).") from error
+        if not isinstance(plain, dict) or not {"model", "data"} <= plain.keys():  # all keys are stored
+            raise DamagedFileError(f"'{file}' is damaged (it holds no whole recipe).")
+        return plain
+
+    def refuse_edited_recipe(self) -> None:
+        """Raise a RunError if `recipe.yaml` is not the one that the run was started with.
+
+        What does not change the numbers (`out`, `workers`, `device`, `logging`, where the data lies) may differ.
+        """
+        status = self.status
+        stored, found = status.get("recipe_digest"), _digest(self._plain_recipe())
+        if stored is None:  # a run of version 0.2 or earlier
+            stored, found = status.get("digest"), self.recipe.digest(self.data_facts["digest"])
+        if stored not in (None, found):
+            raise RunError(
+                f"'{self.path / 'recipe.yaml'}' was edited after the run started, and a resumed run keeps its recipe:"
+                " undo the edit, or train the new recipe with another `out`."
+            )
 
     @property
     def data_facts(self) -> dict[str, Any]:
         """Facts about the data: name, classes, size, channels, counts and digest."""
-        return self._json("data.json")
+        return read_record(self.path / "data.json", _DATA, "restore it from a copy, or train again")
 
     @property
     def spec(self) -> ImageSpec:
         """The image shape and number of classes the network was built for."""
         facts = self.data_facts
+        if len(facts["size"]) != 2 or not all(isinstance(side, int) for side in facts["size"]):
+            raise DamagedFileError(f"'{self.path / 'data.json'}' is damaged ('size' is wrong).")
         height, width = facts["size"]
         return ImageSpec(len(facts["classes"]), facts["channels"], (height, width))
 
@@ -215,14 +273,28 @@ class Run:
 
     @property
     def status(self) -> dict[str, Any]:
-        """The content of `status.json`: `status`, `step`, `digest`, and for a finished run `results`."""
-        return self._json("status.json")
+        """The content of `status.json`: `status`, `step`, `digest`, and for a finished run `results`.
+
+        If the file is lost or damaged, the run counts as interrupted at its last checkpoint, and can be resumed.
+        """
+        try:
+            status = read_record(self.path / "status.json", _STATUS, "the run counts as interrupted")
+            if not isinstance(status.get("total_steps", 1), int) or status.get("total_steps", 1) < 1:
+                raise DamagedFileError(f"'{self.path / 'status.json'}' is damaged ('total_steps' is wrong).")
+            return status
+        except DamagedFileError as error:
+            log.warning("%s", error)
+        try:
+            step = int(self.checkpoints.read("last")[1]["step"])
+        except RunError:
+            step = 0
+        return {"schema": SCHEMA, "status": "interrupted", "step": step, "reason": "status.json was damaged"}
 
     @property
     def results(self) -> dict[str, Any]:
         """The scores of a finished run, by split: `val` (best checkpoint) and `test`, if the data has them."""
-        results: dict[str, Any] = self.status.get("results", {})
-        return results
+        results = self.status.get("results", {})
+        return results if isinstance(results, dict) else {}
 
     @property
     def metrics(self) -> list[Row]:
@@ -235,13 +307,6 @@ class Run:
         before = self.status if path.exists() else {"schema": SCHEMA, "started": _now()}
         before = {key: value for key, value in before.items() if key not in ("reason", "signal")}
         write_json(path, {**before, "status": status, "updated": _now(), "process": os.getpid(), **fields})
-
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            value: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RunError(f"'{self.path / name}' cannot be read: {error}") from error
-        return value
 
 
 @dataclass(frozen=True)
@@ -260,10 +325,19 @@ def find_run(text: str) -> tuple[Path, str] | None:
     """Return the run directory and the checkpoint that `DIRECTORY[@CHECKPOINT]` names, if there is such a run."""
     before, _, after = text.rpartition("@")
     for folder, checkpoint in ((text, ""), (before, after)):  # a folder's own name may hold an @
-        path = Path(folder).expanduser()
-        if folder and (path / "recipe.yaml").is_file():
-            return path, checkpoint
+        found = find_path(str(Path(folder) / "recipe.yaml"), RecipeError, "a run") if folder else None
+        if found is not None and found.is_file():
+            return found.parent, checkpoint
     return None
+
+
+def _digest(plain: dict[str, Any]) -> str:
+    """Return the digest of a stored recipe as it is written, without the keys that change no number."""
+    kept = {key: value for key, value in plain.items() if key not in Recipe.unidentified}
+    data = kept.get("data")
+    if isinstance(data, dict):
+        kept["data"] = {key: value for key, value in data.items() if key != "source"}
+    return fingerprint(kept)
 
 
 def _now() -> str:

@@ -167,6 +167,7 @@ def resume(
         >>> run = resume("runs/first", workers=4)  # doctest: +SKIP
     """
     run = Run.open(path)
+    run.refuse_edited_recipe()
     _check_closed(data)
     source = None if data is None else {"source": data}
     recipe = build_recipe(run.recipe, overrides, data=source, workers=workers, device=device, logging=logging)
@@ -177,7 +178,8 @@ def resume(
         raise RunError(f"'{path}' is finished; there is nothing to resume.")
     if run.status["status"] == "diverged":
         raise RunError(
-            f"'{path}' diverged ({run.status['reason']}) and would diverge again; start a new one with another recipe."
+            f"'{path}' diverged ({run.status.get('reason', 'the reason is lost')}) and would diverge again; start a new"
+            " one with another recipe."
         )
     return _launch(recipe, run, callbacks)
 

@@ -19,7 +19,7 @@ from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training.init import InitialWeights
-from vitclinic.training.network import Learner, adapt_augmentation, build_network
+from vitclinic.training.network import Learner, adapt_augmentation, build_network, check_memory
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
 from vitclinic.training.rates import freeze_units, rate_scales
@@ -55,6 +55,7 @@ class Trainer:
         self.micro_batch = _micro_batch(recipe, distributed)
 
         spec = dataset.spec
+        check_memory(self.micro_batch, (spec.in_chans, *spec.img_size))
         treatments = recipe.treatments
         network, self.loaded = build_network(recipe, dataset, init)
         network = network.to(device, self.dtype)

@@ -385,3 +385,13 @@ def test_an_arm_can_be_measured_where_its_loss_is_another_s(tmp_path):
     assert "of the whole run" in result.missing["fast, matched"][0]["accuracy"]
     stored = json.loads((tmp_path / "T1.json").read_text())
     assert stored["epochs"] == {"fast, matched": {"0": epoch}}
+
+
+def test_another_study_of_the_same_claim_does_not_take_its_place(tmp_path):
+    study(tiny_study(seeds=1), out=tmp_path)
+    before = (tmp_path / "T1.json").read_text()
+    other = tiny_study(seeds=1, arms={"slow": {}, "fast": {"optimizer": {"lr": 0.1}}})
+    with pytest.raises(RunError, match="another study with the claim 'T1'"):
+        study(other, out=tmp_path)
+    assert (tmp_path / "T1.json").read_text() == before
+    assert len(list((tmp_path / "pool").iterdir())) == 2  # nothing was trained for it

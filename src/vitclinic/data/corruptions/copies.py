@@ -25,16 +25,27 @@ import torch
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
-from vitclinic._core.io import fingerprint, hold_lock, sync, write_bytes, write_errors, write_json, write_text
+from vitclinic._core.io import (
+    expand_path,
+    find_path,
+    fingerprint,
+    hold_lock,
+    sync,
+    write_bytes,
+    write_errors,
+    write_json,
+    write_text,
+)
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.config import DataConfig
 from vitclinic.data.corruptions.corruption import Corruption, Picture, as_pictures
 from vitclinic.data.corruptions.parameters import SMALLEST, list_cells, setting
-from vitclinic.data.dataset import Dataset, Split, open_data
+from vitclinic.data.dataset import Dataset, open_data
 from vitclinic.data.decoding import as_image, centre_view
 from vitclinic.data.folder import CLASSES_FILE, class_folders
 from vitclinic.data.source import SPLITS, subset
+from vitclinic.data.split import Split
 
 Form = Literal["parquet", "png"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -83,7 +94,7 @@ def corrupt_data(
         RecipeError: An argument is invalid, or something else is in the place of a copy.
         DataError: The data cannot be read, its images are too small, or the split has no images.
     """
-    out = Path(out).expanduser()
+    out = expand_path(str(out), RecipeError)
     cells = [Corruption(name, s, seed) for name, s in list_cells(corruptions, severities)]
     if form not in FORMS:
         raise RecipeError(f"There is no format '{form}': choose {' or '.join(FORMS)}.")
@@ -120,8 +131,8 @@ def _add(progress: Callable[[int], None], before: int, images: int) -> None:
 def _check_place(data: str | DataConfig | Dataset, out: Path) -> None:
     """Reject a place inside the data's own folder, where the copies would become classes of it."""
     source = data if isinstance(data, str) else data.source if isinstance(data, DataConfig) else data.name
-    origin = Path(source).expanduser()
-    if origin.is_dir() and out.resolve().is_relative_to(origin.resolve()):
+    origin = find_path(source, DataError, "data")
+    if origin is not None and origin.is_dir() and out.resolve().is_relative_to(origin.resolve()):
         raise RecipeError(f"'{out}' is inside the data folder '{origin}'; choose another output folder.")
 
 

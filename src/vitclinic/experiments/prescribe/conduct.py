@@ -14,7 +14,7 @@ from typing import Any
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.errors import DataError, RecipeError, RunError
-from vitclinic._core.io import fingerprint, write_errors
+from vitclinic._core.io import expand_path, find_path, fingerprint, write_errors
 from vitclinic._core.time import format_duration, parse_budget
 from vitclinic.data import Dataset, open_data
 from vitclinic.experiments.prescribe.arms import (
@@ -93,8 +93,8 @@ def choose_folder(out: str | Path | None, recipe: Recipe, dataset: Dataset, iden
         name = "-".join([Path(dataset.name).name, recipe.model.name, fingerprint(identity)[:8]])
         folder = Path("prescriptions") / re.sub(r"[^\w.,=-]+", "-", name)
     else:
-        folder = Path(out).expanduser()
-    if not (folder / FILE).is_file():
+        folder = expand_path(str(out), RecipeError)
+    if find_path(str(folder / FILE), RunError, "a prescription") is None:
         Run(folder).refuse_foreign_files()
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

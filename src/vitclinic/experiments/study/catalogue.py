@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import DataError, RecipeError, did_you_mean
-from vitclinic._core.io import parse_yaml
+from vitclinic._core.io import find_path, parse_yaml, read_text
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.data.cache import survey
 from vitclinic.data.dataset import open_source
@@ -84,8 +84,9 @@ def read_study(name: str | Path) -> Any:
         RecipeError: Where there is none of that name.
     """
     shipped = shipped_studies()
-    path = Path(name).expanduser()
-    text = shipped.get(str(name)) or (path.read_text(encoding="utf-8") if path.is_file() else None)
+    text = shipped.get(str(name))
+    if text is None and (path := find_path(str(name), RecipeError, "a study")) is not None and not path.is_dir():
+        text = read_text(path, RecipeError)
     if text is not None:
         return _fill_in_bases(parse_yaml(text, f"'{name}'"))
     raise RecipeError(

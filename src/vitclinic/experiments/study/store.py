@@ -18,6 +18,7 @@ from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.io import FOREVER, hold_lock, write_json
+from vitclinic._core.records import plain_data
 from vitclinic.data.named import NAMED_DATA
 from vitclinic.experiments.study.catalogue import open_study, shipped_studies
 from vitclinic.experiments.study.schema import ScaleName, Study, parse_study
@@ -93,6 +94,21 @@ def keep_result(file: Path, plain: Mapping[str, Any]) -> None:
             return
         write_json(file, plain)
         write_study(file.with_suffix(".html"), plain)
+
+
+def refuse_other_study(file: Path, study: Study) -> None:
+    """Raise a RunError if the result of a study would take the place of another one's with the same claim."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))["study"]
+        held = [stored.get(part) for part in _EXPERIMENT]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return  # there is none, or nothing that could be read again
+    plain = json.loads(json.dumps(plain_data(study.model_dump(mode="json", exclude_defaults=True), "study")))
+    if held != [plain.get(part) for part in _EXPERIMENT]:
+        raise RunError(
+            f"'{file}' holds the result of another study with the claim '{study.claim}'; rename the claim, or choose"
+            " another `out`."
+        )
 
 
 def _count_kept_seeds(file: Path, plain: Mapping[str, Any]) -> int:

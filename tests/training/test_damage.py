@@ -1,0 +1,210 @@
+"""Run directories as bad disks and careless hands leave them: each file falls back, or is one sentence."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from vitclinic._core.callback import Callback
+from vitclinic._core.errors import DamagedFileError, RecipeError, RunError
+from vitclinic.training import Run, build_recipe, load_model, resume, train
+from vitclinic.training.callbacks import read_projections
+from vitclinic.training.run import drop_timing, read_rows
+
+from .conftest import TINY
+
+
+class Stop(Callback):
+    """Interrupts a run after a step, as Ctrl-C would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer):
+        if trainer.step == self.step:
+            raise KeyboardInterrupt
+
+
+EVERY = {"checkpoint": {"every": "1 steps"}, "validation": {"every": "2 steps"}, "steps": 4}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """An interrupted run, not to be changed."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train({**TINY, **EVERY, "out": str(folder)}, callbacks=[Stop(4)])
+    return folder
+
+
+@pytest.fixture
+def copy(stopped, tmp_path):
+    return Run(shutil.copytree(stopped, tmp_path / "run"))
+
+
+WRONG = {
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "utf-16": '{"status": "finished"}'.encode("utf-16"),
+    "list": b"[1, 2]",
+    "text": b'"finished"',
+    "other keys": b"{}",
+    "wrong types": b'{"status": 3, "step": "x", "classes": 1, "size": 2, "model.safetensors": 5}',
+    "deep": b"[" * 100_000,
+    "digits": b'{"step": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
+def test_files_of_a_run_that_hold_something_else(copy, content, caplog):
+    for name in ("data.json", "recipe.yaml"):
+        good = (copy.path / name).read_bytes()
+        (copy.path / name).write_bytes(content)
+        with pytest.raises(DamagedFileError, match=name):
+            load_model(copy.path)
+        (copy.path / name).write_bytes(good)
+    for checkpoint in ("last", "best"):
+        (copy.path / "checkpoints" / checkpoint / "checksums.json").write_bytes(content)
+        with pytest.raises(DamagedFileError, match=r"checksums\.json|damaged"):
+            copy.checkpoints.read_model(checkpoint)
+        with pytest.raises(DamagedFileError, match=r"checksums\.json|damaged"):
+            copy.checkpoints.model_checksum(checkpoint)
+    (copy.path / "trajectory.npz").write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"trajectory\.npz"):
+        read_projections(copy.path)
+    (copy.path / "status.json").write_bytes(content)
+    assert copy.status["status"] == "interrupted"
+    assert "status.json" in caplog.text
+
+
+def test_a_run_without_a_status_resumes_and_finishes(copy, stopped):
+    (copy.path / "status.json").unlink()
+    assert resume(copy.path).status["status"] == "finished"
+
+
+def test_steps_that_cannot_be(copy):
+    status = json.loads((copy.path / "status.json").read_text())
+    (copy.path / "status.json").write_text(json.dumps({**status, "total_steps": -1}))
+    run = resume(copy.path)
+    assert run.status["status"] == "finished"
+    assert run.status["total_steps"] == run.status["step"] == 4
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"{", b"[]", b'{"kind": 3}', b"[" * 100_000])
+def test_a_damaged_row_is_left_out(copy, line, caplog):
+    file = copy.path / "metrics.jsonl"
+    rows = read_rows(file)
+    file.write_bytes(line + b"\n" + file.read_bytes())
+    assert read_rows(file) == rows
+    assert "1 damaged rows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "edit", [{"seed": 1}, {"batch_size": 20}, {"steps": 9}, {"optimizer": {"lr": 1.0}}, {"data": {"augment": "deit"}}]
+)
+def test_an_edited_recipe_is_not_resumed(copy, edit):
+    file = copy.path / "recipe.yaml"
+    plain = yaml.safe_load(file.read_text())
+    for key, value in edit.items():
+        plain[key] = {**plain[key], **value} if isinstance(value, dict) else value
+    file.write_text(yaml.safe_dump(plain))
+    with pytest.raises(RunError, match=r"recipe\.yaml' was edited"):
+        resume(copy.path)
+
+
+def test_what_changes_no_number_may_be_edited(copy):
+    file = copy.path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "workers": 0, "device": "cpu"}))
+    copy.refuse_edited_recipe()
+
+
+def test_a_damaged_best_does_not_keep_a_run_from_its_end(copy, caplog):
+    (copy.path / "checkpoints" / "best" / "model.safetensors").write_bytes(b"?")
+    run = resume(copy.path)
+    assert run.status["status"] == "finished"
+    assert run.results["val"]["count"] == run.results["test"]["count"] == 180
+
+
+def test_a_run_that_starts_over_says_so(copy, caplog):
+    shutil.rmtree(copy.path / "checkpoints")
+    again = resume(copy.path)
+    assert "starts over" in caplog.text
+    assert drop_timing(again.metrics)[0]["step"] == 1
+
+
+def test_a_run_without_a_finite_gradient_is_not_finished(tiny):
+    run = train(tiny(treatments=[{"sam": {"rho": 1e30}}], checkpoint={"every": "6 steps"}))
+    assert run.status["status"] == "diverged"
+    assert "finite gradient" in run.status["reason"] or "loss" in run.status["reason"]
+
+
+def test_the_only_checkpoint_being_bad_is_said(tiny, capsys):
+    import torch
+    from rich.console import Console
+
+    from vitclinic.training.display import show_result
+
+    class Poison(Callback):
+        def on_step(self, trainer):
+            with torch.no_grad():
+                next(trainer.network.parameters()).fill_(float("nan"))
+
+    run = train(tiny(checkpoint={"every": "1 steps"}, validation={"every": 100}), callbacks=[Poison()])
+    assert run.status["status"] == "diverged"
+    show_result(run, Console())
+    assert "before any good checkpoint" in capsys.readouterr().out
+
+
+class Listen(Callback):
+    """Hears what a run says at its start."""
+
+    def on_train_start(self, trainer):
+        self.heard = " ".join(trainer.notices)
+
+
+def test_one_class_is_told(tmp_path, picture):
+    for number in range(4):
+        (tmp_path / "wrap" / "inner" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        picture(number, (8, 8)).save(tmp_path / "wrap" / "inner" / "ab"[number % 2] / f"{number}.png")
+    listen = Listen()
+    plain = {**TINY, "data": str(tmp_path / "wrap"), "steps": 1, "out": str(tmp_path / "run")}
+    train(plain, callbacks=[listen])
+    assert "has one class, 'inner', so that any network is right" in listen.heard
+
+
+def test_what_a_run_is_too_short_for_is_told(tiny):
+    changes = {"steps": 2, "checkpoint": {"keep_epochs": [0, 700]}, "schedule": {"warmup": "100%"}}
+    listen = Listen()
+    train(tiny(**changes, data={"source": "digits", "limit": 1, "augment": "none"}), callbacks=[listen])
+    assert "the whole run" in listen.heard
+    assert "one label" in listen.heard
+    assert "names epoch 700, but the run ends after 80" in listen.heard
+
+
+def test_patches_that_cut_pixels_off(tiny):
+    with pytest.raises(RecipeError, match="Patches of 3 x 3 do not cover 8 x 8"):
+        train(tiny(model={**TINY["model"], "patch_size": 3}))
+
+
+@pytest.mark.parametrize("device", ["mps", "xla", "meta", "cuda:99", "nothing", "cpu:x"])
+def test_a_device_that_is_not_there(tiny, device):
+    with pytest.raises(RecipeError, match="'device'"):
+        train(tiny(device=device))
+
+
+def test_random_weights_are_not_a_run_s(copy):
+    import torch
+
+    from vitclinic.exam.targets import resolve
+
+    with pytest.raises(RecipeError, match="random_weights"):
+        resolve(str(copy.path), torch.device("cpu"), random_weights=True)
+
+
+def test_a_batch_that_no_memory_holds():
+    from vitclinic.training.network import check_memory
+
+    recipe = build_recipe({"batch_size": 2**20})
+    with pytest.raises(RecipeError, match="batch_size"):
+        check_memory(recipe.batch_size, (3, 4096, 4096))
