@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 a bug in vitclinic; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
 directory; 5 the training diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read;
-130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+9 a gate failed; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     anatomy,
     corrupt,
     demo,
+    doctor,
     examine,
     export,
     list,
@@ -29,7 +30,20 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
 )
 from vitclinic.cli.common import app, follows
 
-VERBS = ("demo", "train", "predict", "export", "anatomy", "examine", "prescribe", "study", "report", "corrupt", "list")
+VERBS = (
+    "demo",
+    "train",
+    "predict",
+    "export",
+    "anatomy",
+    "examine",
+    "prescribe",
+    "study",
+    "report",
+    "corrupt",
+    "list",
+    "doctor",
+)
 """In the order of the help."""
 
 app.registered_commands.sort(key=lambda command: VERBS.index(command.name or command.callback.__name__))  # type: ignore[union-attr]
