@@ -46,6 +46,7 @@ def test_the_surface_grows_on_purpose():
             [
                 *("targets", "--data", "--probes", "--set", "--split", "--limit", "--size", "--batch-size", "--seed"),
                 *("--budget", "--quick", "--full", "--report", "--no-report", "--no-images"),
+                *("--fail-on", "--baseline", "--junit"),
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
@@ -84,7 +85,21 @@ def test_the_surface_grows_on_purpose():
             ]
         ),
         "list": ["--json", "pattern", "what"],
+        "doctor": ["--json"],
     }
+
+
+def test_doctor_names_what_is_here(capsys, monkeypatch):
+    from vitclinic.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["vitclinic", "doctor", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    facts = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert facts["packages"]["vitclinic"] == vitclinic_package.__version__
+    assert {"cores", "gpu", "compiler", "cache", "extras"} <= facts.keys()
+    assert facts["extras"]["parquet"] == "installed"
 
 
 def test_help_names_every_key_of_a_recipe():
@@ -129,6 +144,8 @@ WITHOUT_TORCH = [
     ["examine", "timm:resnet18", "--data", "digits", "--budget", "5x"],
     ["examine", "timm:resnet18", "--data", "digits", "--quick", "--full"],
     ["examine", "timm:resnet18", "--data", "digits", "--split", "tset"],
+    ["examine", "timm:resnet18", "--data", "digits", "--fail-on", "accuracy"],
+    ["examine", "timm:resnet18", "--data", "digits", "--fail-on", "acuracy.accuracy<1"],
     ["study", "C66"],
     ["transfer", "runs/none", "--data", "shapes", "stepz=3"],
     ["features", "resnet18", "--data", "shapes", "-o", "x.parquet"],

@@ -28,7 +28,7 @@ NETWORKS = {
     "alternet": ({"name": "alternet18"}, []),
     "hybrid": ({"name": "hybrid_vit", "embed_dim": 32, "num_heads": 2}, []),
     "treated": (TINY, ["sequence_pooling", "conv_stem", "context_broadcasting", "talking_heads"]),
-    "smoothed": ({"name": "resnet10t"}, ["spatial_smoothing", "squeeze_excitation"]),
+    "smoothed": ({"name": "resnet10t"}, ["spatial_smoothing"]),
 }
 
 

@@ -1,8 +1,8 @@
 """The command line: thin verbs over the Python interface.
 
 Exit codes: 0 done; 2 a mistake in the command, recipe or model; 3 the data; 4 the run directory; 5 the training
-diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read; 70 a bug in vitclinic, whose
-traceback is in a file; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read; 9 a gate
+failed; 70 a bug in vitclinic, whose traceback is in a file; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     anatomy,
     corrupt,
     demo,
+    doctor,
     examine,
     export,
     features,
@@ -36,7 +37,7 @@ from vitclinic.cli.common import BUG, app, follows
 
 VERBS = (
     *("demo", "train", "transfer", "predict", "export", "anatomy", "examine", "features"),
-    *("prescribe", "study", "report", "corrupt", "list"),
+    *("prescribe", "study", "report", "corrupt", "list", "doctor"),
 )
 """In the order of the help."""
 

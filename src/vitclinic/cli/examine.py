@@ -10,6 +10,7 @@ import typer
 
 from vitclinic._core.errors import RecipeError
 from vitclinic.cli.common import (
+    GATE_FAILED,
     PROBE_FAILED,
     Quiet,
     Verbose,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vitclinic.exam import Exams
+    from vitclinic.exam.gates import Gate, GateResult
 
 
 @app.command()
@@ -67,6 +69,17 @@ def examine(
     ] = None,
     no_report: Annotated[bool, typer.Option("--no-report", help="Do not write a page.")] = False,
     no_images: Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")] = False,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROBE.SCALAR<X", help="Exit with code 9 if this is so; can be repeated."),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="TARGET", help="Exit with code 9 if right on significantly fewer images than this one."),
+    ] = None,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write what passed and failed as JUnit's XML.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -82,6 +95,7 @@ def examine(
     vitclinic examine 'timm:NAME?img_size=32@FILE' --data photos/
     vitclinic examine torchvision:NAME hf:NAME mynets:build --data photos/
     torchrun --nproc-per-node 4 -m vitclinic examine runs/a
+    vitclinic examine runs/b --fail-on 'accuracy.accuracy<0.9' --baseline runs/a
 
     `NAME?keyword=value@FILE` sets keywords of the network and loads your weights;
     `mynets:build` calls the function `build` of your module mynets.py.
@@ -92,19 +106,29 @@ def examine(
     from rich.markup import escape
 
     from vitclinic._core.callback import say
-    from vitclinic.exam.request import check_request
+    from vitclinic.exam.gates import Gate
+    from vitclinic.exam.request import check_request, check_target
 
+    gates = [Gate.parse(text) for text in fail_on or []]
+    if junit is not None and not gates and baseline is None:
+        raise RecipeError("--junit writes what gates say: give --fail-on or --baseline.")
     chosen, options = _names(probes), _settings(settings or [])
+    if gates and chosen is None and not (quick or full or budget):  # what the gates need, and no more
+        chosen = list(dict.fromkeys(gate.probe for gate in gates))
     check_request(chosen, budget, quick, full, options)
     _refuse_typos(targets, data, split)
+    if baseline is not None:
+        check_target(baseline)
     with resumable():  # the imports, too, are long enough to be interrupted
         console = console_for(verbose, quiet or as_json)
         extent = {"budget": budget, "quick": quick, "full": full, "fresh": fresh, "out": out, "seed": seed}
         images = {"split": split, "limit": limit, "size": size, "batch_size": batch_size}
         network = {"device": device, "random_weights": random_weights}
         request = {"probes": chosen, "settings": options, **extent, **images, **network}
-        exams = _run(targets, data, request, console)
-        _show(exams, console, as_json, whole=probes is not None)
+        compared = [] if baseline is None else [baseline]
+        exams = _run([*compared, *targets], data, request, console)
+        results = _check_gates(exams, gates, targets, baseline, data, request, junit)
+        _show(exams, console, as_json, results, whole=chosen is not None)
         if not no_report and not follows():
             page = exams.report(report or _report_path(exams, out), images=not no_images)
             say(console, f"report: [bold]{escape(str(page))}[/]")
@@ -112,6 +136,8 @@ def examine(
         raise error
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
         raise typer.Exit(PROBE_FAILED)
+    if not all(result.passed for result in results):
+        raise typer.Exit(GATE_FAILED)
 
 
 def _run(targets: list[str], data: str | None, request: dict[str, Any], console: Console) -> Exams:
@@ -121,6 +147,32 @@ def _run(targets: list[str], data: str | None, request: dict[str, Any], console:
 
     with Display(console) as display, join_processes(pick_device(request["device"])):
         return Examination(data, **request, together=True, callbacks=[display]).run_all(targets)
+
+
+def _check_gates(
+    exams: Exams,
+    gates: list[Gate],
+    targets: list[str],
+    baseline: str | None,
+    data: str | None,
+    request: dict[str, Any],
+    junit: Path | None,
+) -> list[GateResult]:
+    """Return what passed and failed: every gate for every target, and each target beside the baseline."""
+    if not gates and baseline is None:
+        return []
+    from vitclinic.exam import Examination
+    from vitclinic.exam.gates import compare, write_junit
+
+    examined = [exam for exam in exams if exam.name != baseline or baseline in targets]
+    results = [gate.check(exam.name, exam) for exam in examined for gate in gates]
+    if baseline is not None:
+        examination = Examination(data, **request)
+        other = examination.open(baseline)
+        results += [compare(examination.open(exam.name), other) for exam in examined]
+    if junit is not None and not follows():
+        write_junit(junit, results)
+    return results
 
 
 def _refuse_typos(targets: list[str], data: str | None, split: str) -> None:
@@ -143,12 +195,22 @@ def _report_path(exams: Exams, out: Path | None) -> Path:
     return (out or Path("exams")) / "report.html"
 
 
-def _show(exams: Exams, console: Console, as_json: bool, whole: bool) -> None:
+def _show(exams: Exams, console: Console, as_json: bool, results: list[GateResult], whole: bool) -> None:
+    from rich.markup import escape
+
+    from vitclinic._core.callback import say
+    from vitclinic.exam import gates
     from vitclinic.exam.display import show_exams, to_json
 
     if as_json and not follows():
-        typer.echo(json.dumps([to_json(exam) for exam in exams], indent=2, allow_nan=False))
+        printed: Any = [to_json(exam) for exam in exams]
+        if results:
+            printed = {"exams": printed, "gates": gates.to_json(results)}
+        typer.echo(json.dumps(printed, indent=2, allow_nan=False))
     show_exams(exams, console, whole=whole)
+    for result in results:
+        word = "[green]passed[/]" if result.passed else "[bold red]failed[/]"
+        say(console, f"{word} {escape(result.gate)} ({escape(result.network)}): {escape(result.statement)}")
 
 
 def _names(probes: str | None) -> list[str] | None:

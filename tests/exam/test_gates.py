@@ -1,0 +1,93 @@
+"""Gates: a network's regression test, with exit code, JUnit and JSON; the paired test on the same images."""
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import scipy.stats
+
+import vitclinic
+from tests.training.conftest import TINY
+from vitclinic._core.errors import RecipeError
+from vitclinic.exam.gates import Gate, GateResult, find_correct, mcnemar, write_junit
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 4), (5, 0), (7, 7), (20, 8), (3, 1)])
+def test_p_is_scipy_s_exact_binomial_test(lost, gained):
+    if lost + gained:
+        wanted = scipy.stats.binomtest(lost, lost + gained, alternative="greater").pvalue
+        assert mcnemar(lost, gained) == pytest.approx(wanted)
+    else:
+        assert mcnemar(lost, gained) == 1
+
+
+@pytest.mark.parametrize("text", ["accuracy", "accuracy.accuracy", "accuracy.accuracy=1", "accuracy.accuracy<x", "<1"])
+def test_what_is_no_condition_is_refused(text):
+    with pytest.raises(RecipeError, match="is not a condition"):
+        Gate.parse(text)
+
+
+def test_names_of_users_are_text_in_junit(tmp_path):
+    results = [GateResult('<b>&"', "a.b<1", False, "a.b is 0 <i>."), GateResult("c", "d", True, "")]
+    write_junit(tmp_path / "x.xml", results)
+    suite = ElementTree.parse(tmp_path / "x.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    assert suite[0].get("classname") == '<b>&"'
+    assert suite[0][0].get("message") == "a.b is 0 <i>."
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run that has learned something, and one that has not."""
+    folder = tmp_path_factory.mktemp("gates")
+    good = vitclinic.train({**TINY, "steps": 60}, out=folder / "good")
+    bad = vitclinic.train({**TINY, "steps": 1}, out=folder / "bad")
+    return good, bad
+
+
+@pytest.fixture
+def examine(monkeypatch, capsys):
+    def call(*words):
+        from vitclinic.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["vitclinic", "examine", *map(str, words), "--no-report"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capsys.readouterr().out
+
+    return call
+
+
+def test_a_gate_fails_where_its_condition_holds(runs, examine, tmp_path):
+    good, _ = runs
+    code, printed = examine(good.path, "--fail-on", "accuracy.accuracy<0.2", "--json")
+    assert code == 0
+    (gate,) = json.loads(printed)["gates"]
+    assert gate["passed"]
+    code, printed = examine(good.path, "--fail-on", "accuracy.nll>0", "--junit", tmp_path / "x.xml")
+    assert code == 9
+    assert "failed accuracy.nll>0" in printed
+    assert ElementTree.parse(tmp_path / "x.xml").getroot().get("failures") == "1"
+    code, printed = examine(good.path, "--fail-on", "accuracy.acuracy<0")
+    assert code == 9
+    assert "is unknown: it has no 'acuracy'" in printed
+
+
+def test_a_baseline_is_compared_on_the_same_images(runs, examine):
+    good, bad = runs
+    code, printed = examine(bad.path, "--probes", "accuracy", "--baseline", good.path, "--json")
+    assert code == 9
+    (result,) = json.loads(printed)["gates"]
+    assert result["network"] == str(bad.path)
+    assert "on the same 180 images" in result["statement"]
+    code, _ = examine(good.path, "--probes", "accuracy", "--baseline", bad.path)
+    assert code == 0
+
+
+def test_correct_images_add_up_to_the_accuracy(runs):
+    from vitclinic.exam import Examination
+
+    good, _ = runs
+    correct = find_correct(Examination(probes=["accuracy"]).open(good))
+    assert (int(correct.sum()), len(correct)) == (good.results["test"]["correct"], good.results["test"]["count"])
