@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from vitclinic._core.config import Config
+from vitclinic._core.config import Settings
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.training.optimizer import Duration, in_steps
 
@@ -32,7 +32,7 @@ MULTIPLE = 4
 """Sizes are multiples of so many pixels if the network has no patches."""
 
 
-class ResizingConfig(Config):
+class ResizingConfig(Settings):
     """`progressive_resizing` of a recipe.
 
     Example:
