@@ -18,7 +18,7 @@ from vitclinic._core.errors import RecipeError, did_you_mean
 
 
 class Config(BaseModel):
-    """Base of all configs: strict types, finite numbers, no unknown keys, immutable once made.
+    """Base of all configs: strict types, no unknown keys, immutable once made.
 
     Example:
         >>> class Paint(Config):
@@ -29,7 +29,7 @@ class Config(BaseModel):
         'blue'
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     main_key: ClassVar[str | None] = None
     """The key that a bare value stands for: `data: cifar` means `data: {source: cifar}`."""
@@ -45,6 +45,12 @@ class Config(BaseModel):
         if cls.main_key is None or isinstance(value, Mapping | BaseModel):
             return value
         return {cls.main_key: value}
+
+
+class Settings(Config):
+    """Base of what a user sets, whose numbers are finite; those of records need not be."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 C = TypeVar("C", bound=Config)

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from vitclinic._core.config import Config
+from vitclinic._core.config import Settings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(ge=0)]
 
 
-class Augment(Config):
+class Augment(Settings):
     """Augmentation of the training images: a level, any part of which can be overridden.
 
     Levels are `none`, `light` (crop and flip) and `deit` (RandAugment, random erasing, mixup, CutMix, label smoothing,
@@ -108,7 +108,7 @@ _DEIT: dict[str, Any] = {
 }
 
 
-class DataConfig(Config):
+class DataConfig(Settings):
     """Section `data` of a recipe: the source, how much of it to use, and its augmentation.
 
     Example:

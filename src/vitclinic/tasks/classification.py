@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from vitclinic._core.config import Config
+from vitclinic._core.config import Settings
 from vitclinic.tasks.task import Metric, Score, Task, register
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vitclinic.treatments import Losses
 
 
-class LossConfig(Config):
+class LossConfig(Settings):
     """`loss` of a recipe. Label smoothing is part of the targets: see `data.augment.smoothing`."""
 
     main_key: ClassVar[str | None] = "name"

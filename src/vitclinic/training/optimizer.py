@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from vitclinic._core.config import Config
+from vitclinic._core.config import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def in_steps(duration: Duration, steps_per_epoch: float, total_steps: int) -> fl
     return amount if unit.startswith("step") else amount * steps_per_epoch
 
 
-class ScheduleConfig(Config):
+class ScheduleConfig(Settings):
     """`schedule` of a recipe."""
 
     main_key: ClassVar[str | None] = "name"
@@ -87,7 +87,7 @@ class Schedule:
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerConfig(Config):
+class OptimizerConfig(Settings):
     """`optimizer` of a recipe."""
 
     main_key: ClassVar[str | None] = "name"

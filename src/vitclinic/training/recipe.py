@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from vitclinic._core.config import SENTENCE, Config
+from vitclinic._core.config import SENTENCE, Settings
 from vitclinic._core.errors import RecipeError
 from vitclinic._core.time import Time
 from vitclinic.data import DataConfig
@@ -34,7 +34,7 @@ _COUNTS = ("depth", "embed_dim", "num_heads", "patch_size")
 """Keywords of networks that count something; `hybrid_vit` without attention has depth 0."""
 
 
-class ModelConfig(Config):
+class ModelConfig(Settings):
     """`model` of a recipe: a name, and any keywords that the network takes."""
 
     model_config = ConfigDict(extra="allow")
@@ -70,7 +70,7 @@ class ModelConfig(Config):
         return dict(self.model_extra or {})
 
 
-class InitConfig(Config):
+class InitConfig(Settings):
     """`init` of a recipe: the weights to start from."""
 
     main_key: ClassVar[str | None] = "source"
@@ -88,7 +88,7 @@ class InitConfig(Config):
         return self
 
 
-class CheckpointConfig(Config):
+class CheckpointConfig(Settings):
     """`checkpoint` of a recipe."""
 
     main_key: ClassVar[str | None] = "every"
@@ -99,7 +99,7 @@ class CheckpointConfig(Config):
     )
 
 
-class ValidationConfig(Config):
+class ValidationConfig(Settings):
     """`validation` of a recipe."""
 
     main_key: ClassVar[str | None] = "every"
@@ -107,7 +107,7 @@ class ValidationConfig(Config):
     every: Duration = Field(1, description="epochs, 'n steps' or 'n%' between validations")
 
 
-class LoggingConfig(Config):
+class LoggingConfig(Settings):
     """`logging` of a recipe; it does not affect the result, so it is not part of the digest."""
 
     every: Annotated[int, Field(ge=1)] = Field(1, description="steps between rows of metrics.jsonl")
@@ -153,7 +153,7 @@ def _write_treatments(treatments: Treatments) -> list[str | dict[str, Any]]:
     return treatments.written
 
 
-class Recipe(Config):
+class Recipe(Settings):
     """All settings of a training run, validated; unknown keys are errors. docs/train.md lists every key.
 
     The number of classes, the channels and the image size come from the data unless `model` sets them. Build one with

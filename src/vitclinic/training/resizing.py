@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from vitclinic._core.config import Config
+from vitclinic._core.config import Settings
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.training.optimizer import Duration, in_steps
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Size = tuple[int, int]
 
 
-class ResizingConfig(Config):
+class ResizingConfig(Settings):
     """`progressive_resizing` of a recipe.
 
     Example:
