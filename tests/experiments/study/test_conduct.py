@@ -342,11 +342,11 @@ def test_of_the_same_call_the_result_with_more_seeds_is_kept(tmp_path, caplog):
     assert json.loads(more.file.read_text())["study"]["title"] == "another"
 
 
-def test_another_study_of_the_same_claim_does_not_take_its_place(tmp_path):
+def test_the_result_of_another_study_with_the_same_claim_is_kept(tmp_path):
     study(tiny_study(seeds=1), out=tmp_path)
     before = (tmp_path / "T1.json").read_text()
-    other = tiny_study(seeds=1, arms={"slow": {}, "fast": {"optimizer": {"lr": 0.1}}})
-    with pytest.raises(RunError, match="another study with the claim 'T1'"):
-        study(other, out=tmp_path)
-    assert (tmp_path / "T1.json").read_text() == before
-    assert len(list((tmp_path / "pool").iterdir())) == 2  # nothing was trained for it
+    study(tiny_study(seeds=1, arms={"slow": {}, "fast": {"optimizer": {"lr": 0.1}}}), out=tmp_path)
+    (kept,) = tmp_path.glob("T1+*.json")
+    assert kept.read_text() == before
+    assert kept.with_suffix(".html").is_file()
+    assert (tmp_path / "T1.json").read_text() != before
