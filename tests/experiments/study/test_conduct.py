@@ -387,11 +387,11 @@ def test_an_arm_can_be_measured_where_its_loss_is_another_s(tmp_path):
     assert stored["epochs"] == {"fast, matched": {"0": epoch}}
 
 
-def test_another_study_of_the_same_claim_does_not_take_its_place(tmp_path):
+def test_the_result_of_another_study_with_the_same_claim_is_kept(tmp_path):
     study(tiny_study(seeds=1), out=tmp_path)
     before = (tmp_path / "T1.json").read_text()
-    other = tiny_study(seeds=1, arms={"slow": {}, "fast": {"optimizer": {"lr": 0.1}}})
-    with pytest.raises(RunError, match="another study with the claim 'T1'"):
-        study(other, out=tmp_path)
-    assert (tmp_path / "T1.json").read_text() == before
-    assert len(list((tmp_path / "pool").iterdir())) == 2  # nothing was trained for it
+    study(tiny_study(seeds=1, arms={"slow": {}, "fast": {"optimizer": {"lr": 0.1}}}), out=tmp_path)
+    (kept,) = tmp_path.glob("T1+*.json")
+    assert kept.read_text() == before
+    assert kept.with_suffix(".html").is_file()
+    assert (tmp_path / "T1.json").read_text() != before

@@ -18,7 +18,7 @@ from vitclinic.experiments.runner import Measured, Outcome, Pool, run_all
 from vitclinic.experiments.study.catalogue import open_study, require_data
 from vitclinic.experiments.study.measures import measure_matched, measure_run, measure_target, training_seconds
 from vitclinic.experiments.study.schema import ScaleName, Study
-from vitclinic.experiments.study.store import keep_result, name_data, name_result, refuse_other_study, to_words
+from vitclinic.experiments.study.store import keep_result, name_data, name_result, to_words
 from vitclinic.experiments.study.verdicts import Values, Verdict, judge
 from vitclinic.reports.study_result import SCHEMA
 from vitclinic.training import Recipe
@@ -145,7 +145,7 @@ def study(
     Raises:
         RecipeError: The study, an override or the number of seeds is wrong.
         DataError: The data is not there.
-        RunError: Every run failed, or `out` has the result of another study with the same claim.
+        RunError: Every run failed.
 
     Example:
         >>> result = vitclinic.study("C6", data="cifar10/", seeds=5)  # doctest: +SKIP
@@ -165,7 +165,6 @@ def study(
     changes = tuple(word for word in to_words(overrides) if word.partition("=")[0] not in ("data", "data.source"))
     changes += to_words({f"target {arm}": names for arm, names in (targets or {}).items()})
     file = folder / f"{name_result(chosen, scale, changes, recipes.values())}.json"
-    refuse_other_study(file, chosen)
     places = [(arm, seed) for seed in numbers for arm in recipes]
     outcomes = run_all(
         [_set_seed(recipes[arm], seed) for arm, seed in places],

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic._core.io import FOREVER, hold_lock, write_json
-from vitclinic._core.records import plain_data
+from vitclinic._core.io import FOREVER, fingerprint, hold_lock, write_json
 from vitclinic.data.named import NAMED_DATA
 from vitclinic.experiments.study.catalogue import open_study, shipped_studies
 from vitclinic.experiments.study.schema import ScaleName, Study, parse_study
@@ -92,23 +91,25 @@ def keep_result(file: Path, plain: Mapping[str, Any]) -> None:
         if _count_kept_seeds(file, plain) > seeds:
             log.warning("'%s' holds this study with more seeds and stays as it is.", file)
             return
+        _set_other_study_aside(file, plain)
         write_json(file, plain)
         write_study(file.with_suffix(".html"), plain)
 
 
-def refuse_other_study(file: Path, study: Study) -> None:
-    """Raise a RunError if the result of a study would take the place of another one's with the same claim."""
+def _set_other_study_aside(file: Path, plain: Mapping[str, Any]) -> None:
+    """Rename the result of another study with the same claim, such as an earlier state of the file, by its digest."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))["study"]
         held = [stored.get(part) for part in _EXPERIMENT]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return  # there is none, or nothing that could be read again
-    plain = json.loads(json.dumps(plain_data(study.model_dump(mode="json", exclude_defaults=True), "study")))
-    if held != [plain.get(part) for part in _EXPERIMENT]:
-        raise RunError(
-            f"'{file}' holds the result of another study with the claim '{study.claim}'; rename the claim, or choose"
-            " another `out`."
-        )
+    if held == [json.loads(json.dumps(plain["study"])).get(part) for part in _EXPERIMENT]:
+        return
+    name = f"{file.stem}+{fingerprint(stored)[:8]}"
+    log.warning("'%s' held the result of another study with this claim, which is '%s.json' now.", file, name)
+    for one in (file, file.with_suffix(".html")):
+        if one.exists():
+            one.rename(one.with_name(f"{name}{one.suffix}"))
 
 
 def _count_kept_seeds(file: Path, plain: Mapping[str, Any]) -> int:
