@@ -215,6 +215,23 @@ def vitclinic_output(*arguments):
     return vitclinic(*arguments).stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "count"), [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_threads_wait_shortly_unless_the_user_says_otherwise(given, count, monkeypatch, capsys):
+    from vitclinic.cli import main
+
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["vitclinic", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert os.environ.get("GOMP_SPINCOUNT") == count
+
+
 def test_lists_are_plain_when_piped_and_json_when_asked():
     names = vitclinic_output("list", "models", "vit_tiny*").splitlines()
     assert "vit_tiny_fitted" in names

@@ -61,11 +61,18 @@ def _root(
     pass
 
 
+SPIN_COUNT = "5000"
+"""How long threads of OpenMP spin at a barrier before they sleep. The default, 300,000 turns, is many times slower
+beside other busy processes, and no faster alone (docs/results/training-speed.md)."""
+
+
 def main() -> None:
     """Run the `vitclinic` command; an error is one sentence on stderr and an exit code.
 
     Whatever a user can cause is a `VitclinicError`; the rest is a bug, and told as such.
     """
+    if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set stands; read once, when torch is loaded
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     try:
         app()
     except VitclinicError as error:
