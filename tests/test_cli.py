@@ -81,7 +81,7 @@ def test_the_surface_grows_on_purpose():
         "study": sorted(
             [
                 *("words", "--data", "--scale", "--dry-run", "--seeds", "--processes", "--ray", "--out", "--json"),
-                *("--verbose", "-v", "--quiet", "-q"),
+                *("--target", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
         "list": ["--json", "pattern", "what"],

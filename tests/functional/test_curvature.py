@@ -254,7 +254,7 @@ W = torch.zeros(2, requires_grad=True)
         lambda: F.hessian_density((nn.Identity(), nn.MSELoss(), []), [W]),
         lambda: F.nep(torch.zeros(0)),
         lambda: F.average_flatness(lambda: W.sum(), [W], sigma=0.0),
-        lambda: F.loss_landscape(lambda: W.sum(), [W], [[torch.ones(2)]], points=4),
+        lambda: F.loss_landscape(lambda: W.sum(), [W], [[torch.ones(2)]], points=2),
         lambda: F.filter_normalize([torch.ones(2)], [torch.ones(3)]),
         lambda: F.condition_number(torch.ones(2, 3)),
         lambda: F.polar_coordinates(torch.ones(1, 3)),

@@ -273,6 +273,13 @@ def _features(rng):
                 "prefix_norm": np.full((len(rows), 1), 15.0),
             },
         },
+        "knn": {"scalars": shares(rng, "accuracy")},
+        "linear_probe": {"scalars": shares(rng, "accuracy")},
+        "retrieval": {
+            "scalars": shares(rng, "map", "rank1", "rank5", "rank10"),
+            "arrays": {"cmc": np.sort(rng.random(20))},
+        },
+        "alignment_uniformity": {"scalars": {"alignment": estimate(0.8), "uniformity": estimate(-2.5)}},
         "sparsity": {
             "scalars": shares(rng, "active", "active_first", "active_last"),
             "units": units({"active": 0.1 + 0.2 * rng.random()}, ("mlp",), 0.03),

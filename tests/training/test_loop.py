@@ -153,8 +153,8 @@ def test_all_images_can_be_trained_on(tiny, tmp_path, picture):
             picture(number, (8, 8), "L").save(tmp_path / "photos" / split / name / f"{number}.png")
     data = {"source": str(tmp_path / "photos"), "held_out": 0.0, "augment": "none"}
     run = train(tiny(data=data, steps=2, batch_size=10, out=str(tmp_path / "other")))
-    assert run.data_facts["counts"] == {"train": 10, "val": 10, "test": 0}
-    assert list(run.results) == ["val"]
+    assert run.data_facts["counts"] == {"train": 10, "val": 10, "test": 10}
+    assert run.results["test"]["nll"] == run.results["val"]["nll"]
 
 
 def test_the_network_learns_the_digits(tiny):

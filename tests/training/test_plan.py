@@ -68,7 +68,7 @@ def test_optimizer_groups_are_matrices_and_the_rest():
 )
 def test_the_traced_memory_of_a_pass_is_that_of_a_real_one(changes):
     trainer = trainer_of(**changes)
-    batch = trainer._prepare(trainer.stream[range(20)])
+    batch = trainer._convert(trainer.stream[range(20)])
     for parameter in trainer.parameters:
         parameter.grad = torch.zeros_like(parameter)
     real = peak_bytes(lambda: trainer.passes(batch), CPU)

@@ -296,14 +296,14 @@ def test_a_network_that_knows_one_size_is_refused_before_training(tiny, tmp_path
 
 def test_the_cost_of_a_step_is_measured_at_each_size(tiny, monkeypatch):
     seen = []
-    prepare = Trainer._prepare
+    convert = Trainer._convert
 
     def note(self, batch):
-        prepared = prepare(self, batch)
-        seen.append(tuple(prepared.images.shape[-2:]))
-        return prepared
+        converted = convert(self, batch)
+        seen.append(tuple(converted.images.shape[-2:]))
+        return converted
 
-    monkeypatch.setattr(Trainer, "_prepare", note)
+    monkeypatch.setattr(Trainer, "_convert", note)
     recipe = build_recipe(tiny(steps=None, max_time="1h", progressive_resizing={"start": 0.5, "stages": 2}))
     cost = measure_cost(recipe, open_data(recipe.data), ALONE, CPU)
     assert seen == [(4, 4), (6, 6), (8, 8)] * 7

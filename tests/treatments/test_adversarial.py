@@ -174,10 +174,13 @@ def test_what_does_not_go_together_is_a_sentence():
 
 
 def test_division_keeps_every_part_of_a_batch_together():
-    part = dataclasses.replace(batch(size=5), patch_targets=torch.arange(10).view(5, 2))
+    views = (torch.arange(5.0), torch.arange(5.0, 10.0))
+    part = dataclasses.replace(batch(size=5), patch_targets=torch.arange(10).view(5, 2), crops=views, teacher=views[0])
     pieces = part.split(2)
     assert [len(piece) for piece in pieces] == [2, 2, 1]
-    for field in dataclasses.fields(Batch):
-        assert torch.equal(torch.cat([getattr(p, field.name) for p in pieces]), getattr(part, field.name))
+    for name in {field.name for field in dataclasses.fields(Batch)} - {"crops"}:
+        assert torch.equal(torch.cat([getattr(p, name) for p in pieces]), getattr(part, name))
+    for view, *cut in zip(views, *(piece.crops for piece in pieces), strict=True):
+        assert torch.equal(torch.cat(cut), view)
     assert batch().split(None)[0].patch_targets is None
     assert batch().split(2)[0].patch_targets is None

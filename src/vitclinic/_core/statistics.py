@@ -136,7 +136,7 @@ def t_power(effect: float, pairs: int, alpha: float = 0.05) -> float:
 
     Example:
         >>> round(t_power(2.0, 5), 2), round(t_power(0.0, 5), 3)
-        (0.92, 0.025)
+        (0.91, 0.025)
     """
     from scipy.special import nctdtr, stdtrit  # a tenth of a second that only this needs
 

@@ -60,7 +60,8 @@ class Dataset:
     @property
     def scores_val(self) -> bool:
         """True if its test images are those of val, because it has no others and none are held out."""
-        return len(self.test) > 0 and self.test.images is self.val.images and not self.undivided
+        same = self.test.images is self.val.images and np.array_equal(self.test.rows, self.val.rows)
+        return len(self.test) > 0 and same and not self.undivided
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float]]:

@@ -229,8 +229,6 @@ class Recipe(Settings):
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of accumulate {self.accumulate}")
         if self.init.source is not None and self.model.pretrained:
             raise ValueError("give init or model.pretrained, not both: each says which weights to start from")
-        if self.head_lr is not None and self.optimizer.lr == 0:
-            raise ValueError("'head_lr' wants optimizer.lr above 0; to train the head alone, write freeze=backbone")
         self._check_task()
         return self
 

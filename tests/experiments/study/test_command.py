@@ -47,7 +47,7 @@ def test_the_verdict_is_first_then_the_tables_then_what_failed(file, tmp_path):
     assert rows["arm"] == ["runs", "accuracy", "norm", "diverged"]
     assert rows["absurd"] == ["2, 2 diverged", "-", "-", "2 of 2"]
     assert rows["impossible"] == ["2, 2 failed", "-", "-", "0 of 0"]
-    assert rows["claim"] == ["measure", "mean", "interval", "seeds", "status"]
+    assert rows["claim"] == ["measure", "mean", "interval", "p", "seeds", "status"]
     assert rows["fast weights grow"][0] == "norm"
     failed = [line for line in lines if line.startswith("failed: ")]
     assert len(failed) == 1
@@ -69,7 +69,7 @@ def test_a_dry_run_trains_nothing(tmp_path, monkeypatch):
     assert done.exit_code == 0
     assert "10 runs (2 arms x 5 seeds)" in done.stdout
     assert "on two cores for training alone (an estimate)" in done.stdout
-    assert [line.split("\t")[0] for line in done.stdout.splitlines()[2:5]] == ["arm", "AdamW", "SAM"]
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()[2:5]] == ["arm", "ViT", "ViT + SAM"]
     plan = json.loads(command("study", "C6", "--dry-run", "--json", "--seeds", "1").stdout)
     assert (plan["claim"], plan["runs"], len(plan["arms"])) == ("C6", 2, 2)
     assert not list(tmp_path.iterdir())

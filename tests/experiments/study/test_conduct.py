@@ -192,7 +192,7 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
         ),
         (
             {"measures": {"norm": {"result": "accuracy"}}},
-            "'T1.measures.norm.result': write diverged, test.accuracy, or val.accuracy@5 for an epoch"
+            "'T1.measures.norm.result': write diverged, stalled, learns, test.accuracy, or val.accuracy@5"
             " (got 'accuracy').",
         ),
         (
