@@ -59,9 +59,10 @@ def _find_anatomy(target: str, data: str | None) -> Anatomy:
 
     from vitclinic.anatomy import Anatomy
     from vitclinic.exam.targets import resolve
+    from vitclinic.training.run import find_run
 
     # A file of weights may say what the network is, so that one is read.
-    network = resolve(target, torch.device("cpu"), random_weights="@" not in target)
+    network = resolve(target, torch.device("cpu"), random_weights="@" not in target and find_run(target) is None)
     return Anatomy.of(network.network, _make_example(network, data))
 
 
