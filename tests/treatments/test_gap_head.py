@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import nn
 
+from tests.anatomy.handwritten import LinearPatchViT, split_patches
 from tests.anatomy.networks import shaken, tiny_vit
 from tests.treatments.attentions import images, vit
 from vitclinic._core.errors import TreatmentError
@@ -101,3 +102,15 @@ def test_a_head_without_a_pooling_to_replace_is_a_sentence(pool: str) -> None:
     network = vit(global_pool=pool, class_token=False)
     with pytest.raises(TreatmentError, match=rf"this head is '{pool}'"):
         treat(network, "gap_head")
+
+
+def test_a_class_token_behind_the_patches_is_a_sentence() -> None:
+    class ClassTokenLast(LinearPatchViT):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            x = self.to_patch_embedding(split_patches(images))
+            x = torch.cat((x, self.cls_token.expand(len(x), -1, -1)), dim=1) + self.pos_embedding
+            scores: torch.Tensor = self.mlp_head(self.transformer(x)[:, -1])
+            return scores
+
+    with pytest.raises(TreatmentError, match="its class token is not the first of its tokens"):
+        treat(ClassTokenLast(), "gap_head")

@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from tests.anatomy.handwritten import EncoderViT
+from tests.anatomy.handwritten import EncoderViT, LinearPatchViT
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.probes.subjects import CLASSES, SIZE, subject, vit
 from vitclinic import functional as F
@@ -23,6 +23,7 @@ from vitclinic.training.optimizer import weight_decay_parameters
 from vitclinic.treatments import RegistersTreatment, image_spec, treat
 
 IMAGES = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+LARGER = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
 
 def built(**keywords: Any) -> Any:
@@ -225,3 +226,25 @@ def test_each_of_them_learns() -> None:
     network = treat(timm.models.VisionTransformer(img_size=SIZE, patch_size=4, embed_dim=24, depth=2), "registers")
     network(IMAGES).square().sum().backward()
     assert network.registers.reg_token.grad.abs().sum(1).min() > 0
+
+
+def test_a_network_in_which_they_would_do_nothing_is_refused_and_left_as_it_was() -> None:
+    class Twice(LinearPatchViT):
+        def forward(self, images: Tensor) -> Tensor:
+            both: Tensor = super().forward(images) + super().forward(images.flip(-1))
+            return both / 2
+
+    network = Twice().eval()
+    before = network(LARGER)
+    with pytest.raises(TreatmentError, match="they do not reach its output"):
+        treat(network, "registers")
+    assert torch.equal(network(LARGER), before)
+
+
+def test_a_network_that_returns_its_loss_first_is_read_by_its_scores() -> None:
+    class WithLoss(LinearPatchViT):
+        def forward(self, images: Tensor) -> Any:
+            scores = super().forward(images)
+            return scores.new_zeros(()), scores
+
+    assert image_spec(WithLoss()).num_classes == LinearPatchViT()(LARGER).shape[-1]

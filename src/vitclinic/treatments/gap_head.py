@@ -75,6 +75,8 @@ def find_class_token(treatment: Treatment, head: Unit, network: nn.Module, spec:
     prefix = head.input.layout.prefix
     if not prefix:
         raise missing(treatment, network, "this one has no class token")
+    if head.input.arrangement is not None and head.input.arrangement.order is not None:
+        raise missing(treatment, network, "its class token is not the first of its tokens")
     place = _last_state(head, network, spec)
     if place is None:
         raise missing(treatment, network, "its last state is not one sequence of tokens")

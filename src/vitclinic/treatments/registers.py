@@ -14,11 +14,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
-from vitclinic.anatomy import Site, Unit, into, taps
+from vitclinic.anatomy import Site, Unit, eval_mode, into, taps
 from vitclinic.anatomy.forward import Removable
 from vitclinic.data import ImageSpec
-from vitclinic.treatments.parts import check_tokens, examine, missing, replace_at, run_once
-from vitclinic.treatments.surgery import treatments_of
+from vitclinic.treatments.parts import check_tokens, examine, example_image, missing, replace_at, run_once
+from vitclinic.treatments.surgery import scores_of, treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
 
@@ -126,6 +126,7 @@ class RegistersTreatment(Treatment):
         if entry.arrangement is not None and entry.arrangement.order is not None:
             raise missing(self, network, "its class token is not the first of its tokens")
         ends = _find_ends(network, inside, spec)
+        shape = scores_of(run_once(network, spec, batch=2)).shape
         like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
         registers = Registers(self.count, width, entry.layout.prefix, axes).to(like)
         network.add_module("registers", registers.train(network.training))
@@ -133,7 +134,7 @@ class RegistersTreatment(Treatment):
             handle for end, act in zip(ends, ("insert", "remove"), strict=True) for handle in end.attach(registers, act)
         ]
         try:
-            run_once(network, spec)
+            _check_pass(network, registers, spec, shape)
         except Exception as error:  # of whatever counts tokens
             for handle in handles:
                 handle.remove()
@@ -142,6 +143,16 @@ class RegistersTreatment(Treatment):
             advice = "if another treatment counts the tokens, as local_attention does, list registers first"
             raise missing(self, network, f"with more tokens this one fails ({reason}); {advice}") from error
         return network
+
+
+def _check_pass(network: nn.Module, registers: Registers, spec: ImageSpec, shape: torch.Size) -> None:
+    """Raise a ValueError unless the network still answers image by image, and its answers depend on the registers."""
+    with eval_mode(network), torch.enable_grad():
+        scores = scores_of(network(example_image(network, spec, 2)))
+        if scores.shape != shape:
+            raise ValueError(f"its outputs become {tuple(scores.shape)}, not {tuple(shape)}")
+        if torch.autograd.grad(scores.sum(), registers.reg_token, allow_unused=True)[0] is None:
+            raise ValueError("they do not reach its output")
 
 
 def _units_over_tokens(treatment: Treatment, network: nn.Module, spec: ImageSpec) -> list[Unit]:

@@ -138,7 +138,10 @@ def scores_of(output: Any) -> Tensor:
     """Return the class scores, or the features, among all that a network returns: the logits, or the first tensor."""
     named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     plain = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
-    found: Tensor = named if named is not None else next(x for x in tree_leaves(plain) if isinstance(x, Tensor))
+    tensors = [x for x in tree_leaves(plain) if isinstance(x, Tensor)]
+    found: Tensor = (
+        named if named is not None else next((x for x in tensors if x.ndim), tensors[0])
+    )  # a loss has no axis
     return found
 
 

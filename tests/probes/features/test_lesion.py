@@ -271,3 +271,17 @@ def test_answers_that_are_not_numbers_are_wrong():
 def test_labels_of_other_classes_do_not_apply():
     (measurement,) = measure(subject("vit", dataset=noise(8, classes=3)), [Lesion()])
     assert measurement.status == "does_not_apply"
+
+
+def test_a_network_that_answers_by_chance_has_no_lesions():
+    class Forgetful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vit = vit()
+
+        def forward(self, images):
+            return self.vit(F.dropout(images, 0.5, training=True))
+
+    (measurement,) = measure(subject(Forgetful()), [Lesion()])
+    assert measurement.status == "failed"
+    assert "answers differently each time" in measurement.reason

@@ -241,6 +241,8 @@ class Lesion(OwningProbe):
                 size = _images_at_a_time(subject, replay)
                 for part in (part for batch in subject.batches() for part in batch.split(size)):
                     if int(part.indices[-1]) >= answers.done:
+                        if answers.done == 0:
+                            _check_repeatable(subject, part)
                         self._examine(subject, units, part, replay, answers)
                         partial.write(answers.arrays(), every=SAVED_EVERY)
         finally:
@@ -259,6 +261,16 @@ class Lesion(OwningProbe):
                 answers.note(number, batch, subject.logits(batch.images))
         answers.done = int(batch.indices[-1]) + 1
         subject.progress(self.name, answers.done * (len(units) + 1), passes)
+
+
+def _check_repeatable(subject: Subject, batch: Batch) -> None:
+    """Raise a ModelError if the same images get other answers each time: a lesion could not be told from chance."""
+    first, second = (subject.logits(batch.images) for _ in range(2))
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True):
+        raise ModelError(
+            f"{type(subject.network).__name__} answers differently each time it sees the same images in eval mode (a"
+            " dropout that stays on?), so that the effect of a lesion cannot be told from chance."
+        )
 
 
 class Answers:
