@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.anatomy import handwritten
 from tests.anatomy.map_products import Products
 from tests.anatomy.networks import NETWORKS, shaken
 from tests.anatomy.zoo import ZOO
@@ -302,3 +303,31 @@ def test_a_wrong_family_registered_by_hand_is_still_refused(monkeypatch: pytest.
     monkeypatch.setattr(registry, "_families", [wrong, *registry._families])
     with pytest.raises(AnatomyError, match=r"output is not skip \+ branch"):
         Anatomy.of(network, torch.rand(1, 3, 8, 8))
+
+
+class LoopedAttention(handwritten.Attention):
+    """Attention computed by a loop over its queries, in two pieces, or over its heads."""
+
+    over = "queries"
+
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.to_qkv(self.norm(x)).chunk(3, dim=-1))
+        axis = 2 if self.over == "queries" else 1
+        whole = [(q, k, v)] if self.over == "queries" else zip(*(t.split(1, 1) for t in (q, k, v)), strict=True)
+        pieces = [(piece, k, v) for q, k, v in whole for piece in (q.chunk(2, 2) if axis == 2 else [q])]
+        out = torch.cat([self.attend(q @ k.mT * self.scale) @ v for q, k, v in pieces], dim=axis)
+        return self.to_out(out.transpose(1, 2).reshape(b, n, c))
+
+
+@pytest.mark.parametrize(("over", "has_maps"), [("heads", True), ("queries", False)])
+def test_a_loop_over_heads_makes_one_map_and_one_over_queries_none(over, has_maps):
+    network = handwritten.LinearPatchViT().eval()
+    image = torch.rand(1, 3, 32, 32)
+    expected = network(image)
+    for attention, _ in network.transformer.layers:
+        attention.__class__ = type("Looped", (LoopedAttention,), {"over": over})
+    torch.testing.assert_close(network(image), expected)
+    anatomy = Anatomy.of(network, image)
+    assert all((unit.attention is not None) == has_maps for unit in anatomy.of_kind("msa"))
+    assert any("no map" in note for note in anatomy.notes) != has_maps

@@ -64,6 +64,8 @@ def find_attention(stretch: Stretch, locator: Locator) -> AttentionSpec | None:
     maps = _find_maps(stretch)
     if not maps or not all(_are_side_by_side(one, other, stretch) for one in maps for other in maps):
         return None
+    if not all(_have_same_cells(maps[0].places, one.places) for one in maps):
+        return None  # pieces of the queries, or windows, one after the other
     call, numbers, within = locator.find_call(*(one.counted for one in maps))
     spread = [_spread(one, stretch.record.images, locator.layouts) for one in maps]
     first = spread[0]
@@ -182,6 +184,12 @@ def _is_distribution(one: _Map) -> bool:
         return False
     sums = one.tensor.sum(axes[1])
     return bool((one.tensor >= 0).all()) and bool((((sums - 1).abs() < _ROUNDING) | (sums == 0)).all())
+
+
+def _have_same_cells(one: Places, other: Places) -> bool:
+    """Return True if two maps are of the same queries and keys."""
+    pairs = ((one.cells, other.cells), (one.keys, other.keys))
+    return all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
 
 
 def _are_side_by_side(one: _Map, other: _Map, stretch: Stretch) -> bool:
