@@ -133,7 +133,7 @@ class Session:
             model, state = found
             self.best, self.failure = state.pop("best"), state.pop("failure", None)
             self.trainer.load_state_dict(model, state)
-        elif self.distributed.is_leader and (self.run.path / "metrics.jsonl").exists():
+        elif self.distributed.is_leader and self.run.status.get("step", 0) > 0:  # one was saved
             log.warning("'%s' has no checkpoint to go on from; training starts over.", self.run.path)
         self.distributed.wait()
         if self.distributed.is_leader:

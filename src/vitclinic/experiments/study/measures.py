@@ -86,7 +86,8 @@ def measure_matched(
     Nearest is by ratio. Measures of the last weights are those of that epoch; the run's results are not of it, and
     missing. There is no epoch if the run keeps none, or if there is no goal.
     """
-    kept = [epoch for epoch in sorted(run.recipe.checkpoint.keep_epochs) if epoch > 0]
+    there = run.checkpoints.names()
+    kept = [epoch for epoch in sorted(run.recipe.checkpoint.keep_epochs) if epoch > 0 and f"epoch-{epoch}" in there]
     distances = {}
     for epoch in kept if goal > 0 else ():
         found = measure_run(run, data, {by: _at_epoch(measures[by], epoch)}).numbers[by]

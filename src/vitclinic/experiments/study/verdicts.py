@@ -168,7 +168,7 @@ def _compare(expected: Expectation, study: Study, values: Values, seeds: Sequenc
     p = math.nan
     if measure.is_ordinal and len(known) > 1:
         p = sign_flip_test([number - expected.than for number in known])
-    elif not math.isnan(low):
+    elif not math.isnan(low) and len(known) > 1:
         p = t_test([number - expected.than for number in known])
     status: Status = "undecided"
     if p <= alpha and mean != expected.than:
