@@ -95,7 +95,7 @@ REFUSALS: dict[str, dict[str, str]] = {
     },
     "timm/vit_relpos_small_patch16_224": NO_CLASS_TOKEN | NO_SEQUENCE | {"registers": "with more tokens"},
     "timm/swin_tiny_patch4_window7_224": NO_CLASS_TOKEN | WINDOWS | {"uniform_heads": "its only head"},
-    "timm/pit_ti_224": NO_SEQUENCE,
+    "timm/pit_ti_224": NO_SEQUENCE | {"registers": "mixes a fixed number of tokens"},
     "timm/mixer_s16_224": NO_ATTENTION | NO_CLASS_TOKEN | WINDOWS | {"extra_block": "it has no attention"},
     "transformers/SiglipForImageClassification": NO_CLASS_TOKEN,
     "transformers/BeitForImageClassification": {"gap_head": "does not read its class token"},
