@@ -19,6 +19,7 @@ from tests.anatomy.test_contract import hooks
 from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, AttentionMap, double_differentiable, record_attention
 from vitclinic.anatomy.attention import _map_of_sdpa, _weights_of_mha
+from vitclinic.anatomy.maps import AttentionCall
 
 IMAGES = torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
 
@@ -58,7 +59,7 @@ def test_the_map_of_fused_attention_times_v_is_its_output(options: dict[str, Any
     options = {
         name: o.double() if isinstance(o, Tensor) and o.is_floating_point() else o for name, o in options.items()
     }
-    weights, _ = _map_of_sdpa(query, key, value, **options)
+    weights, _ = _map_of_sdpa(AttentionCall(query, key, value, **options))
     expected = F.scaled_dot_product_attention(query, key, value, **options)
     torch.testing.assert_close(weights @ value.repeat_interleave(4 // groups, 1), expected)
 

@@ -15,20 +15,20 @@ from vitclinic._core.errors import ModelError, RecipeError, RunError
 from vitclinic.deployment.export import check_same_logits
 from vitclinic.training import load_model
 
+SWIN = {
+    "name": "swin_tiny_patch4_window7_224",
+    **{"patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},
+}
 NETWORKS = {
     "vit": (TINY, []),
-    "swin": (
-        {
-            "name": "swin_tiny_patch4_window7_224",
-            **{"patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},
-        },
-        [],
-    ),
+    "swin": (SWIN, []),
     "resnet": ({"name": "resnet10t"}, []),
     "alternet": ({"name": "alternet18"}, []),
     "hybrid": ({"name": "hybrid_vit", "embed_dim": 32, "num_heads": 2}, []),
-    "treated": (TINY, ["sequence_pooling", "conv_stem", "context_broadcasting", "talking_heads"]),
-    "smoothed": ({"name": "resnet10t"}, ["spatial_smoothing"]),
+    "treated vit": (TINY, ["sequence_pooling", "conv_stem", "context_broadcasting", "talking_heads"]),
+    "treated swin": (SWIN, ["context_broadcasting", "talking_heads"]),
+    "treated resnet": ({"name": "resnet10t"}, ["spatial_smoothing"]),
+    "treated alternet": ({"name": "alternet18"}, ["spatial_smoothing", "talking_heads"]),
 }
 
 
@@ -62,8 +62,15 @@ def test_a_timm_folder_loads_in_timm_alone_and_in_transformers_offline(run, monk
     assert str(run.path.parent) not in card  # no folders of this machine
 
 
-def test_treatments_of_training_alone_leave_a_timm_network(tmp_path):
-    assert vitclinic.export(train(tmp_path / "run", TINY, ["sam"]), "timm").is_dir()
+@pytest.mark.parametrize(
+    "name", ["vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("swin", "resnet", "alternet"))]
+)
+def test_treatments_of_training_alone_leave_a_timm_network(name, tmp_path):
+    run = train(tmp_path / "run", NETWORKS[name][0], ["sam"])
+    network, loaded = load_model(run.path), timm.create_model(f"local-dir:{vitclinic.export(run, 'timm')}", True)
+    x = torch.rand(3, 3, 32, 32)
+    with torch.no_grad():
+        assert (loaded.eval()((x - network.mean) / network.std) - network(x)).abs().max() < 1e-4
 
 
 def test_what_timm_cannot_build_is_one_sentence_and_leaves_nothing(tmp_path):

@@ -42,14 +42,13 @@ from vitclinic.anatomy.maps import (
     ATTENTION,
     MHA_SIGNATURE,
     PRODUCTS,
+    AttentionCall,
     AttentionMap,
     attention_scores,
     hidden_by,
     is_over_last_axis,
     join_heads,
     project_heads,
-    repeat_groups,
-    sdpa_mask,
 )
 from vitclinic.anatomy.sites import Size, version_of, watch
 from vitclinic.anatomy.units import AttentionSpec, Unit
@@ -191,7 +190,7 @@ class _Recorder(TorchFunctionMode):
             self._show_operand(args, kwargs)
             return func(*args, **kwargs)
         if self._grad and func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
+            return self._attend(AttentionCall(*args, **kwargs))
         if self._grad and func is F.multi_head_attention_forward:
             call = MHA_SIGNATURE.bind(*args, **kwargs)
             call.apply_defaults()
@@ -201,12 +200,12 @@ class _Recorder(TorchFunctionMode):
             self._show(func, args, kwargs, result)
         return result
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _attend(self, call: AttentionCall) -> Tensor:
         """Return what `scaled_dot_product_attention` returns, computed from the map that is shown."""
         with look():
-            weights, hidden = _map_of_sdpa(query, key, value, *args, **kwargs)
+            weights, hidden = _map_of_sdpa(call)
             self._emit(weights, hidden)
-        return weights @ (repeat_groups(value, query) if kwargs.get("enable_gqa") else value)
+        return weights @ call.repeat_groups().value
 
     def _attend_heads(self, call: inspect.BoundArguments) -> tuple[Tensor, Tensor | None]:
         """Return what `multi_head_attention_forward` returns, computed from the map that is shown."""
@@ -217,16 +216,17 @@ class _Recorder(TorchFunctionMode):
                 f"the attention of {self.unit.name} has {found[0]}, through which maps have no gradients yet."
             )
         query, key, value = project_heads(given, (given["query"], given["key"], given["value"]))
-        result = join_heads(self._attend(query, key, value), given)
+        heads = AttentionCall(query, key, value)
+        result = join_heads(self._attend(heads), given)
         if not given["need_weights"]:
             return result, None
-        weights, _ = _map_of_sdpa(query, key, value)
+        weights, _ = _map_of_sdpa(heads)
         return result, weights.mean(1) if given["average_attn_weights"] else weights
 
     def _show(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is F.scaled_dot_product_attention:
             with torch.no_grad():
-                weights, hidden = _map_of_sdpa(*args, **kwargs)
+                weights, hidden = _map_of_sdpa(AttentionCall(*args, **kwargs))
             self._emit(weights, hidden)
         elif func is F.multi_head_attention_forward:
             self._emit(_weights_of_mha(*args, **kwargs))
@@ -282,27 +282,17 @@ class _Recorder(TorchFunctionMode):
         self._consumer(AttentionMap(self.unit, weights, self._spec.keys.prefix, self._grid, windows, hidden, source))
 
 
-def _map_of_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def _map_of_sdpa(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Return the map that `scaled_dot_product_attention` applies, without dropout, and what its mask hides, [Q, K]."""
-    if enable_gqa:
-        key = repeat_groups(key, query)
-    mask = sdpa_mask(query, key, attn_mask, is_causal)
-    scores, hidden = attention_scores(query, key, scale, mask)
+    call = call.repeat_groups()
+    mask = call.mask
+    scores, hidden = attention_scores(call.query, call.key, call.scale, mask)
     if mask is None or hidden is None:
         return scores.softmax(-1), None
     scores = scores.masked_fill(hidden, -torch.inf)
     # A query that may see no key attends to nothing, as in PyTorch's own kernels.
     weights = scores.softmax(-1).masked_fill(scores.amax(-1, keepdim=True) == -torch.inf, 0.0)
-    return weights, _hidden(mask).expand(query.shape[-2], key.shape[-2])
+    return weights, _hidden(mask).expand(call.query.shape[-2], call.key.shape[-2])
 
 
 def _hidden(mask: Tensor) -> Tensor:

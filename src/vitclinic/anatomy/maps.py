@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,11 +90,6 @@ def is_over_last_axis(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str
     return kwargs.get("dim", *args[1:2]) in (-1, result.ndim - 1)
 
 
-def repeat_groups(x: Tensor, query: Tensor) -> Tensor:
-    """Return keys or values of grouped queries, repeated for each of their heads."""
-    return x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3)
-
-
 def project_heads(call: Mapping[str, Any], tokens_nbc: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the queries, keys and values [B, H, N, D] of a call of `multi_head_attention_forward`."""
     separate = [call[f"{name}_proj_weight"] for name in "qkv"]
@@ -110,11 +105,33 @@ def join_heads(mixed_bhqd: Tensor, call: Mapping[str, Any]) -> Tensor:
     return F.linear(mixed_bhqd.permute(2, 0, 1, 3).flatten(2), call["out_proj_weight"], call["out_proj_bias"])
 
 
-def sdpa_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-    """Return the mask of a call of `scaled_dot_product_attention`; a causal one is True for keys that count."""
-    if not is_causal:
-        return attn_mask
-    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+class AttentionCall(NamedTuple):
+    """The arguments of a call of `scaled_dot_product_attention`, in its order and with its defaults."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask that counts; a causal one is True for keys that count."""
+        if not self.is_causal:
+            return self.attn_mask
+        shape = (self.query.shape[-2], self.key.shape[-2])
+        return torch.ones(shape, dtype=torch.bool, device=self.query.device).tril()
+
+    def repeat_groups(self) -> AttentionCall:
+        """Return the call with keys and values for each head, if queries are grouped."""
+        if not self.enable_gqa:
+            return self
+        heads = self.query.shape[-3]
+        key, value = (x.repeat_interleave(heads // x.shape[-3], dim=-3) for x in (self.key, self.value))
+        return self._replace(key=key, value=value, enable_gqa=False)
 
 
 def hidden_by(mask: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError
 from vitclinic._core.io import write_errors
-from vitclinic.anatomy.maps import attention_scores, sdpa_mask
+from vitclinic.anatomy.maps import AttentionCall, attention_scores
 from vitclinic.deployment.card import write_card
 from vitclinic.deployment.predict import CALIBRATION
 from vitclinic.models import Normalized
@@ -164,23 +164,14 @@ class _PlainAttention(TorchFunctionMode):
     """Attention as products and a softmax: the fused one has other strides than its parts, into which ONNX takes it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and not (kwargs or {}).get("enable_gqa"):
-            return _attend(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            return _attend(AttentionCall(*args, **(kwargs or {})).repeat_groups())
         return func(*args, **(kwargs or {}))
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    scores, hidden = attention_scores(query, key, scale, sdpa_mask(query, key, attn_mask, is_causal))
-    return (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1) @ value
+def _attend(call: AttentionCall) -> Tensor:
+    scores, hidden = attention_scores(call.query, call.key, call.scale, call.mask)
+    return (scores if hidden is None else scores.masked_fill(hidden, -torch.inf)).softmax(-1) @ call.value
 
 
 def _trace(network: nn.Module, run: Run) -> torch.export.ExportedProgram:

@@ -25,12 +25,11 @@ from vitclinic.anatomy.maps import (
     MHA_SIGNATURE,
     PRODUCTS,
     SOFTMAX,
+    AttentionCall,
     attention_scores,
     is_over_last_axis,
     join_heads,
     project_heads,
-    repeat_groups,
-    sdpa_mask,
 )
 from vitclinic.treatments.neighbourhood import Neighbourhood, Seams, SeenNeighbourhood, SeenPairs
 
@@ -112,7 +111,7 @@ class _Edit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _attend_sdpa(self.attention, *args, **kwargs)
+            return _attend_sdpa(self.attention, AttentionCall(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             return _attend_multi_head(self.attention, *args, **kwargs)
         if is_softmax_of_map(func, args, kwargs):
@@ -159,37 +158,27 @@ def _edit_softmax(attention: AttentionOptions, input: Tensor, dim: int, *_: Any,
     return weights.flatten(0, 1) if input.ndim == 3 else weights
 
 
-def _attend_sdpa(
-    attention: AttentionOptions,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _attend_sdpa(attention: AttentionOptions, call: AttentionCall) -> Tensor:
+    query, key, value = call[:3]
     if query.ndim == 3:
         query, key, value = (_heads_apart(x, attention.map_heads) for x in (query, key, value))
-        mixed = _attend_sdpa(attention, query, key, value, attn_mask, dropout_p, is_causal, scale)
-        return mixed.flatten(0, 1)
+        return _attend_sdpa(attention, call._replace(query=query, key=key, value=value)).flatten(0, 1)
+    mask = call.attn_mask
     if query.ndim == 5:  # windows have an axis of their own
         windows = query.shape[1]
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
-        attn_mask = attn_mask.flatten(0, 1) if attn_mask is not None and attn_mask.ndim == 5 else attn_mask
-        mixed = _attend_sdpa(attention, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        mask = mask.flatten(0, 1) if mask is not None and mask.ndim == 5 else mask
+        mixed = _attend_sdpa(attention, call._replace(query=query, key=key, value=value, attn_mask=mask))
         return mixed.reshape(-1, windows, *mixed.shape[1:])
-    if enable_gqa:
-        key, value = repeat_groups(key, query), repeat_groups(value, query)
-    attn_mask = sdpa_mask(query, key, attn_mask, is_causal)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call = call.repeat_groups()
+    query, key, value, mask = *call[:3], call.mask
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     near = attention.neighbourhood
-    weigh = partial(_weigh, attention, dropout=dropout_p, scale=scale)
-    whole = attn_mask is None and query.shape == key.shape
+    weigh = partial(_weigh, attention, dropout=call.dropout_p, scale=scale)
+    whole = mask is None and query.shape == key.shape
     if isinstance(near, Neighbourhood) and near.banded and attention.in_pieces and whole:
         return near.attend_in_bands(query, key, value, weigh)
-    return weigh(query, key, value, _restrict(attention, attn_mask, query, key))
+    return weigh(query, key, value, _restrict(attention, mask, query, key))
 
 
 def _restrict(attention: AttentionOptions, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -254,7 +243,7 @@ def _attend_multi_head(attention: AttentionOptions, *args: Any, **kwargs: Any) -
         weights = weights.mean(dim=1) if call["average_attn_weights"] else weights
         weights = weights if batched else weights.squeeze(0)
     else:
-        mixed = _attend_sdpa(attention, q, k, v, _mask_of(call, batched), dropout)
+        mixed = _attend_sdpa(attention, AttentionCall(q, k, v, _mask_of(call, batched), dropout))
     out = join_heads(mixed, call)
     return (out if batched else out.squeeze(1)), weights
 
