@@ -93,14 +93,26 @@ def test_whatever_is_not_ok_says_why():
         ('{"schema": 2, "probe": "norms"}', "not a measurement of schema 1; update vitclinic"),
         ('{"probe": "norms"}', "not a measurement of schema 1"),
         ('{"schema": 1, "probe": "norms"}', "not a complete measurement: 'config' is required"),
-        ('{"schema": 1', "cannot be read"),
-        ("[]", "is not a measurement"),
+        ('{"schema": 1', "is damaged .*delete it to measure again"),
+        ("[]", "is damaged .*no JSON object.*delete it to measure again"),
     ],
 )
 def test_what_is_not_a_measurement_is_a_sentence(tmp_path, text, message):
     (tmp_path / "m.json").write_text(text)
     with pytest.raises(RunError, match=message):
         Measurement.read(tmp_path / "m.json")
+
+
+def test_a_changed_number_is_noticed(tmp_path):
+    measurement(scalars={"accuracy": Scalar(value=0.5, low=0.4, high=0.6)}).write(tmp_path / "m.json")
+    text = (tmp_path / "m.json").read_text()
+    (tmp_path / "m.json").write_text(text.replace("0.5", "0.9", 1))
+    with pytest.raises(RunError, match="was changed since it was written; delete it"):
+        Measurement.read(tmp_path / "m.json")
+    record = json.loads(text)
+    del record["digest"]  # as earlier versions wrote it
+    (tmp_path / "m.json").write_text(json.dumps(record))
+    assert Measurement.read(tmp_path / "m.json").scalars["accuracy"].value == 0.5
 
 
 def test_arrays_that_do_not_belong_are_noticed(tmp_path):

@@ -11,6 +11,7 @@ from tests.probes.subjects import NETWORKS, subject
 from vitclinic._core.records import Measurement
 from vitclinic.exam.timing import estimate_seconds
 from vitclinic.probes import known_probes, measure, parse_probes, view_of
+from vitclinic.probes.numbers import find_typo
 from vitclinic.probes.guards import _TABLES, preserve_state
 from vitclinic.probes.running import find_obstacle
 
@@ -83,6 +84,23 @@ def test_the_record_is_whole_and_reads_back_equal(exam, tmp_path):
         assert measurement.reason.endswith(".")
     measurement.write(tmp_path / "m.json")
     assert Measurement.read(tmp_path / "m.json") == measurement
+
+
+def test_every_number_has_a_name_that_the_source_states(exam):
+    measurement, _, _, _ = exam
+    probe = known_probes()[measurement.probe]
+    values = {value for row in measurement.units for value in row.values}
+    for name in {*measurement.scalars, *values}:
+        assert find_typo(probe, name) is None
+
+
+@pytest.mark.parametrize("name", known_probes())
+def test_a_number_that_no_probe_has_is_told(name):
+    probe = known_probes()[name]
+    said = find_typo(probe, next(iter(probe.key_scalars)) + "x")
+    if name not in ("landscape", "lesion"):  # which put names together from parts
+        assert f"{name} has no number" in said
+        assert "Did you mean" in said
 
 
 def test_the_network_is_left_exactly_as_it_was(exam):

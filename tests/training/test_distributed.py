@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def torchrun(arguments, processes=2, **options):
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1"]
-    command = [sys.executable, *launcher, "--master-port", str(free_port()), "-m", "vitclinic", "train", *arguments]
+def torchrun(arguments, processes=2, meeting=None):
+    meeting = meeting or ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), *meeting]
+    command = [sys.executable, *launcher, "-m", "vitclinic", "train", *arguments]
     return subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -128,3 +130,46 @@ def test_all_processes_stop_after_the_same_step_and_one_goes_on(recipe, tmp_path
     theirs = run.checkpoints.read_model("last")
     for name, value in whole.checkpoints.read_model("last").items():
         assert torch.allclose(value, theirs[name], atol=1e-8), name
+
+
+@pytest.mark.slow
+def test_two_nodes_make_the_steps_of_one_process(recipe, tmp_path):
+    changes = {"precision": "fp64", "treatments": [{"sam": {"rho": 0.1, "m": 10}}], "clip": 0.5, "ema": 0.9}
+    alone = train(recipe(**changes, out=str(tmp_path / "alone")))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe(**changes, out=str(tmp_path / "both"))))
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    meeting += ["--rdzv-id", "two-nodes", "--local-addr", "127.0.0.1"]
+    agents = [torchrun(["-q", str(file)], 1, meeting) for _ in range(2)]
+    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    theirs = Run(tmp_path / "both").checkpoints.read_model("last")
+    for name, value in alone.checkpoints.read_model("last").items():
+        assert (value - theirs[name]).abs().max() <= 1e-10, name
+    assert json.loads((tmp_path / "both" / "environment.json").read_text())["processes"] == 2
+
+
+def children(pid):
+    """Return the processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for processes in /proc")
+def test_processes_end_and_save_when_their_agent_is_killed(recipe, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe(steps=100_000)))
+    process = torchrun(["-q", str(file)])
+    run = Run(tmp_path / "run")
+    while not (run.path / "checkpoints" / "last").exists() and process.poll() is None:
+        time.sleep(0.05)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert run.status["status"] == "interrupted"
+    assert run.checkpoints.read("last")[1]["step"] == run.status["step"] > 0

@@ -6,6 +6,9 @@ import copy
 import logging
 import os
 import pickle
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,12 +170,31 @@ def join_processes(device: torch.device) -> Iterator[Distributed]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what the collective operations on objects use
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     # The others wait while the leader decodes a set for the first time.
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
     try:
         yield Distributed.current()
     finally:
         dist.destroy_process_group()
+
+
+_LOOK_EVERY = 1.0
+_GRACE = 120.0
+"""Seconds that a process without its parent has to save what it has."""
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when its parent, torchrun's agent, is gone: a killed agent leaves nobody to end its processes.
+
+    As a scheduler does, it asks first (SIGTERM, which saves a training) and does not wait for ever.
+    """
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY)
+    log.warning("The process that started this one is gone: saving, and ending.")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os._exit(128 + signal.SIGTERM)
 
 
 def pick_device(wanted: str) -> torch.device:

@@ -2,7 +2,8 @@
 
 The JSON is strict and has a schema number; numbers that JSON does not know are written as the strings "nan",
 "inf" and "-inf". The file of arrays is written first and the JSON contains its SHA-256, so that a pair that does not
-belong together (an interrupted write) is detected. Nothing is pickled.
+belong together (an interrupted write) is detected. The JSON ends with a digest of itself: a number that was changed, by
+a disk or by hand, is not shown as one that was measured. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pydantic import (
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic._core.io import write_bytes, write_errors, write_text
+from vitclinic._core.io import fingerprint, read_record, write_bytes, write_errors, write_text
 from vitclinic._core.registry import ProbeFacts
 
 if TYPE_CHECKING:
@@ -224,32 +225,26 @@ class Measurement(Config):
             content = _pack(self.arrays)
             write_bytes(path.with_suffix(".npz"), content)
             record["arrays"] = {"names": sorted(self.arrays), "sha256": hashlib.sha256(content).hexdigest()}
+        record["digest"] = fingerprint(record)
         write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
         """Read the measurement stored at `path`."""
-        record = _read_json(path)
+        record = read_record(path, {}, "delete it to measure again")
         if record.pop("schema", None) != SCHEMA:
             raise RunError(
                 f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or delete it to measure again."
             )
+        digest = record.pop("digest", None)  # earlier versions wrote none
+        if digest is not None and digest != fingerprint({"schema": SCHEMA, **record}):
+            raise RunError(f"'{path}' was changed since it was written; delete it to measure again.")
         listed = record.pop("arrays", None)
         arrays = {} if listed is None else _read_arrays(path, listed)
         try:
             return validate(cls, {**record, "arrays": arrays})
         except RecipeError as error:
             raise RunError(f"'{path}' is not a complete measurement: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"'{path}' cannot be read: {error}.") from error
-    if not isinstance(record, dict):
-        raise RunError(f"'{path}' is not a measurement.")
-    return record
 
 
 def _pack(arrays: Mapping[str, NDArray[Any]]) -> bytes:

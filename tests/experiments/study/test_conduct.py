@@ -191,6 +191,14 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
             "'T1.measures.norm': there is no probe 'norm'. Did you mean 'norms'?",
         ),
         (
+            {"measures": {"norm": {"probe": "norms", "scalar": "weight_nrom"}}},
+            "'T1.measures.norm': norms has no number 'weight_nrom'. Did you mean 'weight_norm'?",
+        ),
+        (
+            {"measures": {"norm": {"probe": "norms", "value": "activation_nrom"}}},
+            "'T1.measures.norm': norms has no number 'activation_nrom'. Did you mean 'activation_norm'?",
+        ),
+        (
             {"measures": {"norm": {"result": "accuracy"}}},
             "'T1.measures.norm.result': write diverged, stalled, learns, test.accuracy, or val.accuracy@5"
             " (got 'accuracy').",

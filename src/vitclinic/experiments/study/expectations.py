@@ -16,6 +16,7 @@ from vitclinic._core.config import Config
 from vitclinic._core.errors import RecipeError
 from vitclinic.anatomy import Kind
 from vitclinic.probes import Probe, parse_probes
+from vitclinic.probes.numbers import find_typo
 
 Two = Field(min_length=2, max_length=2)
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -81,9 +82,11 @@ class Measure(Config):
             raise ValueError("give one of scalar and value")
         if self.probe is not None:
             try:
-                self.parse_probe()
+                probe = self.parse_probe()
             except RecipeError as error:
                 raise ValueError(str(error)) from None
+            if typo := find_typo(type(probe), str(self.scalar or self.value)):
+                raise ValueError(typo)
         return self
 
     def parse_probe(self) -> Probe:
