@@ -196,7 +196,7 @@ def test_arms_with_one_recipe_share_their_runs(tmp_path):
         ),
         (
             {"measures": {"norm": {"probe": "norms", "value": "activation_nrom"}}},
-            "'T1.measures.norm': norms has no number 'activation_nrom'. Did you mean 'activation_norm'?",
+            "'T1.measures.norm': norms has no number 'activation_nrom'. Did you mean 'activation_norm_last'?",
         ),
         (
             {"measures": {"norm": {"result": "accuracy"}}},
