@@ -11,8 +11,8 @@ from tests.probes.subjects import NETWORKS, subject
 from vitclinic._core.records import Measurement
 from vitclinic.exam.timing import estimate_seconds
 from vitclinic.probes import known_probes, measure, parse_probes, view_of
-from vitclinic.probes.numbers import find_typo
 from vitclinic.probes.guards import _TABLES, preserve_state
+from vitclinic.probes.numbers import find_typo
 from vitclinic.probes.running import find_obstacle
 
 QUICK = {
