@@ -91,6 +91,19 @@ def test_the_batch_hard_triplet_loss_is_pytorch_metric_learning_s(seed: int, mar
 
 @given(seed=seeds)
 @few
+def test_the_soft_margin_is_the_softplus_of_the_hardest_triplets(seed: int) -> None:
+    features = normal(9, 3, seed=seed)
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3])  # the last has no positive
+    terms = []
+    for anchor in range(8):
+        far = max(float((features[anchor] - features[i]).norm()) for i in range(9) if labels[i] == labels[anchor])
+        near = min(float((features[anchor] - features[i]).norm()) for i in range(9) if labels[i] != labels[anchor])
+        terms.append(math.log1p(math.exp(far - near)))
+    assert F.triplet_loss(features, labels, margin=None).item() == pytest.approx(sum(terms) / 8, rel=1e-12)
+
+
+@given(seed=seeds)
+@few
 def test_average_precision_and_ranks_by_brute_force(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     scores = normal(6, 9, seed=seed)

@@ -1,12 +1,13 @@
 """Criteria that compare every image of a step with all others, wherever they are: contrastive, and triplets.
 
-The loss L(z_1, ..., z_P) is one of all features of a step. A pass sees a part p of the images: it computes z_p with a
-gradient and takes the others as constants, at the weights before the step. Then
+The loss L(z_1, ..., z_P; v) is one of all features of a step, and of weights v such as a classifier's. A pass sees a
+part p of the images: it computes z_p with a gradient and takes the others as constants, at the weights before the step.
+Then, for the weights w of the network,
 
     dL/dw = sum_p dL/dz_p dz_p/dw
 
-so that the mean over parts of P dL/dz_p dz_p/dw is exactly the gradient of the whole batch, however it is divided among
-processes, micro-batches and SAM's groups of m images, each of which climbs on its own images alone.
+so that the mean over parts of P dL/dz_p dz_p/dw, and of dL/dv, is exactly the gradient of the whole batch, however it
+is divided among processes, micro-batches and SAM's groups of m images, each of which climbs on its own images alone.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class ComparisonCriterion(Criterion):
         self.head = head
         self.step: Compared | None = None
 
-    def compare(self, features_nd: Tensor, labels_n: Tensor) -> Tensor:
-        """Return the loss of all images of a step: a mean over them."""
+    def compare(self, features_nd: Tensor, labels_n: Tensor) -> Losses:
+        """Return the losses of all images of a step by name: means over them."""
         raise TypeError(f"{type(self).__name__} must implement compare().")
 
     def prepare(self, network: nn.Module, batches: Sequence[Batch], moment: Moment, divided: bool) -> list[Batch]:
@@ -74,20 +75,19 @@ class ComparisonCriterion(Criterion):
         projected: Tensor = self.head(features).unflatten(0, (len(views), len(batch)))
         return features[: len(batch)], projected
 
-    def compare_with_all(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the network's features of a pass, and the loss of the whole step."""
+    def forward(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Losses]:
+        """Return the network's features of a pass, and the losses of the whole step."""
         outputs, own = self._project(network, batch)
         if self.step is None and Distributed.current().size == 1:  # these are all
             return outputs, self.compare(own.flatten(0, 1), batch.targets.repeat(len(own)))
         if self.step is None:  # SAM's second pass compares with the features of the first
             self.step = _gather(Compared(own.detach(), batch.targets, batch.keys))
         others = ~torch.isin(self.step.keys, batch.keys).to(own.device)
-        features = torch.cat([own, self.step.features[:, others].to(own.dtype)], dim=1)
+        parts = self.step.features.shape[1] / len(batch)
+        scaled = own.detach() + parts * (own - own.detach())  # the same value, `parts` times the gradient: see above
+        features = torch.cat([scaled, self.step.features[:, others].to(own.dtype)], dim=1)
         labels = torch.cat([batch.targets, self.step.labels[others]])
-        loss = self.compare(features.flatten(0, 1), labels.repeat(len(own)))
-        parts = features.shape[1] / len(batch)
-        # The value is that of the whole batch, the gradient `parts` times that of these images: see above.
-        return outputs, loss.detach() + parts * (loss - loss.detach())
+        return outputs, self.compare(features.flatten(0, 1), labels.repeat(len(own)))
 
 
 class ContrastiveCriterion(ComparisonCriterion):
@@ -104,16 +104,16 @@ class ContrastiveCriterion(ComparisonCriterion):
         super().__init__(_beside(network, nn.Sequential(*layers, nn.Linear(task.hidden, task.projection))))
         self.temperature = task.temperature
 
-    def compare(self, features_nd: Tensor, labels_n: Tensor) -> Tensor:
-        return supervised_contrastive_loss(features_nd, labels_n, self.temperature)
-
-    def forward(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Losses]:
-        outputs, loss = self.compare_with_all(network, batch)
-        return outputs, {"contrastive": loss}
+    def compare(self, features_nd: Tensor, labels_n: Tensor) -> Losses:
+        return {"contrastive": supervised_contrastive_loss(features_nd, labels_n, self.temperature)}
 
 
 class RetrievalCriterion(ComparisonCriterion):
-    """A classifier of the training identities, and the batch-hard triplet loss of the features.
+    """A classifier of the training identities, behind a batch norm, and the batch-hard triplet loss of the features.
+
+    The triplet loss reads the features, the classifier the features standardized over the images of a step: the neck of
+    [Luo et al., CVPRW 2019]. Without it the two losses work against each other: an untrained ViT gives all images
+    nearly the same features, and the triplet loss pulls them to one point before the classifier tells them apart.
 
     Args:
         task: The options.
@@ -124,15 +124,28 @@ class RetrievalCriterion(ComparisonCriterion):
     def __init__(self, task: Retrieval, network: nn.Module, spec: ImageSpec) -> None:
         super().__init__(nn.Identity())
         self.task = task
-        self.classifier = _beside(network, nn.Linear(count_features(network, spec), spec.num_classes))
+        classifier = nn.Linear(count_features(network, spec), spec.num_classes, bias=False)
+        nn.init.normal_(classifier.weight, std=0.001)
+        self.classifier = _beside(network, classifier)
 
-    def compare(self, features_nd: Tensor, labels_n: Tensor) -> Tensor:
-        return triplet_loss(features_nd, labels_n, self.task.margin)
+    def compare(self, features_nd: Tensor, labels_n: Tensor) -> Losses:
+        identity = softmax_loss(self.classifier(standardize(features_nd)), labels_n)
+        triplet = triplet_loss(features_nd, labels_n, self.task.margin)
+        return {"identity": self.task.identity * identity, "triplet": self.task.triplet * triplet}
 
-    def forward(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Losses]:
-        outputs, triplet = self.compare_with_all(network, batch)
-        identity = softmax_loss(self.classifier(outputs), batch.targets)
-        return outputs, {"identity": self.task.identity * identity, "triplet": self.task.triplet * triplet}
+
+def standardize(features_nd: Tensor, eps: float = 1e-5) -> Tensor:
+    """Return features with mean 0 and variance 1 over the images, as a batch norm in training does.
+
+    Example:
+        >>> standardize(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+        tensor([[-1.0000,  0.0000],
+                [ 1.0000,  0.0000]])
+    """
+    with torch.autocast(features_nd.device.type, enabled=False):
+        features = features_nd.float() if features_nd.dtype.itemsize < 4 else features_nd
+        variance, mean = torch.var_mean(features, dim=0, correction=0)
+        return (features - mean) * torch.rsqrt(variance + eps)
 
 
 def _beside(network: nn.Module, head: nn.Module) -> nn.Module:

@@ -88,17 +88,23 @@ def supervised_contrastive_loss(features_nd: Tensor, labels_n: Tensor, temperatu
         return mean.sum() / (count > 0).sum().clamp(min=1)
 
 
-def triplet_loss(features_nd: Tensor, labels_n: Tensor, margin: float = 0.3) -> Tensor:
+def triplet_loss(features_nd: Tensor, labels_n: Tensor, margin: float | None = 0.3) -> Tensor:
     """Return the batch-hard triplet loss, averaged over the images that have a positive and a negative.
 
         max(0, max_{p in P(i)} |f_i - f_p| - min_{n not in P(i)} |f_i - f_n| + margin)
 
-    [Hermans et al., 2017, Eq. 5; wang2022 Table 4].
+    [Hermans et al., 2017, Eq. 5; wang2022 Table 4]. Without a margin, the soft one: log(1 + exp(x)) of the difference.
 
     Args:
         features_nd: Features.
         labels_n: Their classes, or identities.
-        margin: The margin.
+        margin: The margin; None for the soft margin.
+
+    Example:
+        >>> features, labels = torch.tensor([[0.0], [1.0], [3.0], [3.5]]), torch.tensor([0, 0, 1, 1])
+        >>> loss = triplet_loss(features, labels, margin=1.2)  # of the second image alone: 1 - 2 + 1.2, shared by four
+        >>> round(loss.item(), 4)
+        0.05
     """
     with torch.autocast(features_nd.device.type, enabled=False):
         features = _upcast(features_nd)
@@ -109,8 +115,9 @@ def triplet_loss(features_nd: Tensor, labels_n: Tensor, margin: float = 0.3) -> 
         hardest = distance.masked_fill(~same | itself, -torch.inf).amax(1)
         nearest = distance.masked_fill(same, torch.inf).amin(1)
         has_both = (same & ~itself).any(1) & (~same).any(1)
-        loss = torch.where(has_both, hardest - nearest + margin, 0).clamp(min=0)
-        return loss.sum() / has_both.sum().clamp(min=1)
+        excess = torch.where(has_both, hardest - nearest, 0)
+        loss = F.softplus(excess) if margin is None else (excess + margin).clamp(min=0)
+        return (loss * has_both).sum() / has_both.sum().clamp(min=1)
 
 
 def _upcast(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Retrieval(Representation):
 
     Attributes:
         instances: Images K of an identity in a batch.
-        margin: Margin of the triplets.
+        margin: Margin of the triplets; None for the soft margin, log(1 + exp(x)).
         identity: Weight of the identity loss.
         triplet: Weight of the triplet loss.
     """
@@ -54,7 +54,7 @@ class Retrieval(Representation):
     several_views: ClassVar[bool] = False
 
     instances: Annotated[int, Field(ge=2)] = Field(4, description="images of an identity in a batch")
-    margin: Weight = Field(0.3, description="margin of the triplets")
+    margin: Weight | None = Field(0.3, description="margin of the triplets; null for the soft margin")
     identity: Weight = Field(1.0, description="weight of the identity loss")
     triplet: Weight = Field(1.0, description="weight of the triplet loss")
 
