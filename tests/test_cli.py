@@ -33,7 +33,8 @@ def test_the_surface_grows_on_purpose():
         for name, command in click_app().commands.items()
     }
     assert surface == {
-        "train": ["--dry-run", "--json", "--quiet", "--resume", "--verbose", "-q", "-v", "words"],
+        "train": ["--dry-run", "--json", "--quiet", "--resume", "--verbose", "--watch", "-q", "-v", "words"],
+        "watch": ["--json", "--port", "--quiet", "--verbose", "-q", "-v", "folder"],
         "transfer": sorted(
             [
                 *("words", "--data", "--lrs", "--held-out", "--processes", "--out", "--json"),

@@ -266,7 +266,6 @@ def test_the_command_prints_the_plan_or_json(command, tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["shapes", "--json"], 2, "error: --json prints a dry run; add --dry-run.\n"),
         (
             ["--resume", "runs/x", "--dry-run"],
             2,

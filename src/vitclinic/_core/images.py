@@ -43,6 +43,29 @@ def beside(image: Picture, *maps: NDArray[np.floating]) -> Picture:
     return row.repeat(factor, axis=0).repeat(factor, axis=1)
 
 
+def tile(images: Picture, columns: int = 4, gap: int = 2, side: int = 64) -> Picture:
+    """Return images [N, H, W, C] as one picture, in rows of `columns` with gaps between.
+
+    Those smaller than `side` are enlarged by an integer factor, larger ones are sampled at an integer step.
+
+    Example:
+        >>> tile(np.zeros((6, 32, 32, 1), np.uint8)).shape
+        (130, 262, 3)
+    """
+    coloured = images if images.shape[-1] == 3 else images[..., :1].repeat(3, axis=-1)
+    least, step = min(images.shape[1:3]), max(1, min(images.shape[1:3]) // (2 * side))
+    factor = max(1, -(-side // least))
+    resized = coloured[:, ::step, ::step].repeat(factor, axis=1).repeat(factor, axis=2)
+    count, height, width, _ = resized.shape
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    picture = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    for place, image in enumerate(resized):
+        top, left = place // columns * (height + gap), place % columns * (width + gap)
+        picture[top : top + height, left : left + width] = image
+    return picture
+
+
 def png(picture: NDArray[Any]) -> bytes:
     """Return the picture as the content of a PNG file."""
     buffer = io.BytesIO()

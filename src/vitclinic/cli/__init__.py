@@ -32,11 +32,12 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     study,
     train,
     transfer,
+    watch,
 )
 from vitclinic.cli.common import BUG, app, follows
 
 VERBS = (
-    *("demo", "train", "transfer", "predict", "export", "anatomy", "examine", "features"),
+    *("demo", "train", "watch", "transfer", "predict", "export", "anatomy", "examine", "features"),
     *("prescribe", "study", "report", "corrupt", "list", "doctor"),
 )
 """In the order of the help."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import logging
 import os
 import sys
@@ -166,12 +167,14 @@ def free_path(path: Path) -> Path:
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
-def finish(run: Run, console: Console) -> None:
+def finish(run: Run, console: Console, as_json: bool = False) -> None:
     """Print the results of a run, and exit with a code of its own unless it is finished."""
     from vitclinic.training.display import show_result
 
     show_result(run, console)
     status = run.status
+    if as_json and not follows():
+        typer.echo(json.dumps({"run": str(run.path), **status}, indent=2))
     if status["status"] == "diverged":
         raise typer.Exit(DIVERGED)
     if status["status"] == "interrupted":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,12 +18,17 @@ from vitclinic.cli.common import (
     check_recipe,
     console_for,
     finish,
+    follows,
     import_quickly,
     recipe_and_changes,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+SAMPLES = 8
+"""Training images that the live page shows."""
 
 
 @app.command()
@@ -34,7 +41,8 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show network, settings, steps, FLOPs and memory, without training.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the dry run as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the run in a local page while it trains.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the run, or the dry run, as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -48,6 +56,7 @@ def train(
     vitclinic train data=photos/ max_time=30m   as many steps as fit
     vitclinic train data=photos/ init=runs/...  from the weights of a run
     vitclinic train chen2022-vit-b16-sam --dry-run   what it would take
+    vitclinic train data=photos/ --watch        curves in a local page
     vitclinic train --resume runs/photos-...    after Ctrl-C or a crash
     torchrun --nproc-per-node 4 -m vitclinic train data=photos/
 
@@ -73,12 +82,10 @@ def train(
         raise RecipeError(NOTHING_TO_TRAIN)
     if dry_run and resume is not None:
         raise RecipeError("--dry-run is for a run that has not started; remove --resume.")
-    if as_json and not dry_run:
-        raise RecipeError("--json prints a dry run; add --dry-run.")
     if dry_run:
         _plan(recipe, changes, console_for(verbose, quiet or as_json), as_json)
         return
-    console = console_for(verbose, quiet)
+    console = console_for(verbose, quiet or as_json)
     if resume is not None:  # mistakes are told before torch is loaded
         Run.open(resume)
     else:
@@ -87,12 +94,32 @@ def train(
         check_recipe(recipe, changes)
     with import_quickly():
         from vitclinic.training.display import Display
-    with Display(console) as display:
+    with _watched(watch, recipe, changes, resume, console) as changes, Display(console) as display:
         if resume is not None:
             run = resume_run(resume, changes, callbacks=[display])
         else:
             run = train_run(recipe, changes, callbacks=[display])
-    finish(run, console)
+    finish(run, console, as_json)
+
+
+@contextmanager
+def _watched(
+    wanted: bool, recipe: str | None, changes: list[str], resume: Path | None, console: Console
+) -> Iterator[list[str]]:
+    """Serve the live page of the folder that the run will be in, if that is wanted, and give the changes for it."""
+    if not wanted or follows():
+        yield changes
+        return
+    from vitclinic.experiments.watch.beside import watch_beside
+    from vitclinic.training import build_recipe
+
+    out = resume or build_recipe(recipe, changes).out
+    with watch_beside(Path(out).expanduser().absolute().parent if out else Path("runs")) as address:
+        console.print(f"watch: {address} (while it trains)", highlight=False)
+        samples = (
+            [] if any("logging" in change.partition("=")[0] for change in changes) else [f"logging.samples={SAMPLES}"]
+        )
+        yield [*changes, *samples]
 
 
 def _plan(recipe: str | None, changes: list[str], console: Console, as_json: bool) -> None:

@@ -44,7 +44,7 @@ def compress(text: str) -> str:
 @cache
 def compress_plotly() -> str:
     """Return the script of the installed plotly package, compressed."""
-    return compress(_plotly())
+    return compress(read_plotly())
 
 
 def checksum(script: str) -> str:
@@ -55,10 +55,11 @@ def checksum(script: str) -> str:
 @cache
 def plotly_checksum() -> str:
     """Return the checksum of plotly's script."""
-    return checksum(_plotly())
+    return checksum(read_plotly())
 
 
-def _plotly() -> str:
+def read_plotly() -> str:
+    """Return the script of the installed plotly package."""
     from plotly.offline import get_plotlyjs  # it takes a while, and only a page needs it
 
     script: str = get_plotlyjs()
@@ -168,6 +169,11 @@ def fill_template(name: str, drawings: Drawings, **contents: Any) -> str:
     """Return the page that a template makes of its contents, with the figures in it."""
     page = _environment().get_template(name)
     return page.render(**contents, **_programs(), version=version("vitclinic"), packed=_embed(drawings))
+
+
+def fill_shell(name: str, **contents: Any) -> str:
+    """Return a page that carries no figures, as a template makes it of its contents."""
+    return _environment().get_template(name).render(**contents, version=version("vitclinic"))
 
 
 def write_page(path: str | Path, page: str) -> Path:

@@ -1,9 +1,11 @@
-"""Callbacks behind a recipe's `logging` keys: TensorBoard events and the trajectory of the weights."""
+"""Callbacks behind a recipe's `logging` keys: TensorBoard events, training images, the trajectory of the weights."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import math
+import time
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import DamagedFileError, MissingExtraError, RecipeError
+from vitclinic._core.images import png, tile
 from vitclinic._core.io import write_bytes
 from vitclinic.data.randomness import generator
 
@@ -44,6 +47,29 @@ class TensorBoard(Callback):
 
     def on_train_end(self, status: str) -> None:
         self.writer.close()
+
+
+class SampleRecorder(Callback):
+    """A callback that keeps a picture of training images as the network sees them, `samples.png`.
+
+    It is drawn at the first step and after each epoch, at most every ten seconds.
+    """
+
+    every = 10.0
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "samples.png"
+        self.due, self.drawn = True, -math.inf
+
+    def on_epoch(self, trainer: Trainer, epoch: int) -> None:
+        self.due = True
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.samples is None or not self.due or time.monotonic() < self.drawn + self.every:
+            return
+        self.due, self.drawn = False, time.monotonic()
+        pixels = trainer.samples.float().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1)
+        write_bytes(self.file, png(tile(pixels.cpu().numpy())))
 
 
 FILE = "trajectory.npz"

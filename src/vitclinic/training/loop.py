@@ -27,7 +27,7 @@ from vitclinic._core.io import expand_path, find_path
 from vitclinic.data import Dataset, open_data
 from vitclinic.tasks import Classification
 from vitclinic.training.budget import fit_size, total_steps
-from vitclinic.training.callbacks import TensorBoard, TrajectoryRecorder
+from vitclinic.training.callbacks import SampleRecorder, TensorBoard, TrajectoryRecorder
 from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.recipe import Recipe
@@ -267,6 +267,8 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
             callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
         if recipe.logging.trajectory is not None and distributed.is_leader:
             callbacks = [*callbacks, TrajectoryRecorder(path, recipe.logging.trajectory)]
+        if recipe.logging.samples and distributed.is_leader:
+            callbacks = [*callbacks, SampleRecorder(path)]
         steps = run.status.get("total_steps") if run is not None else None
         steps = steps or total_steps(recipe, dataset, distributed, device)
         trainer = Trainer(recipe, dataset, steps, distributed, device, init)

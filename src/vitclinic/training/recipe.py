@@ -111,6 +111,9 @@ class LoggingConfig(Settings):
     """`logging` of a recipe; it does not affect the result, so it is not part of the digest."""
 
     every: Annotated[int, Field(ge=1)] = Field(1, description="steps between rows of metrics.jsonl")
+    samples: Annotated[int, Field(ge=0, le=64)] = Field(
+        0, description="how many training images to keep a picture of, samples.png, as the network sees them"
+    )
     tensorboard: bool = Field(False, description="also write TensorBoard events (an extra)")
     trajectory: Annotated[int, Field(ge=10)] | None = Field(
         None, description="size of a random projection of the weights, recorded every epoch for the probe `trajectory`"

@@ -87,13 +87,13 @@ def read_rows(path: Path) -> list[Row]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise DamagedFileError(f"'{path}' cannot be read: {error.strerror}.") from error
-    rows = [row for line in lines if (row := _parse_row(line)) is not None]
+    rows = [row for line in lines if (row := parse_row(line)) is not None]
     if len(rows) < len(lines):
         log.warning("'%s' has %d damaged rows, which are left out.", path, len(lines) - len(rows))
     return rows
 
 
-def _parse_row(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
     """Return the row in a line; None if it is damaged."""
     try:
         row = json.loads(line)

@@ -112,6 +112,8 @@ class Trainer:
                 "The data has no test images and none are held out: test scores are of val, on which the best"
                 " checkpoint is selected, and the last is not."
             )
+        self.samples: Tensor | None = None
+        """Some images of the last step as the network saw them, if the recipe wants a picture of such."""
         self._batches: Iterator[Batch] | None = None
 
     @property
@@ -150,6 +152,8 @@ class Trainer:
             self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
         started = time.perf_counter()
         batches = self._prepare([next(self._batches) for _ in range(self.recipe.accumulate)])
+        if shown := self.recipe.logging.samples:
+            self.samples = batches[0].images[:shown].detach().clone()
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
             group["weight_decay"] = decay * self.decay_factor(self.step)

@@ -1,0 +1,91 @@
+"""The live page in a browser: curves grow while rows are written; by keyboard, on a phone, offline. Needs chromium."""
+
+import shutil
+import threading
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.experiments.test_watch import HOSTILE, append, row, write_run
+from vitclinic.experiments.watch.server import WatchServer
+
+pytestmark = pytest.mark.slow
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("There is no chromium (apt-get install chromium).", allow_module_level=True)
+api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (pip install playwright).")
+
+LAST_STEP = """() => { const plot = document.querySelector('[data-panel="loss"] .plot');
+  const traces = (plot?.data ?? []).filter((trace) => trace.hovertemplate);
+  return Math.max(0, ...traces.flatMap((trace) => trace.x)); }"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number, lr in enumerate((1e-4, 1e-3, 1e-2)):
+        rows = [row(step, loss=2.0 - number * step / 100) for step in range(1, 21)]
+        results = {"test": {"accuracy": 0.5 + number / 10}}
+        write_run(tmp_path / f"done-{number}", rows, "finished", lr=lr, results=results)
+    write_run(tmp_path / HOSTILE, [row(step) for step in range(1, 11)], started="2026-06-01T00:00:00Z")
+    return tmp_path
+
+
+@pytest.fixture
+def page(folder):
+    trouble = []
+    with WatchServer(folder, port=0) as server, api.sync_playwright() as playwright:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+        page.set_default_timeout(60_000)
+        page.on("console", lambda said: trouble.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda asked: _ours(asked.url, server) or trouble.append(asked.url))
+        page.goto(server.address)
+        page.wait_for_function("document.documentElement.dataset.looks > 0")
+        yield page
+        assert trouble == []
+        browser.close()
+        server.shutdown()
+
+
+def _ours(url, server):
+    parts = urlsplit(url)
+    return parts.scheme in ("data", "blob") or parts.netloc == f"127.0.0.1:{server.server_port}"
+
+
+def test_the_live_page_as_a_user_meets_it(page, folder):
+    # Curves grow while rows are written.
+    assert page.evaluate(LAST_STEP) == 10
+    append(folder / HOSTILE, [row(step) for step in range(11, 31)] + [row(30, "val", accuracy=0.75)])
+    page.wait_for_function(f"({LAST_STEP})() === 30")
+    page.wait_for_selector("[data-panel=accuracy] .plot .point")
+    assert HOSTILE in page.locator("#cards h3").first.text_content()
+    assert "left" in page.locator("#cards").text_content()
+    # Every run is in the table; heads sort it, words filter it.
+    names = "[...document.querySelectorAll('#table tbody th')].map((cell) => cell.textContent)"
+    assert set(page.evaluate(names)) == {HOSTILE, "done-0", "done-1", "done-2"}
+    page.get_by_role("button", name="test accuracy").click()
+    assert page.evaluate(names)[0] == "done-2"
+    page.get_by_role("button", name="test accuracy").click()
+    assert page.evaluate(names) == ["done-0", "done-1", "done-2", HOSTILE]
+    page.get_by_label("Filter").fill("lr>5e-4 status=finished")
+    assert page.evaluate(names) == ["done-1", "done-2"]
+    assert page.locator("#count").text_content() == "2 of 4 runs"
+    assert page.locator("#parallel .scatterlayer .trace").count() == 2
+    # Runs are shown by keyboard.
+    box = page.get_by_label("show done-1")
+    box.focus()
+    page.keyboard.press("Space")
+    page.wait_for_function("document.querySelectorAll('#cards article').length === 2")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "show done-1"
+    page.wait_for_function("document.querySelector('[data-panel=loss] .plot').data.length >= 4")
+    # Nothing overflows on a phone, and the dark theme reaches the figures.
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_function("document.documentElement.scrollWidth <= 390")
+    page.get_by_role("button", name="Dark").click()
+    page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    page.wait_for_function(
+        "getComputedStyle(document.querySelector('[data-panel=loss] .ytick text')).fill === 'rgb(215, 220, 226)'"
+    )
