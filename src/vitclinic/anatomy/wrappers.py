@@ -23,7 +23,8 @@ def unwrap(network: nn.Module) -> tuple[nn.Module, Family | None]:
     """Return the network inside all wrappers, and its family, if there is one.
 
     A wrapper keeps the network in one of a few attributes, or in a Sequential, and has no parameters beside it: a
-    backbone with a head behind it is a network of its own.
+    backbone with a head behind it is a network of its own, unless it says that it is one with a task's head
+    (`is_headed`).
     """
     core = network
     while True:
@@ -46,6 +47,8 @@ def unwrap_parallel(network: nn.Module) -> nn.Module:
 def _inside(module: nn.Module) -> nn.Module | None:
     """Return the child that `module` only wraps, or None."""
     children = dict(module.named_children())
+    if getattr(module, "is_headed", False):
+        return children["backbone"]
     parameters = set(module.parameters())
     names = children if isinstance(module, nn.Sequential) else [name for name in _WRAPPED if name in children]
     inside = [children[name] for name in names if parameters and parameters == set(children[name].parameters())]

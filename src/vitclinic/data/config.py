@@ -119,7 +119,10 @@ class DataConfig(Settings):
     main_key: ClassVar[str | None] = "source"
 
     source: Annotated[str, Field(min_length=1)] = Field(
-        "shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits or shapes"
+        "shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits, shapes or scenes"
+    )
+    target: Literal["class", "mask", "objects", "questions"] = Field(
+        "class", description="what the images come with; the task says it"
     )
     limit: Annotated[int, Field(ge=1)] | None = Field(None, description="how many training images to use")
     fraction: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="share of the training images")
@@ -138,7 +141,7 @@ class DataConfig(Settings):
         description="column of a parquet source, or `label`: held-out splits get whole values of it",
     )
     split_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="seed of held-out splits and subsets, and of `shapes`"
+        0, description="seed of held-out splits and subsets, and of `shapes` and `scenes`"
     )
     on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
 
@@ -152,6 +155,7 @@ class DataConfig(Settings):
 DATASETS = {
     "digits": "embedded: 1,797 handwritten digits, 8 x 8 grey",
     "shapes[:N]": "embedded: procedural, 10 shapes, 32 x 32 RGB, N training images",
+    "scenes[:N]": "embedded: procedural, several shapes an image with masks, boxes and questions, 64 x 64 RGB",
     "FOLDER": "one sub-folder per class, or train/val/test folders of them",
     "FILE.parquet": "Hugging Face style; also a folder of train*.parquet, test*.parquet",
     "torchvision:NAME@FOLDER": "a torchvision set that is already on disk",

@@ -65,12 +65,19 @@ class Crop:
         return torch.where(inverted[:, None, None, None] & (x_bchw >= 0.5), 1 - x_bchw, x_bchw)
 
 
-def change_colours(x_bchw: Tensor, keys: Keys) -> Tensor:
-    """Change brightness, contrast, saturation and hue of most images, and make some grey; grey images have no hue."""
+def change_colours(x_bchw: Tensor, keys: Keys, factor: float = 1.0, grey: float = GREYED) -> Tensor:
+    """Change brightness, contrast, saturation and hue of most images, and make some grey; grey images have no hue.
+
+    Args:
+        x_bchw: Images in [0, 1].
+        keys: The random key of each.
+        factor: Factor on the strength of all changes.
+        grey: Probability of a grey image.
+    """
     draws = uniforms(keys, "colour", 6)
     jittered = draws[:, 0] < JITTERED
     bright, contrast, saturate = (
-        _column(np.where(jittered, 1 + strength * (2 * draws[:, row] - 1), 1.0))
+        _column(np.where(jittered, 1 + factor * strength * (2 * draws[:, row] - 1), 1.0))
         for row, strength in ((1, BRIGHTNESS), (2, CONTRAST), (3, SATURATION))
     )
     x_bchw = (x_bchw * bright).clamp_(0, 1)
@@ -79,8 +86,8 @@ def change_colours(x_bchw: Tensor, keys: Keys) -> Tensor:
     if x_bchw.shape[1] == 1:
         return x_bchw
     x_bchw = _grey(x_bchw) + saturate * (x_bchw - _grey(x_bchw))
-    x_bchw = _turn_hue(x_bchw, np.where(jittered, HUE * (2 * draws[:, 4] - 1), 0.0)).clamp_(0, 1)
-    greyed = torch.from_numpy(draws[:, 5] < GREYED)[:, None, None, None]
+    x_bchw = _turn_hue(x_bchw, np.where(jittered, factor * HUE * (2 * draws[:, 4] - 1), 0.0)).clamp_(0, 1)
+    greyed = torch.from_numpy(draws[:, 5] < grey)[:, None, None, None]
     return torch.where(greyed, _grey(x_bchw), x_bchw)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.io import find_path, fingerprint
-from vitclinic.data.cache import Progress, StreamedImages, cache_key, open_cached_images, survey
+from vitclinic.data.annotations.store import AnnotationStore, open_annotations
+from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_key, open_cached_images, survey
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.folder import open_folder
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
+from vitclinic.data.scenes import open_scenes
 from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
 from vitclinic.data.split import RECORDS, Split, Store, merge_val
 
@@ -27,7 +30,7 @@ SMALL_SET_BYTES = 2 * 2**30
 
 _STATISTICS_FROM = 2000
 
-EMBEDDED = {"digits": "1,797 handwritten digits, 8 x 8 grey", "shapes": "procedural, 32 x 32 RGB, any size"}
+EMBEDDED = ("digits", "shapes", "scenes")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Dataset:
     """True if all splits are the same images, because the loader was not divided into splits."""
     preprocessing: Preprocessing | None = None
     """The way from an image file to what evaluation sees; None if there are no files."""
+    target: str = "class"
+    """What the images come with, and `classes` are of: a `class`, a `mask`, `objects` or `questions`."""
 
     @property
     def spec(self) -> ImageSpec:
@@ -112,7 +117,8 @@ class Dataset:
         together = [split for split in self.splits.values() if split.images is first.images and len(split)]
         rows = np.concatenate([split.rows for split in together])
         order = np.argsort(rows, kind="stable")
-        return Split(first.images, rows[order], np.concatenate([split.labels for split in together])[order])
+        labels = np.concatenate([split.labels for split in together])[order]
+        return Split(first.images, rows[order], labels, annotations=first.annotations)
 
 
 def open_data(
@@ -149,19 +155,27 @@ def open_data(
     if isinstance(config, str):
         config = DataConfig(source=config)
     source = open_source(config)
-    way = find_preprocessing(source, size, channels, progress)
+    source.classes_of(config.target)
+    way = find_preprocessing(source, size, channels, progress, margin=config.target == "class")
     stores = _stores(source, config, way, progress)
-    return _dataset(source, config, stores, way, Dataset)
+    return _dataset(source, config, stores, way, Dataset, _open_annotations(source, config, stores, way, progress))
 
 
 def find_preprocessing(
-    source: Source, size: int | Size | None, channels: int | None, progress: Progress = lambda what, done, total: None
+    source: Source,
+    size: int | Size | None,
+    channels: int | None,
+    progress: Progress = lambda what, done, total: None,
+    margin: bool = True,
 ) -> Preprocessing:
-    """Return the way from the image files of a source to the pixels that evaluation sees; arguments of `open_data`."""
+    """Return the way from the image files of a source to the pixels that evaluation sees; arguments of `open_data`.
+
+    With `margin`, photographs are stored a little larger than they are evaluated; annotated ones are evaluated whole.
+    """
     found = survey(source, progress)
     wanted = (size, size) if isinstance(size, int) else size or found.size
     depth = channels or found.channels
-    framed = storage_size(wanted, found.shorter_side)
+    framed = storage_size(wanted, found.shorter_side) if margin else wanted
     return Preprocessing(wanted, framed, depth, whole=is_photo(wanted) and not _is_small(source, framed, depth))
 
 
@@ -225,7 +239,9 @@ def describe_data(
         split: _Undecoded(source.name, np.arange(len(records), dtype=np.int64))
         for split, records in source.splits.items()
     }
-    return _dataset(source, config, stores, find_preprocessing(source, size, channels, progress), DescribedDataset)
+    source.classes_of(config.target)
+    way = find_preprocessing(source, size, channels, progress, margin=config.target == "class")
+    return _dataset(source, config, stores, way, DescribedDataset)
 
 
 def check_source(config: DataConfig) -> None:
@@ -236,7 +252,7 @@ def check_source(config: DataConfig) -> None:
             f"{NAMED_DATA[spec].title} does not come with vitclinic, and there is no folder '{spec}' here: give your"
             " copy of it as `data` (a folder of class folders, parquet, or torchvision:NAME@FOLDER)."
         )
-    if spec == "digits" or spec.partition(":")[0] == "shapes" or spec.startswith(("torchvision:", "hf:")):
+    if spec == "digits" or spec.partition(":")[0] in ("shapes", "scenes") or spec.startswith(("torchvision:", "hf:")):
         return
     path = find_path(spec, DataError, "data")
     if path is None:
@@ -253,6 +269,8 @@ def open_source(config: DataConfig) -> Source:
         return open_digits()
     if spec.partition(":")[0] == "shapes":
         return open_shapes(spec, config.split_seed)
+    if spec.partition(":")[0] == "scenes":
+        return open_scenes(spec, config.split_seed)
     if spec.startswith("torchvision:"):
         return open_torchvision(spec)
     if spec.startswith("hf:"):
@@ -294,6 +312,22 @@ def _stores(source: Source, config: DataConfig, way: Preprocessing, progress: Pr
     return stores
 
 
+def _open_annotations(
+    source: Source, config: DataConfig, stores: Mapping[str, Store], way: Preprocessing, progress: Progress
+) -> dict[str, AnnotationStore]:
+    """Return the annotations of each split of the source that the config asks for."""
+    if config.target == "class":
+        return {}
+    found = {}
+    for split, store in stores.items():
+        assert isinstance(store, CachedImages | StreamedImages)
+        key = cache_key(source.fingerprint, f"{split} {config.target}", way.framed, 1, config.on_error)
+        number, own_size = len(source.classes_of(config.target)), None if source.uniform is None else source.uniform[0]
+        of_split = (source.splits[split], store, number, key, way.framed, progress, own_size)
+        found[split] = open_annotations(config.target, *of_split)
+    return found
+
+
 Kind = TypeVar("Kind", bound=Dataset)
 
 
@@ -303,7 +337,9 @@ def _dataset(
     stores: dict[str, Store],
     way: Preprocessing,
     kind: type[Kind],
+    annotations: Mapping[str, AnnotationStore] = MappingProxyType({}),
 ) -> Kind:
+    classes = source.classes_of(config.target)
     labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
     if "train" in labels and not len(labels["train"]):
         raise DataError(f"'{source.name}' has no readable training image.")
@@ -311,14 +347,16 @@ def _dataset(
     groups = None if config.group is None else _read_column(source, stores, config.group, "group")
     for split, (origin, rows) in _assign(source, config, stores, labels).items():
         of_split = None if groups is None else groups[origin][rows]
-        splits[split] = Split(stores[origin], rows, labels[origin][rows], of_split)
+        splits[split] = Split(stores[origin], rows, labels[origin][rows], of_split, annotations.get(origin))
     if config.train_on_val:
         splits |= merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
-    contents = [source.classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
+    contents = [classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
+    if annotations:
+        contents.append([config.target, *(annotations[s].digest for s in SPLITS if s in annotations)])
     skipped = [*source.notes, *(sentence for store in stores.values() for sentence in store.skipped)]
     facts = (way.size, way.channels, splits, fingerprint(*contents), skipped)
-    return kind(source.name, source.classes, *facts, preprocessing=way)
+    return kind(source.name, classes, *facts, preprocessing=way, target=config.target)
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:

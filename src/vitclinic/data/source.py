@@ -8,7 +8,7 @@ reproducible and nested.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -64,6 +64,9 @@ class ComputedRecords(Records, Protocol):
         """Yield all images in order, [height, width] or [height, width, 3]."""
 
 
+_IN_WORDS = {"class": "class labels", "mask": "masks", "objects": "objects", "questions": "questions"}
+
+
 @dataclass(frozen=True)
 class Source:
     """Classes and splits of a source: at least one split, called `train` if it has no name of its own."""
@@ -77,12 +80,31 @@ class Source:
     """Size and channels of all images, where the source knows them beforehand."""
     notes: tuple[str, ...] = ()
     """What was left out, one sentence each."""
+    targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What images come with beside a class (`mask`, `objects`, `questions`), with the classes of each: those of pixels,
+    of objects, or the answers. Records then have a method of that name (`annotations.annotation`)."""
 
     def __post_init__(self) -> None:
         for split, records in self.splits.items():
-            _check_labels(records, len(self.classes), split)
+            if self.classes or not self.targets:
+                _check_labels(records, len(self.classes), split)
         if "train" in self.splits and not len(self.splits["train"]):
             raise DataError(f"'{self.name}' has no training images.")
+
+    def classes_of(self, target: str) -> tuple[str, ...]:
+        """Return the classes of what `data.target` names.
+
+        Raises:
+            DataError: The images do not come with it.
+        """
+        classes = self.classes if target == "class" else self.targets.get(target, ())
+        if not classes:
+            found = " and ".join(_IN_WORDS[kind] for kind in [*(["class"] if self.classes else []), *self.targets])
+            raise DataError(
+                f"The images of '{self.name}' come with {found}, not with {_IN_WORDS[target]}: choose another task, or"
+                " other data."
+            )
+        return classes
 
     @property
     def main(self) -> Records:

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.io import fingerprint
+from vitclinic.data.annotations.annotation import Annotation
+from vitclinic.data.annotations.store import AnnotationStore, JoinedAnnotations
 from vitclinic.data.decoding import Images
 from vitclinic.data.source import Records
 
@@ -42,6 +44,8 @@ class Split:
     labels: NDArray[np.int64]
     groups: NDArray[np.int64] | None = None
     """The group of each image (`data.group`), such as its camera."""
+    annotations: AnnotationStore | None = None
+    """What the store's images come with beside a class (`data.target`)."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -49,11 +53,16 @@ class Split:
     def take(self, rows: NDArray[np.int64]) -> Split:
         """Return some of the images."""
         groups = None if self.groups is None else self.groups[rows]
-        return Split(self.images, self.rows[rows], self.labels[rows], groups)
+        return Split(self.images, self.rows[rows], self.labels[rows], groups, self.annotations)
 
     def read(self, indices: NDArray[np.int64]) -> Images:
         """Return the pixels of the images at `indices` in this split, uint8 [B, height, width, C]."""
         return self.images.read(self.rows[indices])
+
+    def annotate(self, indices: NDArray[np.int64]) -> list[Annotation]:
+        """Return the annotations of the images at `indices`, in the pixels that `read` returns."""
+        assert self.annotations is not None
+        return self.annotations.read(self.rows[indices])
 
 
 class Joined:
@@ -100,9 +109,13 @@ def merge_val(train: Split, val: Split) -> dict[str, Split]:
     empty = val.take(np.empty(0, dtype=np.int64))
     if train.images is not val.images:
         rows = np.concatenate((train.rows, len(train.images.kept) + val.rows))
-        return {"train": Split(Joined(train.images, val.images), rows, labels, groups), "val": empty}
+        annotations = None
+        if train.annotations is not None and val.annotations is not None:
+            annotations = JoinedAnnotations(train.annotations, val.annotations, len(train.images.kept))
+        return {"train": Split(Joined(train.images, val.images), rows, labels, groups, annotations), "val": empty}
     rows = np.concatenate((train.rows, val.rows))
-    return {"train": Split(train.images, rows, labels, groups).take(np.argsort(rows)), "val": empty}
+    joined = Split(train.images, rows, labels, groups, train.annotations)
+    return {"train": joined.take(np.argsort(rows)), "val": empty}
 
 
 RECORDS: WeakKeyDictionary[Store, Records] = WeakKeyDictionary()

@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from vitclinic.data.annotations.batch import Annotations
+from vitclinic.data.annotations.geometry import fit_annotated
+from vitclinic.data.annotations.view import AnnotatedView
 from vitclinic.data.augment import Augmenter, Mixing, PatchMixing, soft_targets, to_unit_interval
 from vitclinic.data.cache import StreamedImages
 from vitclinic.data.config import Augment
@@ -56,6 +59,8 @@ class Batch:
     """Further views of the same images, each [B, C, height, width], of any size."""
     teacher: Tensor | None = None
     """[B, ...], what a teacher says of each image."""
+    annotations: Annotations | None = None
+    """Masks, objects or questions of the images, where the data has them as its target."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -78,6 +83,7 @@ class Batch:
             targets=move(self.targets),
             patch_targets=None if self.patch_targets is None else move(self.patch_targets),
             crops=tuple(move(crop) for crop in self.crops),
+            annotations=None if self.annotations is None else self.annotations.to(device, dtype),
         )
 
     def split(self, size: int | None) -> list[Batch]:
@@ -101,7 +107,8 @@ class Batch:
         patch = None if self.patch_targets is None else self.patch_targets.pin_memory()
         images, targets = self.images.pin_memory(), self.targets.pin_memory()
         crops = tuple(crop.pin_memory() for crop in self.crops)
-        return replace(self, images=images, targets=targets, patch_targets=patch, crops=crops)
+        known = None if self.annotations is None else self.annotations.pin_memory()
+        return replace(self, images=images, targets=targets, patch_targets=patch, crops=crops, annotations=known)
 
 
 Places = range
@@ -166,6 +173,7 @@ class TrainingStream(TorchDataset[Batch]):
         seed: Seed of the order and of the augmentation.
         views: What makes each view of an image: the first makes a batch's images, the others its crops. By default
             there is one view, by `augment`; mixing and label smoothing remain those of `augment`.
+        annotated: What makes the view of an annotated image. By default it mirrors images as `augment` does.
 
     Raises:
         DataError: The data set has no training images.
@@ -178,7 +186,14 @@ class TrainingStream(TorchDataset[Batch]):
         (torch.Size([128, 1, 8, 8]), torch.Size([128]))
     """
 
-    def __init__(self, dataset: Dataset, augment: Augment, seed: int, views: Sequence[View] = ()) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        augment: Augment,
+        seed: int,
+        views: Sequence[View] = (),
+        annotated: AnnotatedView | None = None,
+    ) -> None:
         dataset.check_trainable()
         self.split: Split = dataset.train
         self.classes = len(dataset.classes)
@@ -189,8 +204,13 @@ class TrainingStream(TorchDataset[Batch]):
         self.order = SampleOrder(len(self.split), seed, config.repeats or 1)
         self.mixing = _mixing(config, dataset.size)
         self.views: Sequence[View] = views or [self.augmenter]
+        self.annotated: AnnotatedView | None = None
+        if dataset.target != "class":
+            self.annotated = annotated or AnnotatedView(dataset.size, flip=bool(config.flip))
 
     def __getitem__(self, places: Places) -> Batch:
+        if self.annotated is not None:
+            return self._read_annotated(places, self.annotated)
         count = len(places)
         partner = None if self.mixing is None else self._partners(places)
         wanted = np.arange(places.start, places.stop, dtype=np.int64)
@@ -214,6 +234,15 @@ class TrainingStream(TorchDataset[Batch]):
         index, signed = torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64))
         return Batch(images, targets, index, signed, patch_targets, tuple(crops))
 
+    def _read_annotated(self, places: Places, view: AnnotatedView) -> Batch:
+        """Return images that annotations follow through their augmentation; nothing is mixed."""
+        indices, showings = self.order(np.arange(places.start, places.stop, dtype=np.int64))
+        keys = sample_keys(self.seed, showings, indices)
+        images, annotations = view(self.split.read(indices), self.split.annotate(indices), keys)
+        labels, index = torch.from_numpy(self.split.labels[indices]), torch.from_numpy(indices)
+        signed = torch.from_numpy(keys.view(np.int64))
+        return Batch(images, labels, index, signed, annotations=Annotations.join(annotations))
+
     @staticmethod
     def _partners(places: Places) -> NDArray[np.int64]:
         """Return, for each place, the row of its neighbour (places 2k and 2k + 1), in the batch or appended to it."""
@@ -233,7 +262,7 @@ class TrainingStream(TorchDataset[Batch]):
             pin: Put batches into page-locked memory.
         """
         if workers is None:
-            heavy = any(view.is_heavy for view in self.views)
+            heavy = any(view.is_heavy for view in ([self.annotated] if self.annotated else self.views))
             workers = spare_workers() if heavy or is_streamed(self.split) else 0
         return read_ahead(self, requests, workers, pin)
 
@@ -253,9 +282,12 @@ class EvaluationStream(TorchDataset[Batch]):
 
     def __getitem__(self, rows: range) -> Batch:
         indices = np.arange(rows.start, rows.stop, dtype=np.int64)
-        x_bhwc = np.ascontiguousarray(centre_view(self.images.read(indices), self.size))
-        index = torch.from_numpy(indices)
-        return Batch(to_unit_interval(x_bhwc), torch.from_numpy(self.images.labels[indices]), index, index)
+        index, labels = torch.from_numpy(indices), torch.from_numpy(self.images.labels[indices])
+        if self.images.annotations is None:
+            x_bhwc = np.ascontiguousarray(centre_view(self.images.read(indices), self.size))
+            return Batch(to_unit_interval(x_bhwc), labels, index, index)
+        x_bhwc, annotations = fit_annotated(self.images.read(indices), self.images.annotate(indices), self.size)
+        return Batch(to_unit_interval(x_bhwc), labels, index, index, annotations=Annotations.join(annotations))
 
 
 def evaluation_batches(dataset: Dataset, split: str, batch_size: int, part: int = 0, parts: int = 1) -> Iterator[Batch]:

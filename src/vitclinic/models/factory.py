@@ -21,6 +21,7 @@ from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import eval_mode
 from vitclinic.data.decoding import Preprocessing
 from vitclinic.models.calling import image_keyword
+from vitclinic.models.headed import Headed
 
 
 class Normalized(nn.Module):
@@ -55,6 +56,16 @@ class Normalized(nn.Module):
             self.keyword = keyword
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1, 1))
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The network that treatments change and initial weights fit: the backbone, without a task's head on it."""
+        return self.backbone.backbone if isinstance(self.backbone, Headed) else self.backbone
+
+    def put_head(self, headed: nn.Module) -> None:
+        """Replace the backbone by one with a task's head on it, which takes images as its first argument."""
+        if headed is not self.backbone:
+            self.backbone, self.keyword, self.output = headed, None, None
 
     def forward(self, images: Tensor | Image.Image | Sequence[Image.Image]) -> Any:
         """Return what the backbone returns, such as logits [B, K].

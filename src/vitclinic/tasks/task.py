@@ -86,6 +86,10 @@ class Task(Config, ABC):
     """The metric on val that selects the best checkpoint."""
     higher_is_better: ClassVar[bool] = True
     """The direction in which that metric improves."""
+    target: ClassVar[str] = "class"
+    """What its images come with: `class`, `mask`, `objects` or `questions` (`data.target`)."""
+    default_source: ClassVar[str] = "shapes"
+    """The data of a recipe that names none."""
     loss_metric: ClassVar[str]
     """The metric that serves as the loss on val and test; if it is not finite, the run has diverged."""
 
@@ -103,6 +107,13 @@ class Task(Config, ABC):
         from vitclinic.data import TrainingStream
 
         return TrainingStream(dataset, augment, seed)
+
+    def attach(self, backbone: nn.Module, spec: ImageSpec) -> nn.Module:
+        """Return the network to train, score and store: the treated backbone, or a `models.Headed` with a head on it.
+
+        A head's weights are drawn from torch's generator, which is seeded by the recipe's seed.
+        """
+        return backbone
 
     def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion | None:
         """Return what computes the losses if they have a state; None if `losses` does."""
@@ -131,14 +142,15 @@ class Task(Config, ABC):
 
     @abstractmethod
     def num_outputs(self, spec: ImageSpec) -> int:
-        """Return the number of outputs of the network's head for this data."""
+        """Return the number of outputs of the backbone's own classifier; 0 for features, as under a task's head."""
 
     @abstractmethod
     def losses(self, outputs: Tensor, batch: Batch) -> Losses:
         """Return the losses of a batch by name, each a scalar; their sum is differentiated.
 
         Args:
-            outputs: Outputs of the network for `batch.images`, of shape [images, `num_outputs`].
+            outputs: Outputs of the network for `batch.images`, of shape [images, `num_outputs`], or what the head of
+                `attach` returns.
             batch: The batch that `read` returned.
         """
 

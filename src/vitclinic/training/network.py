@@ -79,7 +79,15 @@ def build_network(
     if init is not None and state is not None:
         loaded = init.load_into(network.backbone, state, dataset.classes)
     check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
+    _put_head(network, recipe, spec)
     return network, loaded
+
+
+def _put_head(network: Normalized, recipe: Recipe, spec: ImageSpec) -> None:
+    """Put the task's head, if it has one, on a treated network."""
+    with torch.random.fork_rng():
+        torch.manual_seed(torch_seed("head", recipe.seed))
+        network.put_head(recipe.task.attach(network.backbone, spec))
 
 
 def check_memory(images: int, shape: tuple[int, int, int]) -> None:
@@ -155,6 +163,7 @@ def create_network(recipe: Recipe, spec: ImageSpec) -> Normalized:
     with torch.random.fork_rng():
         network = _create_untreated(recipe, spec)
         network.backbone = operate(network.backbone, recipe.treatments, spec)
+    _put_head(network, recipe, spec)
     return network
 
 

@@ -191,8 +191,9 @@ def weight_decay_parameters(network: Normalized) -> list[nn.Parameter]:
     from timm.optim import param_groups_weight_decay
 
     backbone = network.backbone
-    listed = getattr(backbone, "no_weight_decay", None)
-    exempt = set(listed()) if callable(listed) else set()
+    listed = getattr(network.trunk, "no_weight_decay", None)
+    prefix = "" if network.trunk is backbone else "backbone."  # under a task's head
+    exempt = {f"{prefix}{name}" for name in listed()} if callable(listed) else set()
     exempt |= {name for name, _ in backbone.named_parameters() if _is_token(name)}
     groups = param_groups_weight_decay(backbone, 1.0, no_weight_decay_list=exempt)
     return [parameter for group in groups if group["weight_decay"] for parameter in group["params"]]

@@ -20,6 +20,7 @@ from vitclinic._core.distributed import Distributed, pick_device
 from vitclinic._core.errors import MissingWeightsError, RecipeError
 from vitclinic._core.sources import check_model_name
 from vitclinic.data import Batch
+from vitclinic.data.annotations import Annotations
 from vitclinic.data.augment import PatchMixing
 from vitclinic.data.dataset import describe_data
 from vitclinic.data.named import find_missing_data
@@ -193,7 +194,7 @@ def plan_run(
         classes=len(dataset.classes),
         channels=dataset.channels,
         size=dataset.size,
-        network=type(network.backbone).__name__,
+        network=type(network.trunk).__name__,
         parameters=parameters,
         trainable=trainable - objectives,
         objective_parameters=objectives,
@@ -297,6 +298,7 @@ def _make_batch(trainer: Trainer, images: int) -> Batch:
         numbers,
         numbers,
         None if patches is None else torch.zeros(images, patches, classes, dtype=trainer.dtype),
+        annotations=None if dataset.target == "class" else Annotations.blank(dataset.target, images, dataset.size),
     )
     batch = trainer.task.read(batch)
     if trainer.criterion is None:
@@ -307,7 +309,8 @@ def _make_batch(trainer: Trainer, images: int) -> Batch:
 
 
 def _tensors_of(batch: Batch) -> list[Tensor]:
-    parts = (batch.images, batch.targets, batch.patch_targets, batch.teacher, *batch.crops)
+    known = [] if batch.annotations is None else batch.annotations.tensors()
+    parts = (batch.images, batch.targets, batch.patch_targets, batch.teacher, *batch.crops, *known)
     return [tensor for tensor in parts if tensor is not None]
 
 

@@ -109,5 +109,8 @@ def _examine(network: Normalized, spec: ImageSpec) -> Anatomy:
 
 
 def _head_parameters(network: Normalized) -> set[int]:
+    if network.trunk is not network.backbone:  # a task's head is all that is beside the trunk
+        trunk = {id(parameter) for parameter in network.trunk.parameters()}
+        return {id(parameter) for parameter in network.backbone.parameters()} - trunk
     prefixes = find_classifier(network.backbone)
     return {id(parameter) for name, parameter in network.backbone.named_parameters() if name.startswith(prefixes)}

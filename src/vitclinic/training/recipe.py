@@ -223,6 +223,21 @@ class Recipe(Settings):
     unidentified: ClassVar[frozenset[str]] = frozenset({"out", "workers", "device", "logging"})
     """Keys that do not change what is computed and are left out of the digest."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_data_of_task(cls, values: Any) -> Any:
+        """Let the task say what its images come with and, if no data is named, where they are from."""
+        if not isinstance(values, Mapping) or "task" not in values:
+            return values
+        try:
+            task = parse_task(values["task"])
+        except RecipeError:  # told with the errors of other keys
+            return values
+        data = DataConfig.expand(values.get("data") or {})
+        if task.target == "class" or not isinstance(data, Mapping):
+            return values
+        return {**values, "data": {"source": task.default_source, "target": task.target, **data}}
+
     @model_validator(mode="after")
     def _check_consistency(self) -> Recipe:
         given = [key for key in LENGTHS if getattr(self, key) is not None]
@@ -241,6 +256,10 @@ class Recipe(Settings):
             raise ValueError(f"'loss' is only for the task classification; the options of {task.name} go under 'task'")
         if isinstance(task, Classification) and "loss" in task.model_fields_set:
             raise ValueError("write 'loss' instead of 'task.loss': the loss is a top-level key of the recipe")
+        if self.data.target != task.target:
+            raise ValueError(
+                f"the task {task.name} learns from a data.target of {task.target}, not {self.data.target}: remove it"
+            )
         for treatment in self.treatments:
             if treatment.tasks is not None and task.name not in treatment.tasks:
                 fitting = " or ".join(treatment.tasks)

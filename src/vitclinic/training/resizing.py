@@ -145,7 +145,7 @@ def choose_sizes(
     full = spec.img_size
     if not shares:
         return [full]
-    multiple = find_multiple(network.backbone, cell)
+    multiple = find_multiple(network.trunk, cell)
     sizes = [nearest_multiple(full, share, multiple) for share in shares]
     if sizes[0] == full:
         raise RecipeError(

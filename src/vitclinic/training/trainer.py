@@ -65,13 +65,13 @@ class Trainer:
         with torch.random.fork_rng():
             torch.manual_seed(torch_seed("objectives", recipe.seed))
             for treatment in treatments:
-                objectives.update(treatment.objectives(network.backbone, spec))
+                objectives.update(treatment.objectives(network.trunk, spec))
         self.rule = choose_step_rule(treatments)
         self.early_rule = choose_early_rule(treatments)
         self.rule_start = max((t.step_rule_start() for t in treatments if t.step_rule() is not None), default=0.0)
-        transforms = (t.batch_transform(network.backbone, spec) for t in treatments)
+        transforms = (t.batch_transform(network.trunk, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
-        augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.backbone, spec)
+        augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.trunk, spec)
         if self.loaded is not None:
             self.notices = [*self.loaded.notices, *self.notices]
 
