@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from tests.reports.made_errors import errors
 from vitclinic._core.records import Finding, Measurement, Provenance, Scalar, Suggestion, UnitRow
 from vitclinic.probes import known_probes
 from vitclinic.reports.figure import ExamView
@@ -172,6 +173,7 @@ def _behaviour(rng):
         "texture_decisions": np.array([9, 9, 9]),
     }
     return {
+        **errors(np.random.default_rng(rng.integers(1000)), classes),
         "accuracy": {
             "scalars": shares(rng, "accuracy", "top5_accuracy", "nll", "confidence", "ece"),
             "arrays": bins,

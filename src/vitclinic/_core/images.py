@@ -73,5 +73,12 @@ def png(picture: NDArray[Any]) -> bytes:
     return buffer.getvalue()
 
 
+def encode_small(picture: NDArray[Any]) -> bytes:
+    """Return a small picture as the content of a PNG or a JPEG file, whichever is smaller."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(picture)).save(buffer, format="JPEG", quality=85, optimize=True)
+    return min(png(picture), buffer.getvalue(), key=len)
+
+
 def _grey(image: Picture) -> NDArray[np.float64]:
     return image.astype(np.float64) if image.ndim == 2 else image.astype(np.float64).mean(-1)

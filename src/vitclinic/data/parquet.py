@@ -42,10 +42,12 @@ class TableRecords(NumberedRecords):
         images: pa.ChunkedArray,
         labels: np.ndarray[Any, Any],
         columns: dict[str, NDArray[np.int64]] | None = None,
+        column_values: dict[str, NDArray[np.str_]] | None = None,
     ) -> None:
         super().__init__(source, labels)
         self.images = images
         self.columns = columns or {}
+        self.column_values = column_values or {}
 
     def name(self, index: int) -> str:
         image = self.images[index]
@@ -76,13 +78,14 @@ def open_parquet(path: Path) -> Source:
             raise DataError(f"'{path}' has no column '{missing.pop()}' in its {split} files, unlike in the first ones.")
     tables = {split: _with_plain_labels(table, label_column, path) for split, table in tables.items()}
     classes, code = _classes(tables, label_column, path)
-    columns = _code_columns(tables, {image_column, label_column})
+    columns, values = _code_columns(tables, {image_column, label_column})
     splits = {
         split: TableRecords(
             str(path if path.is_file() else files[split][0].parent / split),
             table.column(image_column),
             _codes(table.column(label_column), code, path),
             columns[split],
+            values,
         )
         for split, table in tables.items()
     }
@@ -195,19 +198,29 @@ def _codes(column: pa.ChunkedArray, code: dict[str, int], path: Path) -> np.ndar
     return np.asarray([code.get(value, -1) for value in column.to_pylist()])
 
 
-def _code_columns(tables: dict[str, pa.Table], taken: set[str]) -> dict[str, dict[str, NDArray[np.int64]]]:
-    """Return the other columns of integers or strings of each split, their values numbered alike in all splits."""
+def _code_columns(
+    tables: dict[str, pa.Table], taken: set[str]
+) -> tuple[dict[str, dict[str, NDArray[np.int64]]], dict[str, NDArray[np.str_]]]:
+    """Return the other plain columns of each split, their values numbered alike in all splits, and these values."""
     schema = next(iter(tables.values())).schema
     coded: dict[str, dict[str, NDArray[np.int64]]] = {split: {} for split in tables}
+    known: dict[str, NDArray[np.str_]] = {}
     for field in schema:
-        plain = pa.types.is_integer(field.type) or pa.types.is_string(field.type)
-        if field.name in taken or not plain or any(field.name not in table.column_names for table in tables.values()):
+        everywhere = all(field.name in table.column_names for table in tables.values())
+        if field.name in taken or not _is_plain(field.type) or not everywhere:
             continue
         values = {split: np.asarray(table.column(field.name).to_pylist(), dtype=str) for split, table in tables.items()}
-        known = np.unique(np.concatenate(list(values.values())))
+        known[field.name] = np.unique(np.concatenate(list(values.values())))
         for split, of_split in values.items():
-            coded[split][field.name] = np.searchsorted(known, of_split).astype(np.int64)
-    return coded
+            coded[split][field.name] = np.searchsorted(known[field.name], of_split).astype(np.int64)
+    return coded, known
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Return True for numbers, truth values, texts and categories of these."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_string)
+    return any(test(kind) for test in (*tests, pa.types.is_large_string))
 
 
 def _names_in_metadata(schema: pa.Schema, column: str) -> list[str] | None:

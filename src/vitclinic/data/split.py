@@ -1,8 +1,8 @@
-"""Splits: images of a store with their labels; their names; and two of them as one."""
+"""Splits: images of a store with their labels; their names, columns and sizes; and two of them as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from vitclinic._core.io import fingerprint
 from vitclinic.data.annotations.annotation import Annotation
 from vitclinic.data.annotations.store import AnnotationStore, JoinedAnnotations
-from vitclinic.data.decoding import Images
-from vitclinic.data.source import Records
+from vitclinic.data.decoding import UNREADABLE, Images
+from vitclinic.data.source import ComputedRecords, Records
 
 
 class Store(Protocol):
@@ -139,3 +139,41 @@ def _name_image(store: Store, row: int) -> str:
         return _name_image(store.first, row) if first else _name_image(store.second, inside)
     records = RECORDS.get(store)
     return f"image {row}" if records is None else records.name(int(store.kept[row]))
+
+
+def read_columns(split: Split) -> dict[str, NDArray[np.str_]]:
+    """Return the columns that the data has beside image and label, such as the camera, as text for each image.
+
+    Example:
+        >>> from vitclinic.data import open_data
+        >>> read_columns(open_data("digits").test)
+        {}
+    """
+    records = RECORDS.get(split.images)
+    codes: Mapping[str, NDArray[np.int64]] = getattr(records, "columns", {})
+    values: Mapping[str, NDArray[np.str_]] = getattr(records, "column_values", {})
+    rows = split.images.kept[split.rows] if codes else split.rows
+    return {name: values[name][code[rows]] for name, code in codes.items()}
+
+
+def read_sizes(split: Split) -> NDArray[np.int64] | None:
+    """Return (height, width) of the image files of a split, before they were resized; None if there are none.
+
+    Only the headers of files are read.
+
+    Example:
+        >>> from vitclinic.data import open_data
+        >>> read_sizes(open_data("digits").test)[0]
+        array([8, 8])
+    """
+    records = RECORDS.get(split.images)
+    if records is None or isinstance(records, ComputedRecords):
+        return None
+    sizes = np.zeros((len(split), 2), np.int64)
+    for place, row in enumerate(split.images.kept[split.rows]):
+        try:
+            with records.read(int(row)) as image:
+                sizes[place] = image.height, image.width
+        except UNREADABLE:  # it was readable when it was decoded
+            return None
+    return sizes

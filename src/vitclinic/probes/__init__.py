@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from vitclinic.probes.behaviour.accuracy import Accuracy
     from vitclinic.probes.behaviour.attacks import FGSM, PGD
     from vitclinic.probes.behaviour.corruptions import Corruptions
+    from vitclinic.probes.behaviour.errors import Errors
     from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
+    from vitclinic.probes.behaviour.label_errors import LabelErrors
     from vitclinic.probes.behaviour.missing_rate import MissingRate
     from vitclinic.probes.behaviour.occlusion import Occlusion
     from vitclinic.probes.behaviour.saliency import Saliency
     from vitclinic.probes.behaviour.shape_bias import ShapeBias
     from vitclinic.probes.behaviour.shift import Shift
+    from vitclinic.probes.behaviour.slices import Slices
     from vitclinic.probes.behaviour.train_nll import TrainNLL
     from vitclinic.probes.collection import ProbeCollection
     from vitclinic.probes.cost import Cost
@@ -89,11 +92,13 @@ __all__ = [
     "Corruptions",
     "Cost",
     "DoesNotApply",
+    "Errors",
     "FigureSpec",
     "Flatness",
     "Fourier",
     "FrequencyNoise",
     "HessianSpectrum",
+    "LabelErrors",
     "Landscape",
     "Lesion",
     "LinearProbe",
@@ -115,6 +120,7 @@ __all__ = [
     "ShapeBias",
     "Sharpness",
     "Shift",
+    "Slices",
     "SoftmaxJacobian",
     "Sparsity",
     "StreamingProbe",

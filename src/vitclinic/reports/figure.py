@@ -17,6 +17,8 @@ from vitclinic._core.records import Finding, Measurement, Scalar
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from vitclinic.reports.album import Album
+
 
 @dataclass(frozen=True)
 class ExamView:
@@ -65,10 +67,12 @@ class Figure:
     table: Table
     plot: go.Figure | None = None
     pictures: Sequence[Picture] = ()
+    album: Album | None = None
+    """Images of the data that open from a matrix or a list."""
     notes: Sequence[str] = ()
     """What a reader should know beside it, a sentence each."""
     heavy: bool = False
-    """Drawn only when its section is opened, as are surfaces in three dimensions."""
+    """Closed until somebody opens it, and drawn then, as are surfaces in three dimensions."""
 
 
 Drawer = Callable[[Sequence[ExamView]], list[Figure]]

@@ -126,7 +126,13 @@ class Drawings:
             self.packed[f"plot-{name}"] = compress(serialize_plot(figure.plot, self.images))
         self.packed[f"csv-{name}"] = compress(format_csv(figure.table))
         pictures = figure.pictures if self.images else ()
-        self.left_out += len(figure.pictures) - len(pictures)
+        album = figure.album if figure.album is None or self.images else figure.album.without_images()
+        if album is not None and album.thumbnails:
+            self.packed[f"album-{name}"] = compress(album.pack())
+        missing = len(figure.pictures) - len(pictures)
+        if figure.album is not None and album is not None:
+            missing += len(figure.album.thumbnails) - len(album.thumbnails)
+        self.left_out += missing
         return {
             "name": name,
             "title": figure.title,
@@ -137,8 +143,9 @@ class Drawings:
             "height": DEFAULT_HEIGHT if figure.plot is None else int(figure.plot.layout.height or DEFAULT_HEIGHT),
             "rows": len(figure.table.rows),
             "pictures": [_picture(picture) for picture in pictures],
+            "album": None if album is None else album.view(),
             "notes": list(figure.notes),
-            "left_out": _left_out(len(figure.pictures) - len(pictures)),
+            "left_out": _left_out(missing),
         }
 
     def _own(self, wanted: str) -> str:

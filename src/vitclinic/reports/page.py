@@ -214,9 +214,12 @@ def write_report(path: str | Path, exams: Sequence[ExamView], *, title: str | No
         images: Whether pictures of the data are in the page.
 
     Returns:
-        The path.
+        The path. Beside it is `NAME-labels.csv`, if some labels are suspected.
     """
+    from vitclinic.reports.figures.label_errors import write_suspects  # with plotly, which takes a while
+
     written = write_page(path, render(exams, title=title, images=images))
+    write_suspects(written, exams)
     size = written.stat().st_size
     if size > LIMIT:
         log.warning("The report has %.1f MB; without pictures of the data it would be smaller.", size / 1e6)

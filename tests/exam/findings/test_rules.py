@@ -24,6 +24,11 @@ def outlying(share, kind="msa"):
     return {"outliers_most": share, "units": found["units"]}
 
 
+def sliced(weak):
+    accuracies = {"worst_slice_accuracy": (0.5, 0.6), "rest_accuracy": (0.8, 0.9)}
+    return exam(slices={"weak": weak, "smallest_p": 0.001, **accuracies})
+
+
 CASES = {  # rule: (sick, well, the interval reaches the line)
     "guessing": (
         exam(accuracy={"accuracy": (0.08, 0.12), "commonest": 0.1}),
@@ -100,6 +105,7 @@ CASES = {  # rule: (sick, well, the interval reaches the line)
         exam(saliency={"gain": (0.1, 0.2)}),
         exam(saliency={"gain": (0.0, 0.1)}),
     ),
+    "weak_slice": (sliced(weak=1), sliced(weak=0), None),  # its line is a test
     "texture_bias": (
         exam(shape_bias={"shape_bias": (0.2, 0.3)}),
         exam(shape_bias={"shape_bias": (0.7, 0.8)}),

@@ -27,6 +27,8 @@ PROBES: list[Any] = [
     "trajectory",
     {"ntk": {"images": 12, "block": 4}},
     "accuracy",
+    "errors",
+    {"slices": {"least": 2}},
     {"train_nll": {"images": 16}},
     {"corruptions": {"images": 4}},
     {"frequency_noise": {"images": 8, "width": 0.25}},

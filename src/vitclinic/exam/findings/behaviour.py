@@ -233,5 +233,39 @@ def meaningless_saliency(evidence: Evidence) -> Verdict | None:
     return Verdict("notice", statement, {name: ours})
 
 
+@rule(
+    "A weak slice",
+    ("slices.weak", "slices.worst_slice_accuracy"),
+    threshold="an adjusted p below 0.05: accuracy on a part of the images below that of the rest",
+    source="Fisher's exact test, corrected by Holm for all slices: at most 5% of exams name one by chance; ours",
+    basis="heuristic",
+    suggestions=(
+        Suggestion(
+            treatment="data.augment=deit",
+            paper="Cubuk et al. 2020 (RandAugment)",
+            why="Strong augmentation varies brightness, contrast and size; more images of that part help most.",
+        ),
+    ),
+)
+def weak_slice(evidence: Evidence) -> Verdict | None:
+    """Find a part of the images on which the network is worse than on the rest."""
+    weak, worst = evidence.number("slices.weak"), evidence.number("slices.worst_slice_accuracy")
+    rest, p = evidence.number("slices.rest_accuracy"), evidence.number("slices.smallest_p")
+    if weak is None or worst is None or rest is None or p is None or not weak.value:
+        return None
+    arrays = evidence.measurements["slices"].arrays
+    which = "its weakest slice"
+    if {"slice_p", "slice_feature", "slice_value"} <= arrays.keys():
+        place = int(arrays["slice_p"].argmin())
+        which = f"the slice '{arrays['slice_feature'][place]}: {arrays['slice_value'][place]}'"
+    others = f" {weak.value - 1:.0f} more {'is' if weak.value == 2 else 'are'} weak." if weak.value > 1 else ""
+    statement = (
+        f"Accuracy is {format_number(worst)} on the {worst.n} images of {which}, and {format_number(rest)} on the rest"
+        f" (adjusted p = {p.value:.2g}).{others}"
+    )
+    numbers = {"slices.worst_slice_accuracy": worst, "slices.rest_accuracy": rest, "slices.smallest_p": p}
+    return Verdict("notice", statement, numbers)
+
+
 def _complement(share: Scalar) -> Scalar:
     return Scalar(value=1 - share.value, low=1 - high(share), high=1 - low(share), n=share.n)

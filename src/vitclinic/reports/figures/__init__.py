@@ -16,11 +16,14 @@ from vitclinic._core.registry import FigureSpec, load_entry_points
 from vitclinic.reports.figure import DRAWERS, Drawer, ExamView, Figure, Table, escape_plotly, select_usable
 from vitclinic.reports.figures import accuracy as accuracy
 from vitclinic.reports.figures import attention as attention
+from vitclinic.reports.figures import errors as errors
+from vitclinic.reports.figures import label_errors as label_errors
 from vitclinic.reports.figures import landscape as landscape
 from vitclinic.reports.figures import network as network
 from vitclinic.reports.figures import representation as representation
 from vitclinic.reports.figures import robustness as robustness
 from vitclinic.reports.figures import sharpness as sharpness
+from vitclinic.reports.figures import slices as slices
 from vitclinic.reports.figures import spectra as spectra
 from vitclinic.reports.figures import token_norms as token_norms
 from vitclinic.reports.figures import training as training

@@ -102,6 +102,19 @@ def label(name: str, measurement: Measurement | None = None, numbers: str = "", 
     return escape_plotly(cut) + (" (not converged)" if unfinished else "") + (f"<br>{numbers}" if numbers else "")
 
 
+def unique_ticks(names: Sequence[str], longest: int = PANEL_LONGEST) -> list[str]:
+    """Return names for a category axis, escaped, cut, and numbered where cutting makes them equal.
+
+    Example:
+        >>> unique_ticks(["a<b", "x" * 30, "x" * 31], longest=6)
+        ['a&lt;b', 'xx…xxx', 'xx…xxx (2)']
+    """
+    cut = [label(name, longest=longest) for name in names]
+    return [
+        text if text not in cut[:place] else f"{text} ({cut[:place].count(text) + 1})" for place, text in enumerate(cut)
+    ]
+
+
 def format_short(value: float, form: str = ".3g") -> str:
     """Return a number in a few characters: 0.0123, 12.3, 12,345."""
     return f"{value:,.0f}" if form == ".3g" and 1000 <= abs(value) < 1e6 else f"{value:{form}}"

@@ -89,6 +89,15 @@
     }
   }, { rootMargin: "400px 0px" });
 
+  // ---- albums: each image is in the page once, however many rows show it ----
+  const showAlbum = async (album) => {
+    const places = album.querySelectorAll("img[data-picture]:not([src])");
+    if (!places.length) return;
+    const images = JSON.parse(await unpack(`album-${album.dataset.album}`));
+    for (const place of places) place.src = images[place.dataset.picture];
+  };
+  const showAlbums = () => Promise.all(all(".album").map(showAlbum));
+
   // ---- numbers ----
   const rowsOf = (csv) => {
     const rows = [[]];
@@ -173,7 +182,7 @@
     showTheme();
   };
   const print = async () => {
-    await Promise.all(plots.map(ready));
+    await Promise.all([showAlbums(), ...plots.map(ready)]);
     window.print();
   };
 
@@ -210,7 +219,7 @@
     }
     for (const plot of plots) watch.observe(plot);
     const idle = window.requestIdleCallback ?? ((act) => setTimeout(act, 500));
-    idle(() => plots.reduce((earlier, plot) => earlier.then(() => ready(plot)), Promise.resolve()));
+    idle(() => plots.reduce((earlier, plot) => earlier.then(() => ready(plot)), showAlbums()));
   };
   start();
 })();
