@@ -18,14 +18,9 @@ MOST_IMAGES = 96
 """Of all networks of a page together."""
 SIGNIFICANT = 0.05
 _ARRAYS = (
-    "slice_feature",
-    "slice_value",
-    "slice_images",
-    "slice_accuracy",
-    "slice_accuracy_low",
-    "slice_accuracy_high",
+    *("slice_feature", "slice_value", "slice_images", "slice_accuracy", "slice_accuracy_low", "slice_accuracy_high"),
+    *("rest_accuracy", "slice_p", "slice_p_adjusted", "shown_slice", "shown_numbers", "classes"),
 )
-_ARRAYS += ("rest_accuracy", "slice_p", "slice_p_adjusted", "shown_slice", "shown_numbers", "classes")
 COLUMNS = ("network", "feature", "slice", "images", "accuracy", "low", "high", "rest_accuracy", "p", "p_adjusted")
 
 
