@@ -43,7 +43,6 @@ NEUTRAL = {("context_broadcasting", 0), ("talking_heads", 0), ("local_attention"
 """Treatments, and which of their options, that leave the outputs as they are."""
 REPLACING = ("gap_head", "conv_stem", "ffn_variant", "uniform_heads")
 """Treatments that are there to replace or remove weights."""
-PARTS = ("skip", "branch", "total")
 TOLERANCE = 1e-5
 
 
@@ -86,7 +85,7 @@ def read_features(anatomy: Anatomy, network: nn.Module, images: Tensor) -> str:
     grids: dict[str, None] = {}  # in order
     outputs = {unit.name: unit.output for unit in anatomy.units}
     residuals = {unit.name: unit.residual for unit in anatomy.units if unit.residual is not None}
-    parts = {(name, part): getattr(sites, part) for name, sites in residuals.items() for part in PARTS}
+    parts = {(name, part): site for name, residual in residuals.items() for part, site in residual.sites.items()}
 
     def note(name: str, activation: Tensor) -> None:
         if not activation.isfinite().all():
@@ -97,9 +96,9 @@ def read_features(anatomy: Anatomy, network: nn.Module, images: Tensor) -> str:
 
     with stream(outputs, note), taps(parts) as seen:
         answer(network, images)
-    for name in residuals:
-        skip, branch, total = (seen[name, part].flatten() for part in PARTS)
-        if differs(skip + branch, total):
+    for name, residual in residuals.items():
+        total, *added = (seen[name, part].flatten() for part in ("total", *(residual.sites.keys() - {"total"})))
+        if differs(torch.stack(added).sum(0), total):
             raise WrongError(f"after {name} is not before + branch")
     if not grids:
         raise ValueError("no unit has a grid")
@@ -137,10 +136,11 @@ def remove_units(anatomy: Anatomy, network: nn.Module, images: Tensor) -> str:
         raise ValueError("no unit can be removed")
     for unit in removable:
         silenced = unit.residual is not None and unit.removal is not None and "set to zero" in unit.removal.how
-        sites = {"skip": unit.residual.skip, "total": unit.residual.total} if silenced and unit.residual else {}
+        sites = unit.residual.sites if silenced and unit.residual else {}
         with anatomy.remove(unit), taps(sites) as seen:
             without = answer(network, images)
-        if sites and differs(seen["total"].flatten(), seen["skip"].flatten()):
+        left = [seen[part].flatten() for part in sites if part not in ("branch", "total")]
+        if sites and differs(seen["total"].flatten(), torch.stack(left).sum(0)):
             raise WrongError(f"without {unit.name} the state does not pass as it is")
         if not differs(without, whole):
             raise WrongError(f"removing {unit.name} changes nothing")

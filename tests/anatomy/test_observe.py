@@ -18,7 +18,6 @@ from vitclinic.anatomy import Anatomy, AttentionMap, Site, record_attention, tap
 from vitclinic.anatomy.families import recognise
 from vitclinic.anatomy.wrappers import unwrap
 
-PARTS = ("skip", "branch", "total")
 OTHER_STAGES = ("timm volo",)
 """VOLO's family counts the entries of a list as stages; on the grid, they are one."""
 
@@ -53,7 +52,7 @@ def sites(anatomy: Anatomy) -> dict[tuple[int, str], Site]:
     for unit in anatomy.units:
         found[unit.depth, "input"], found[unit.depth, "output"] = unit.input, unit.output
         if unit.residual is not None:
-            found |= {(unit.depth, part): getattr(unit.residual, part) for part in PARTS}
+            found |= {(unit.depth, part): site for part, site in unit.residual.sites.items()}
         if unit.activation is not None:
             found[unit.depth, "activation"] = unit.activation
     return found
@@ -127,8 +126,8 @@ def contract(name: str) -> None:
         assert torch.equal(tensor(run(network, images)), plain)
     for unit in anatomy.units:
         if unit.residual is not None:
-            skip, branch, total = (seen[unit.depth, part] for part in PARTS)
-            assert close(skip + branch, total), unit
+            parts = [seen[unit.depth, part] for part in unit.residual.sites if part != "total"]
+            assert close(sum(parts), seen[unit.depth, "total"]), unit
         if unit.output.layout.spatial:
             grid = anatomy.grid(unit.output, seen[unit.depth, "output"])
             assert grid.shape[0] == len(images)

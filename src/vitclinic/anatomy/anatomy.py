@@ -248,7 +248,7 @@ def _check_units(network: nn.Module, units: tuple[Unit, ...], example: Tensor) -
     with eval_mode(network), _measure_grids(_layouts(units)) as grids, taps(_sites(units)) as seen:
         network(example)
     for unit in units:
-        if unit.residual is not None and (found := _find_difference(unit, *_parts(seen, unit))):
+        if found := _find_difference(unit, seen):
             raise AnatomyError(
                 f"in {unit.name} the output is not skip + branch ({found}), so its family does not fit this "
                 "network; register one that does (docs/anatomy.md)."
@@ -268,7 +268,7 @@ def _drop_wrong_residuals(
         network(example)
     checked, doubts = [], []
     for unit in units:
-        found = None if unit.residual is None else _find_difference(unit, *_parts(seen, unit))
+        found = _find_difference(unit, seen)
         if found is not None:
             doubts.append(f"the output of {unit.name} is not skip + branch ({found}), so it cannot be removed.")
         checked.append(unit if found is None else replace(unit, residual=None, removal=None))
@@ -279,17 +279,13 @@ def _output_shapes(units: tuple[Unit, ...], seen: Mapping[tuple[str, str], Tenso
     return {unit.name: tuple(seen[unit.name, "output"].shape[1:]) for unit in units}
 
 
-def _parts(seen: Mapping[tuple[str, str], Tensor], unit: Unit) -> list[Tensor]:
-    return [seen[unit.name, part] for part in ("skip", "branch", "total")]
-
-
 def _sites(units: tuple[Unit, ...]) -> dict[tuple[str, str], Site]:
     """Return all sites at which units are read."""
     sites: dict[tuple[str, str], Site] = {}
     for unit in units:
         sites[unit.name, "input"], sites[unit.name, "output"] = unit.input, unit.output
         if unit.residual is not None:
-            sites |= {(unit.name, part): getattr(unit.residual, part) for part in ("skip", "branch", "total")}
+            sites |= {(unit.name, part): site for part, site in unit.residual.sites.items()}
     return sites
 
 
@@ -299,17 +295,20 @@ def _layouts(units: tuple[Unit, ...]) -> set[Layout]:
     return keys | {site.layout for site in _sites(units).values()}
 
 
-def _find_difference(unit: Unit, skip: Tensor, branch: Tensor, total: Tensor) -> str | None:
-    """Return how total and skip + branch differ, or None if they do not.
+def _find_difference(unit: Unit, seen: Mapping[tuple[str, str], Tensor]) -> str | None:
+    """Return how total and skip + branch differ, or None if they do not, or the unit has no residual.
 
     Libraries reshape between steps, so only the number of values must agree.
     """
+    if unit.residual is None:
+        return None
+    total, *parts = (seen[unit.name, part] for part in ("total", *(unit.residual.sites.keys() - {"total"})))
     tolerance = max(1e-5, 8 * torch.finfo(total.dtype).eps)
     if not total.isfinite().all():
         raise AnatomyError(f"the values after {unit.name} are not finite, so nothing can be checked or measured.")
-    if not skip.numel() == branch.numel() == total.numel():
-        return f"their shapes are {tuple(total.shape)}, {tuple(skip.shape)} and {tuple(branch.shape)}"
-    difference = (total.flatten() - skip.flatten() - branch.flatten()).abs().max()
+    if any(part.numel() != total.numel() for part in parts):
+        return f"their shapes are {', '.join(str(tuple(part.shape)) for part in (total, *parts))}"
+    difference = (total.flatten() - sum(part.flatten() for part in parts)).abs().max()
     if difference <= tolerance * total.abs().max():
         return None
     return f"they differ by {difference:.1e} where values reach {total.abs().max():.1e}"

@@ -22,11 +22,25 @@ Kind = Literal["stem", "position", "msa", "mlp", "token_mlp", "conv", "pool", "h
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """Sites of a residual step: total = skip + branch, checked to 1e-5 when a network is examined."""
+    """Sites of a residual step: total = skip + branch, checked to 1e-5 when a network is examined.
+
+    Args:
+        skip: The state before the step.
+        branch: What the step adds to it.
+        total: Their sum.
+        beside: Other branches that are added at once, as in x + (attention(x) + mlp(x)): total = skip + all branches.
+    """
 
     skip: Site
     branch: Site
     total: Site
+    beside: tuple[Site, ...] = ()
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """All sites by name: `skip`, `branch`, `total`, and `beside 0` and so on."""
+        named = {"skip": self.skip, "branch": self.branch, "total": self.total}
+        return named | {f"beside {number}": site for number, site in enumerate(self.beside)}
 
 
 class Removal(Protocol):

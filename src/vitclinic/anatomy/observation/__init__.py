@@ -10,27 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
-from vitclinic.anatomy.observation.attention import find_attention
-from vitclinic.anatomy.observation.locate import NO_GRID, Draft, Locator, find_layouts, finish, has_cells
+from vitclinic.anatomy.observation.chain import Chains, complete
+from vitclinic.anatomy.observation.locate import Locator, find_layouts, has_cells
+from vitclinic.anatomy.observation.naming import Draft, finish
 from vitclinic.anatomy.observation.places import MIXED, Places
-from vitclinic.anatomy.observation.residuals import (
-    ACTIVATIONS,
-    MOVES,
-    Step,
-    Stretch,
-    find_bypass,
-    find_steps,
-    has_detour,
-    origin,
-    weights_behind,
-)
-from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Call, Trace, Value, trace
-from vitclinic.anatomy.removal import Erase, Silence
+from vitclinic.anatomy.observation.positions import draft_position, end_before_position, grid_of
+from vitclinic.anatomy.observation.residuals import MOVES, Step, find_joins, find_steps, origin, split
+from vitclinic.anatomy.observation.stretch import ACTIVATIONS, Stretch, find_bypass
+from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Trace, Value, trace
+from vitclinic.anatomy.removal import Silence
 from vitclinic.anatomy.units import Kind, Residual, Unit
 from vitclinic.anatomy.wrappers import reason
 
@@ -79,18 +73,21 @@ class _Observer:
 
     def __init__(self, record: Trace, entrance: nn.Module) -> None:
         self.record = record
-        steps = [step for step in find_steps(record) if not _is_lost(record.values[step.total].places)]
-        self.steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
-        self.settled = {step.total: self._settle(step) for step in self.steps}
         outputs = [index for index in record.outputs if record.values[index].places is not None]
         if not outputs:
             raise UnknownStructureError("the network's output does not depend on the image.")
         self.output = next((index for index in outputs if len(record.values[index].shape) == 2), outputs[0])
+        steps = [step for step in find_steps(record, self.output) if not _is_lost(record.values[step.total].places)]
+        self.steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
+        self.joins = find_joins(record, self.steps)
+        self.settled = {step.total: self._settle(step) for step in self.steps}
         self.root = record.calls[0]
         entering = record.ends_of.get((self.root, "in"), [])
         self.image = next((value.index for value in entering if has_cells(value)), 0)
         last = max(self.settled.values(), default=self.image)
         self.locator = Locator(record, entrance, find_layouts(record, last, self.output, outputs))
+        self.chains = Chains(record, self.locator, self.root, self.image, self.output)
+        self.steps = [part for step in self.steps for part in self._split(step)]
 
     def drafts(self) -> list[Draft]:
         """Return the units in the order of their ends."""
@@ -111,27 +108,54 @@ class _Observer:
         maps = {unit.name: unit.attention.seen for unit in units if unit.attention is not None}
         if mixed := [name for name, seen in maps.items() if seen is not None and seen.mixed_later]:
             yield f"the heads of {', '.join(mixed)} are mixed after the softmax; maps are those before."
-        if bare := [unit.name for unit in units if unit.kind in ("msa", "mlp", "token_mlp") and unit.residual is None]:
+        kinds = ("msa", "mlp", "token_mlp")
+        if bare := [unit.name for unit in units if unit.kind in kinds and not (unit.residual or unit.removal)]:
             yield f"no residual addition was seen at {', '.join(bare)}; what follows there may be missed."
         if lost := [unit.name for unit in units[:-1] if not unit.output.layout.spatial]:
             yield f"the outputs of {', '.join(lost)} are not features on a grid."
 
     def _settle(self, step: Step) -> int:
         """Return the state after a residual sum: behind the activation or norm that the next unit reads it through."""
-        owner = self.record.values[step.total].call
+        total = self.joins.get(step.total, step.total)
+        read = self._read_by_next(total)
+        return self._follow_within_block(total) if read is None else read
+
+    def _read_by_next(self, total: int) -> int | None:
+        """Return what the next step reads of a state, if only norms and activations of its block lie between."""
+        owner = self.record.values[total].call
         for other in self.steps:
-            if self.record.depends(other.source, step.total):
-                inside = self.record.between(step.total, other.source)
-                if all(value.op in _LIGHT and owner in value.call.chain() for value in inside):
-                    return origin(self.record, other.source)
-                break
-        state = step.total
-        for value in self.record.values[step.total + 1 : owner.end or None]:
-            if state in value.parents:
-                if value.op not in ACTIVATIONS:
+            if self.record.depends(other.source, total):
+                inside = self.record.between(total, other.source)
+                light = all(value.op in _LIGHT and owner in value.call.chain() for value in inside)
+                return origin(self.record, other.source) if light else None
+        return None
+
+    def _follow_within_block(self, total: int) -> int:
+        """Return the last state of a block: behind its activations and, if other states are, behind a norm."""
+        owner = self.record.values[total].call
+        norms = int(self._is_post_norm)
+        state = total
+        for value in self.record.values[total + 1 : owner.end or None]:
+            if state in value.parents and value.op not in MOVES:
+                if value.op in NORMS and norms:
+                    norms -= 1
+                elif value.op not in ACTIVATIONS:
                     break
                 state = value.index
         return state
+
+    @cached_property
+    def _is_post_norm(self) -> bool:
+        """True if every state that another step reads is read behind a norm, by the skip as well as by the branch."""
+        reads = [(step.total, self._read_by_next(step.total)) for step in self.steps]
+        between = [self.record.between(total, read) for total, read in reads if read is not None]
+        return bool(between) and all(any(value.op in NORMS for value in inside) for inside in between)
+
+    def _split(self, step: Step) -> list[Step]:
+        """Return a step's branches as steps side by side, if each of them can be removed alone."""
+        parts = split(self.record, step)
+        sites = [self.locator.replace(part.branch, part.total if part.at is None else part.at) for part in parts]
+        return [step] if any(site is None for site in sites) else parts
 
     def _enter(self, step: Step) -> int:
         """Return the state that a unit reads: before the norm and activation of a pre-activation block's own."""
@@ -145,83 +169,117 @@ class _Observer:
         """Return the unit of a residual step."""
         owner, end = self.record.values[step.total].call, self.settled[step.total]
         stretch = Stretch(self.record, step.source, step.branch, owner)
-        before, after = self.locator.read(self._enter(step), [owner]), self.locator.read(end, [owner])
-        if step.state is None:
-            skip = self.locator.read_operand(step.skip, step.total)
-            branch = self.locator.replace(step.branch, step.total)
-        else:
-            skip, branch = self.locator.read_change(step.skip, step.total, step.state)
-        total = self.locator.read_exactly(step.total, [owner])
+        before = self.locator.read(self._enter(step), [owner])
+        after = self.locator.read(end, [owner]) or self.locator.read(step.total, [owner])
+        if before is None and after is not None and after.layout.spatial:
+            before = self.locator.read_operand(step.skip, step.total)
         if before is None or after is None:
             return None
-        unit = Unit("", stretch.kind, 0, stretch.module(), before, after)
-        if skip is not None and total is not None and branch is not None:
-            # The three lie alike, whatever can be seen of each.
-            skip, branch = (replace(s, layout=total.layout, arrangement=total.arrangement) for s in (skip, branch))
-            removal = None if step.again else Silence(branch)  # it would remove one of several runs
-            unit = replace(unit, residual=Residual(skip, branch, total), removal=removal)
+        unit = Unit("", stretch.kind, 0, stretch.module(), before, after, **self._find_residual(step))
         alone = sum(self.record.values[other.total].call is owner for other in self.steps) == 1
         if unit.module is None and alone and owner.path:
             unit = replace(unit, module=owner.module)
-        return Draft(end, owner, self._complete(unit, stretch))
+        unit = complete(unit, stretch, self.locator)
+        later = Stretch(self.record, step.branch, end, owner).parameters()  # a scale, or a norm behind the sum
+        return Draft(end, owner, replace(unit, parameters=tuple(dict.fromkeys((*(unit.parameters or ()), *later)))))
 
-    def _complete(self, unit: Unit, stretch: Stretch) -> Unit:
-        """Add what can be seen of the inside of a unit."""
-        activation = None if unit.kind == "msa" else stretch.activation()
-        return replace(
-            unit,
-            norm=stretch.norm(),
-            attention=find_attention(stretch, self.locator) if unit.kind == "msa" else None,
-            activation=None if activation is None else self.locator.read(activation, layout=NO_GRID),
-            parameters=stretch.parameters(),
+    def _find_residual(self, step: Step) -> dict[str, Any]:
+        """Return residual and removal of a step's unit, as far as there are sites for them."""
+        at = step.total if step.at is None else step.at
+        if step.state is None:
+            skip, branch = self.locator.read_operand(step.skip, step.total), self.locator.replace(step.branch, at)
+        else:
+            skip, branch = self.locator.read_change(step.skip, step.total, step.state)
+        total = self.locator.read_exactly(step.total, [self.record.values[step.total].call])
+        others = [self.locator.read_operand(*beside) for beside in step.beside]
+        if branch is None or skip is None or total is None or None in others:
+            return {}
+        # They lie alike, whatever can be seen of each.
+        skip, branch, *beside = (
+            replace(site, layout=total.layout, arrangement=total.arrangement)
+            for site in (skip, branch, *others)
+            if site is not None
         )
+        removal = None if step.again else Silence(branch)  # it would remove one of several runs
+        residual = None if step.scaled else Residual(skip, branch, total, tuple(beside))
+        return {"residual": residual, "removal": removal}
 
     def _gaps(self) -> Iterator[Draft]:
         """Yield the stem with the position embedding, and the units between residual steps."""
         if not self.steps:
-            yield from self._chain(self.image, self.output, from_image=True)
+            yield from self.chains.draft(self.image, self.output, from_image=True)
             return
-        begun = False
+        begun = plain = False
+        seen = set()
         for step in self.steps:
             before = [other.total for other in self.steps if self.record.depends(step.source, other.total)]
             state = self._enter(step)
             if before:
-                yield from self._between(self.settled[before[-1]], state)
+                ends = (self.settled[before[-1]], state)
+                if ends not in seen:  # steps side by side read the same state
+                    found = list(self._between(*ends))
+                    plain = plain or any(draft.unit.kind == "mlp" for draft in found)
+                    yield from found
+                seen.add(ends)
             elif not begun:
                 begun = True
                 yield from self._beginning(state)
+        if plain:
+            yield from self._after_last()
 
     def _between(self, first: int, last: int) -> Iterator[Draft]:
         """Yield the units from one state to the next that a residual step reads."""
         if first == last or not self.record.depends(last, first):
             return
         stretch = Stretch(self.record, first, last, self.root)
-        changed = _grid(self.record.values[first]) != _grid(self.record.values[last])
+        changed = grid_of(self.record.values[first]) != grid_of(self.record.values[last])
         if stretch.mixers and stretch.is_nonlinear:
-            yield from self._chain(first, last)
+            yield from self.chains.draft(first, last)
         elif changed or stretch.mixers:
-            end = self._before_position(stretch)
+            end = end_before_position(stretch, self.locator)
             part = Stretch(self.record, first, last if end is None else end, self.root)
             before, after, call = self.locator.read(first), self.locator.read(part.last), part.widest_call()
             if before is not None and after is not None and call is not None:
                 kind: Kind = "pool" if changed else part.kind
                 unit = Unit("", kind, 0, call.module, before, after, parameters=part.parameters())
                 yield Draft(part.last, call, unit, own=True)
-            yield from self._position(Stretch(self.record, part.last, last, self.root))
+            yield from draft_position(Stretch(self.record, part.last, last, self.root), self.locator)
+        elif stretch.is_pointwise:
+            yield from self._pointwise(stretch)
         else:
-            yield from self._position(stretch)
+            yield from draft_position(stretch, self.locator)
+
+    def _pointwise(self, stretch: Stretch) -> Iterator[Draft]:
+        """Yield the MLP that a stretch without a residual is, such as the 1 x 1 convolution of a ConvMixer."""
+        before, after, call = self.locator.read(stretch.first), self.locator.read(stretch.last), stretch.widest_call()
+        if before is not None and after is not None and call is not None:
+            unit = Unit("", "mlp", 0, call.module, before, after, removal=find_bypass(stretch))
+            yield Draft(stretch.last, call, complete(unit, stretch, self.locator), own=True)
+
+    def _after_last(self) -> Iterator[Draft]:
+        """Yield the MLP behind the last residual step: what follows it on the grid, before pooling."""
+        first = self.settled[self.steps[-1].total]
+        state = first
+        for value in Stretch(self.record, first, self.output, self.root).values:
+            pointwise = value.mixing is None and value.op in _LIGHT | LAYERS and has_cells(value)
+            if not pointwise or state not in value.parents:
+                break
+            state = value.index
+        stretch = Stretch(self.record, first, state, self.root)
+        if stretch.is_pointwise:
+            yield from self._pointwise(stretch)
 
     def _beginning(self, last: int) -> Iterator[Draft]:
         """Yield the stem and the position embedding of a network with residual steps."""
         stretch = Stretch(self.record, self.image, last, self.root)
         if len(stretch.mixers) > _LONG_STEM and stretch.is_nonlinear:
-            yield from self._chain(self.image, last, from_image=True)
+            yield from self.chains.draft(self.image, last, from_image=True)
             return
         yield from self._stem(stretch)
 
     def _stem(self, stretch: Stretch) -> Iterator[Draft]:
         """Yield the stem, which ends before tokens or positions are added, and the position embedding."""
-        end, before = self._before_position(stretch), self.locator.read(self.image)
+        end, before = end_before_position(stretch, self.locator), self.locator.read(self.image)
         after = None if end is None else self.locator.read(end)
         if end is None or before is None or after is None:
             return
@@ -229,98 +287,7 @@ class _Observer:
         call = part.widest_call()
         unit = Unit("stem", "stem", 0, None if call is None else call.module, before, after)
         yield Draft(end, self.root, replace(unit, parameters=part.parameters()), fixed="stem")
-        yield from self._position(Stretch(self.record, end, stretch.last, self.root))
-
-    def _before_position(self, stretch: Stretch) -> int | None:
-        """Return the last value on the last grid of a stretch that comes before tokens or positions are added."""
-        grid = _grid(self.record.values[stretch.last])
-        end = None
-        for value in stretch.values:
-            if _grid(value) != grid or not has_cells(value):
-                continue
-            if end is not None and (value.op == "cat" or self._is_position(value)):
-                break
-            if self.locator.is_readable(value.index):
-                end = value.index
-        return end
-
-    def _is_position(self, value: Value) -> bool:
-        """Return True for a sum of a state and of numbers that differ by cell and do not depend on the image."""
-        fixed = [self.record.values[parent] for parent in value.parents if self.record.values[parent].places is None]
-        if value.op != "add" or len(fixed) != 1 or value.places is None or not has_cells(value):
-            return False
-        height, width = value.places.grid
-        cells = torch.where(value.places.cells >= 0, value.places.cells % (height * width), value.places.cells)
-        offset = cells.ndim - len(fixed[0].shape)
-        varying = [axis for axis in range(offset, cells.ndim) if fixed[0].shape[axis - offset] > 1]
-        return any(bool((cells.narrow(axis, 0, 1) != cells).any()) for axis in varying)
-
-    def _position(self, stretch: Stretch) -> Iterator[Draft]:
-        """Yield the unit that adds a position embedding in a stretch, if there is one."""
-        found = [value for value in stretch.values if self._is_position(value)]
-        if not found:
-            return
-        end = found[-1].index
-        for value in stretch.values:
-            if value.op == "cat" and end in value.parents and has_cells(value):
-                end = value.index
-        before, after = self.locator.read(stretch.first), self.locator.read(end)
-        if before is None or after is None:
-            return
-        added = [parent for value in found for parent in value.parents if self.record.values[parent].places is None]
-        weights = list(dict.fromkeys(weight for parent in added for weight in weights_behind(self.record, parent)))
-        removal = Erase(weights[0]) if len(weights) == 1 else None
-        call = self.record.values[end].call
-        unit = Unit("position", "position", 0, call.module, before, after, removal=removal, parameters=tuple(weights))
-        yield Draft(end, call, unit, fixed="position")
-
-    def _chain(self, first: int, last: int, from_image: bool = False) -> Iterator[Draft]:
-        """Yield one unit per convolution or attention of a stretch; from the image on, the first is the stem."""
-        stretch = Stretch(self.record, first, last, self.root)
-        mixers = [value for value in stretch.mixers if has_cells(value)]
-        groups = dict.fromkeys(group for value in mixers if (group := self._group(value, mixers, stretch)))
-        for number, (call, begin, end) in enumerate(groups):
-            part = Stretch(self.record, begin, end, call if call.parent is None else call.parent)
-            before, after = self.locator.read(begin), self.locator.read(end, [call])
-            if before is None or after is None:
-                continue
-            if number == 0 and from_image:
-                unit = Unit("stem", "stem", 0, call.module, self.locator.read(self.image) or before, after)
-                yield Draft(end, call, replace(unit, parameters=part.parameters()), fixed="stem")
-                continue
-            unit = Unit("", part.kind, 0, call.module, before, after, removal=find_bypass(part) or self._silence(end))
-            yield Draft(end, call, self._complete(unit, part), own=True)
-
-    def _silence(self, end: int) -> Silence | None:
-        """Return the removal of features that lie beside others, as those of a dense layer or a parallel branch."""
-        outputs = [site for found in self.record.values[end].ends if (site := self.locator.replace_at(end, found))]
-        return Silence(outputs[-1]) if outputs and has_detour(self.record, self.image, self.output, end) else None
-
-    def _group(self, mixer: Value, mixers: list[Value], stretch: Stretch) -> tuple[Call, int, int] | None:
-        """Return the widest call with no other mixer in it, the value that enters it, and the one that leaves it."""
-        others = [value for value in mixers if value is not mixer]
-        wide = [
-            call
-            for call in mixer.call.chain()
-            if call.path and stretch.contains(call) and not any(call in other.call.chain() for other in others)
-        ]
-        for call in reversed(wide):
-            inputs, outputs = (self.record.ends_of.get((call, end), []) for end in ("in", "out"))
-            if inputs and outputs and has_cells(outputs[0]):
-                return call, inputs[0].index, self._follow(outputs[0].index, others)
-        return None
-
-    def _follow(self, state: int, others: list[Value]) -> int:
-        """Return the state after the norms, activations and pooling that follow a convolution directly."""
-        for value in self.record.values[state + 1 :]:
-            if value in others:
-                break
-            if state in value.parents and value.places is not None:
-                light = value.op in NORMS or value.op in ACTIVATIONS or value.mixing == "pool"
-                if not light or self.locator.read(value.index) is None or not has_cells(value):
-                    break
-                state = value.index
-        return state
+        yield from draft_position(Stretch(self.record, end, stretch.last, self.root), self.locator)
 
     def _head(self, last: Draft) -> Draft:
         """Return the unit from the last state to the network's output."""
@@ -342,7 +309,3 @@ def _is_lost(places: Places | None) -> bool:
 def _is_of_stem(value: Value) -> bool:
     """Return True inside a module that says it is a stem (`is_stem`): it is one unit, whatever its layers."""
     return any(getattr(call.module, "is_stem", False) for call in value.call.chain())
-
-
-def _grid(value: Value) -> tuple[int, int] | None:
-    return None if value.places is None else value.places.grid

@@ -1,10 +1,13 @@
-"""Residual steps of a recorded forward pass, and the stretches between two of its values.
+"""Residual steps of a recorded forward pass.
 
 An addition is residual if one operand is computed from the other (total = skip + branch), or if both are computed from
-the same state and one of them only by linear layers (the projected skip of a ResNet). What lies between is a unit. A
-stretch of the pass tells how it mixes cells, and the modules that do its work.
+the same state and one of them only by linear layers (the projected skip of a ResNet). What lies between is a unit.
 
 Where the code adds by another function (`lerp`, `addcmul`, a difference), the branch is what changes the state.
+
+Two sums that contain the same state are steps side by side, and what adds or interpolates them joins their states: it
+is no step. Nor is a sum that an operand contains already: a long skip. A state that goes on beside another, as in a
+reversible network, is no part of the other's branch.
 """
 
 from __future__ import annotations
@@ -12,14 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from torch import nn
-
-from vitclinic.anatomy.observation.places import MIXED
-from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Call, Trace, Value
-from vitclinic.anatomy.removal import Bypass
-from vitclinic.anatomy.units import Kind
+from vitclinic.anatomy.observation.stretch import Stretch, has_detour
+from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Trace, Value
 
 MOVES = frozenset(
     (
@@ -48,22 +46,55 @@ class Step:
     """True if the same code runs again on the same images, apart from this run."""
     state: int | None = None
     """Which state the total changes, where it adds otherwise than by a plain sum; the branch is then the total."""
+    at: int | None = None
+    """The sum that the branch is an operand of, if branches are added to each other before they are to the state."""
+    beside: tuple[tuple[int, int], ...] = ()
+    """Those other branches, each with the sum that it is an operand of."""
+    scaled: bool = False
+    """True if their sum is scaled or normalized, so that total = skip + branch holds for none of them."""
 
 
-def find_steps(record: Trace) -> list[Step]:
-    """Return the residual steps on the way to the output that are not part of another's branch, in order."""
+def find_steps(record: Trace, output: int) -> list[Step]:
+    """Return the residual steps on the way to the output that are not part of another's branch, in order.
+
+    Args:
+        record: The recorded pass.
+        output: Which of its values is the network's output.
+    """
     steps: list[Step] = []
     skips: dict[int, int] = {}
     reached = 0
-    for output in record.outputs:
-        reached |= record.values[output].ancestors
+    for index in record.outputs:
+        reached |= record.values[index].ancestors
     for value in record.values:
         if reached >> value.index & 1:
             step = _step(record, value, skips) if _adds_alike(record, value) else _changed(record, value, skips)
             if step is not None:
                 steps.append(step)
                 skips[value.index] = step.skip
-    return _once(record, _outermost(record, steps))
+    kept = _outermost(record, steps, output)
+    return _once(record, [replace(step, source=_latest_state(record, step, kept)) for step in kept])
+
+
+def find_joins(record: Trace, steps: list[Step]) -> dict[int, int]:
+    """Return the sums that join the states of steps side by side, by the total of the last of these steps."""
+    skips = {step.total: step.skip for step in steps}
+    found: dict[int, int] = {}
+    for value in record.values:
+        operands = value.joined or (value.parents[:2] if _adds_alike(record, value) else ())
+        totals = sorted({_behind_scales(record, operand) for operand in operands})
+        if len(totals) == 2 and skips.keys() >= set(totals) and _are_side_by_side(record, *totals, skips):
+            found[totals[1]] = _scaled_later(record, value)
+    return found
+
+
+def _scaled_later(record: Trace, value: Value) -> int:
+    """Return the last of the values that a sum becomes by factors, each of which is all that is made of it."""
+    readers = [other for other in record.values[value.index + 1 :] if value.index in other.parents]
+    while len(readers) == 1 and _behind_scales(record, readers[0].index) == _behind_scales(record, value.index):
+        value = readers[0]
+        readers = [other for other in record.values[value.index + 1 :] if value.index in other.parents]
+    return value.index
 
 
 def origin(record: Trace, index: int) -> int:
@@ -85,10 +116,13 @@ def _step(record: Trace, value: Value, skips: dict[int, int]) -> Step | None:
     pairs = [value.parents[:2], value.parents[1::-1]]
     if any(origin(record, one) in _passed(record, other, skips) for one, other in pairs):
         return None  # a long skip: an operand contains the other already
+    if _are_side_by_side(record, *value.parents[:2], skips):
+        return None
     for skip, branch in pairs:
         for state in _passed(record, skip, skips):
             if state != origin(record, branch) and record.depends(branch, state):
-                return Step(skip, branch, value.index, state)
+                streams = not all(record.depends(part, state) for part in _passed(record, branch, skips))
+                return None if streams else Step(skip, branch, value.index, state)
     return _projected(record, value)
 
 
@@ -102,6 +136,8 @@ def _changed(record: Trace, value: Value, skips: dict[int, int]) -> Step | None:
         alike = math.prod(record.values[skip].shape) == math.prod(value.shape)
         if not alike or any(origin(record, skip) in _passed(record, other, skips) for other in others):
             continue
+        if any(_are_side_by_side(record, skip, other, skips) for other in others):
+            continue
         for state in _passed(record, skip, skips):
             if any(state != origin(record, other) and record.depends(other, state) for other in others):
                 return Step(skip, value.index, value.index, state, state=place)
@@ -114,6 +150,23 @@ def _passed(record: Trace, skip: int, skips: dict[int, int]) -> Iterator[int]:
     while state is not None:
         yield state
         state = origin(record, skips[state]) if state in skips else None
+
+
+def _are_side_by_side(record: Trace, one: int, other: int, skips: dict[int, int]) -> bool:
+    """Return True if two values contain the same state unchanged, and neither contains the other."""
+    passed = [list(_passed(record, value, skips)) for value in (one, other)]
+    return not set(passed[0]).isdisjoint(passed[1]) and passed[0][0] not in passed[1] and passed[1][0] not in passed[0]
+
+
+def _behind_scales(record: Trace, index: int) -> int:
+    """Return the value that another is but for its arrangement, and for factors that do not depend on the image."""
+    value = record.values[index]
+    while value.parents and (value.op in MOVES or value.op in ("mul", "div")):
+        dependent = [parent for parent in value.parents if record.values[parent].places is not None]
+        if len(dependent) != 1:
+            break
+        value = record.values[dependent[0]]
+    return value.index
 
 
 def _projected(record: Trace, value: Value) -> Step | None:
@@ -139,8 +192,21 @@ def _projected(record: Trace, value: Value) -> Step | None:
     return Step(skip, branch, value.index, source)
 
 
-def _outermost(record: Trace, steps: list[Step]) -> list[Step]:
-    return [step for step in steps if not any(_is_inside(record, step, other) for other in steps)]
+def _outermost(record: Trace, steps: list[Step], output: int) -> list[Step]:
+    return [step for step in steps if not any(_is_inside(record, step, other, output) for other in steps)]
+
+
+def _latest_state(record: Trace, step: Step, steps: list[Step]) -> int:
+    """Return the state that a branch is computed from: another step's total, if it reads that alone."""
+    for other in reversed(steps):
+        if (
+            other.total not in (step.total, origin(record, step.source))
+            and record.depends(step.branch, other.total)
+            and record.depends(other.total, step.source)
+            and not has_detour(record, step.source, step.branch, other.total)
+        ):
+            return other.total
+    return step.source
 
 
 def _once(record: Trace, steps: list[Step]) -> list[Step]:
@@ -160,163 +226,55 @@ def _is_same_code(one: Value, other: Value) -> bool:
     return one.call.module is other.call.module and one.numbers.get(one.call) == other.numbers.get(other.call)
 
 
-def _is_inside(record: Trace, step: Step, other: Step) -> bool:
-    """Return True if `step` is part of the branch of `other`."""
+def _is_inside(record: Trace, step: Step, other: Step, output: int) -> bool:
+    """Return True if `step` is part of the branch of `other`, and its state does not go on beside that."""
     return (
         step is not other
         and step.total < other.total
         and record.depends(other.branch, step.total)
         and record.depends(step.source, other.source)
         and step.total != origin(record, other.source)
+        and not has_detour(record, step.total, output, other.total)
     )
 
 
-ACTIVATIONS = frozenset(
-    (
-        *("relu", "gelu", "silu", "hardswish", "leaky_relu", "elu", "hardtanh", "tanh", "mish", "celu", "selu"),
-        *("sigmoid", "hardsigmoid", "softplus", "clamp", "clamp_min", "prelu", "_prelu_kernel", "relu6", "threshold"),
+def split(record: Trace, step: Step) -> list[Step]:
+    """Return the steps side by side of which a step is made: the branches that it adds to each other first.
+
+    Branches are told apart if they have layers of their own and mix cells in different ways: several attentions, MLPs
+    (experts) or convolutions that are added are one branch.
+    """
+    if step.state is not None:
+        return [step]
+    found = _addends(record, step.source, step.branch, step.total)
+    parts = sorted(found, key=lambda part: origin(record, part[0]))
+    owner = record.values[step.total].call
+    stretches = [Stretch(record, step.source, branch, owner) for branch, _ in parts]
+    kinds = [stretch.kind for stretch in stretches]
+    layers = [{value.index for value in stretch.values if value.op in LAYERS} for stretch in stretches]
+    linear = not any(kind == "msa" or part.is_nonlinear for kind, part in zip(kinds, stretches, strict=True))
+    apart = all(own - set().union(*layers[:n], *layers[n + 1 :]) for n, own in enumerate(layers))
+    if len(set(kinds)) < 2 or linear or not apart:
+        return [step]
+    outermost = max(at for _, at in parts)
+    scaled = outermost != origin(record, step.branch)
+    return [
+        replace(step, branch=branch, at=at, beside=tuple(part for part in parts if part[0] != branch), scaled=scaled)
+        for branch, at in parts
+    ]
+
+
+def _addends(record: Trace, source: int, branch: int, total: int) -> Iterator[tuple[int, int]]:
+    """Yield the values that a branch is the sum of, each with the sum that it is an operand of."""
+    value = record.values[_behind_scales(record, branch)]
+    while value.op in NORMS:
+        value = record.values[_behind_scales(record, value.parents[0])]
+    operands = value.joined if value.op == "sum" else value.parents[:2] if _adds_alike(record, value) else ()
+    apart = len(operands) > 1 and not any(
+        record.depends(one, other) for one in operands for other in operands if one != other
     )
-)
-MIXERS = ("conv", "attention", "matrix")
-_KINDS: dict[str, Kind] = {"attention": "msa", "matrix": "token_mlp", "conv": "conv", "context": "msa", "pool": "pool"}
-"""Kinds of unit by what mixes cells in it, the most telling first."""
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """What a pass computes from the value `first` on the way to `last`, inside the module call `around`."""
-
-    record: Trace
-    first: int
-    last: int
-    around: Call
-
-    @cached_property
-    def values(self) -> list[Value]:
-        """Values in order, the last one included."""
-        return self.record.between(self.first, self.last)
-
-    @property
-    def kind(self) -> Kind:
-        """Kind of the unit that this stretch is: by the way it mixes cells, or an MLP if it does not."""
-        mixing = {value.mixing for value in self.values}
-        return next((kind for mix, kind in _KINDS.items() if mix in mixing), "mlp")
-
-    @property
-    def mixers(self) -> list[Value]:
-        """Convolutions larger than 1 x 1, attentions, and fixed matrices along cells."""
-        return [value for value in self.values if value.mixing in MIXERS]
-
-    @property
-    def is_nonlinear(self) -> bool:
-        """True if an activation function is part of it."""
-        return any(value.op in ACTIVATIONS for value in self.values)
-
-    def calls(self) -> list[Call]:
-        """Return the outermost module calls inside the stretch, in order."""
-        found: dict[Call, None] = {}
-        for value in self.values:
-            inner = [call for call in value.call.chain() if call.begin > self.first and call is not self.around]
-            if inner and self.around in value.call.chain():
-                inside = [call for call in inner if self.around in call.chain()]
-                if inside:
-                    found[inside[-1]] = None
-        return list(found)
-
-    def contains(self, call: Call) -> bool:
-        """Return True if a call begins and ends inside the stretch."""
-        outputs = self.record.ends_of.get((call, "out"), [])
-        return self.first < call.begin and bool(outputs) and outputs[0].index <= self.last
-
-    def widest_call(self) -> Call | None:
-        """Return the widest module call inside, around the last mixer or else the last layer."""
-        layers = [value for value in self.values if value.op in LAYERS]
-        for value in (self.mixers or layers or self.values)[-1:]:
-            inside = [call for call in value.call.chain() if self.contains(call)]
-            if inside:
-                return inside[-1]
-        return None
-
-    def module(self) -> nn.Module | None:
-        """Return the one module that does the work, norms apart; None if there is no such module."""
-        modules = dict.fromkeys(call.module for call in self.calls())
-        working = [module for module in modules if module in self.record.workers]
-        return working[0] if len(working) == 1 else None
-
-    def norm(self) -> nn.Module | None:
-        """Return the norm, or the scaling in its place, that is not part of the module that does the work."""
-        calls = self.calls()
-        norms = [call.module for call in calls if call.module in self.record.norms]
-        if norms:
-            return norms[0]
-        first = calls[0].module if calls else None
-        return (
-            first
-            if first not in self.record.workers and first is not None and next(first.parameters(), None) is not None
-            else None
-        )
-
-    def activation(self) -> int | None:
-        """Return the output of the last activation function that a layer follows: the hidden neurons of an MLP."""
-        layers = [value.index for value in self.values if value.op in LAYERS]
-        for value in reversed(self.values):
-            # A gate of channels describes no token; nor does what a matrix has mixed.
-            told = value.places is not None and bool((value.places.cells != MIXED).any())
-            counts = told or self.kind == "token_mlp"
-            if value.op in ACTIVATIONS and counts and layers and value.index < layers[-1]:
-                return self._output_of_activation(value)
-        return None
-
-    def _output_of_activation(self, value: Value) -> int:
-        """Return what an activation's module makes of it, as in x * sigmoid(x); without a module, the value itself."""
-        for call in value.call.chain():
-            if call.module not in self.record.workers and (outputs := self.record.ends_of.get((call, "out"))):
-                return outputs[0].index
-        return value.index
-
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Return the parameters that the stretch uses."""
-        found: dict[nn.Parameter, None] = {}
-        for value in self.values:
-            for parent in value.parents:
-                if self.record.values[parent].places is None:
-                    found |= dict.fromkeys(weights_behind(self.record, parent))
-        return tuple(found)
-
-
-def weights_behind(record: Trace, index: int) -> list[nn.Parameter]:
-    """Return the parameters that a value is computed from."""
-    bits = record.values[index].ancestors
-    found = []
-    while bits:
-        lowest = (bits & -bits).bit_length() - 1
-        bits &= bits - 1
-        weight = record.values[lowest].weight
-        if isinstance(weight, nn.Parameter):
-            found.append(weight)
-    return found
-
-
-def has_detour(record: Trace, first: int, last: int, around: int) -> bool:
-    """Return True if `last` is computed from `first` also on a way that does not lead through `around`."""
-    seen, left = {around}, [last]
-    while left:
-        value = left.pop()
-        if value == first:
-            return True
-        if value not in seen:
-            seen.add(value)
-            left += [parent for parent in record.values[value].parents if record.depends(parent, first)]
-    return False
-
-
-def find_bypass(part: Stretch) -> Bypass | None:
-    """Return the removal of a lone convolution that keeps the number of its feature maps, and their size or a part."""
-    mixers = part.mixers
-    conv = mixers[0].call.module if len(mixers) == 1 else None
-    if not isinstance(conv, nn.Conv2d) or conv.in_channels != conv.out_channels:
-        return None
-    source = part.record.values[mixers[0].parents[0]]
-    every = zip(source.shape[-2:], conv.stride, strict=True)
-    kept = tuple(-(-length // step) for length, step in every)
-    return Bypass(conv) if kept == tuple(mixers[0].shape[-2:]) else None
+    if value.index != source and apart and all(record.depends(operand, source) for operand in operands):
+        for operand in operands:
+            yield from _addends(record, source, operand, value.index)
+    else:
+        yield branch, total
