@@ -102,6 +102,17 @@ ADDITIONS |= {getattr(Tensor, name + end) for name in _CHANGING for end in ("", 
 _IN_PLACE = {Tensor.add_, Tensor.__iadd__} | {getattr(Tensor, f"{name}_") for name in _CHANGING}
 
 
+def is_addition(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return True if a function adds tensors; a number that is added counts nowhere.
+
+    In training, and only there, BatchNorm counts its batches and stochastic depth adds a number to noise.
+    """
+    if func not in ADDITIONS:
+        return False
+    tensors = sum(isinstance(value, Tensor) for value in (*args, *(kwargs or {}).values()))
+    return tensors > 1 or func in _REDUCING
+
+
 class Removable(Protocol):
     """A hook that can be taken off again."""
 
@@ -224,7 +235,7 @@ class _Additions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in ADDITIONS or is_looking() or not self._numbers:
+        if not self._numbers or not is_addition(func, args, kwargs) or is_looking():
             return func(*args, **kwargs)
         number = self._numbers[-1]
         self._numbers[-1] += 1

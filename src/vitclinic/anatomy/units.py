@@ -121,6 +121,11 @@ class Unit:
         """Site of what the unit adds to the state; None without a residual."""
         return None if self.residual is None else self.residual.branch
 
+    @property
+    def runs_again(self) -> bool:
+        """True if the network runs the unit's code again on the same images, apart from the run that is read."""
+        return self.residual is not None and self.removal is None
+
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.kind}, stage={self.stage}, depth={self.depth})"
 

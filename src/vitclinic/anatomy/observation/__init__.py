@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic.anatomy.observation.chain import Chains, complete
-from vitclinic.anatomy.observation.locate import Locator, find_layouts, has_cells
+from vitclinic.anatomy.observation.locate import Locator, find_layouts
 from vitclinic.anatomy.observation.naming import Draft, finish
 from vitclinic.anatomy.observation.places import MIXED, Places
 from vitclinic.anatomy.observation.positions import draft_position, end_before_position, grid_of
 from vitclinic.anatomy.observation.residuals import MOVES, Step, find_joins, find_steps, origin, split
 from vitclinic.anatomy.observation.stretch import ACTIVATIONS, Stretch, find_bypass
-from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Trace, Value, trace
+from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Trace, Value, has_cells, trace
 from vitclinic.anatomy.removal import Silence
 from vitclinic.anatomy.units import Kind, Residual, Unit
 from vitclinic.anatomy.wrappers import reason
@@ -77,9 +77,11 @@ class _Observer:
         if not outputs:
             raise UnknownStructureError("the network's output does not depend on the image.")
         self.output = next((index for index in outputs if len(record.values[index].shape) == 2), outputs[0])
-        steps = [step for step in find_steps(record, self.output) if not _is_lost(record.values[step.total].places)]
+        steps = [step for step in find_steps(record, self.output) if not _is_pooled(record.values[step.total])]
         self.steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
         self.joins = find_joins(record, self.steps)
+        self.ends: list[int] = []
+        """Values that the units end with, the head's apart; filled by `drafts`."""
         self.settled = {step.total: self._settle(step) for step in self.steps}
         self.root = record.calls[0]
         entering = record.ends_of.get((self.root, "in"), [])
@@ -94,6 +96,7 @@ class _Observer:
         found = [draft for step in self.steps if (draft := self._residual(step))]
         found += self._gaps()
         found.sort(key=lambda draft: draft.index)
+        self.ends = [draft.index for draft in found]
         return [*found, self._head(found[-1])] if found else []
 
     def notes(self, units: list[Unit]) -> Iterator[str]:
@@ -111,6 +114,11 @@ class _Observer:
         kinds = ("msa", "mlp", "token_mlp")
         if bare := [unit.name for unit in units if unit.kind in kinds and not (unit.residual or unit.removal)]:
             yield f"no residual addition was seen at {', '.join(bare)}; what follows there may be missed."
+        depends = self.record.depends
+        apart = [n for n, end in enumerate(self.ends) if depends(self.output, end) and not depends(self.ends[-1], end)]
+        if apart:
+            last = units[len(self.ends) - 1].name
+            yield f"the head also reads the state after {units[apart[-1]].name}, which goes on beside that of {last}."
         if lost := [unit.name for unit in units[:-1] if not unit.output.layout.spatial]:
             yield f"the outputs of {', '.join(lost)} are not features on a grid."
 
@@ -304,6 +312,12 @@ class _Observer:
 def _is_lost(places: Places | None) -> bool:
     """Return True if a value describes no cell and no token, as a pooled feature does."""
     return places is None or bool((places.cells == MIXED).all())
+
+
+def _is_pooled(value: Value) -> bool:
+    """Return True for features that describe no cell or token, and are not several of any other kind."""
+    positions = [length for length in value.shape[1:] if length > 1]
+    return _is_lost(value.places) and len(positions) < 2
 
 
 def _is_of_stem(value: Value) -> bool:

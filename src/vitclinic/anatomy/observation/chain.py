@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from vitclinic.anatomy.observation.attention import find_attention
-from vitclinic.anatomy.observation.locate import NO_GRID, Locator, has_cells
+from vitclinic.anatomy.observation.locate import NO_GRID, Locator
 from vitclinic.anatomy.observation.naming import Draft
 from vitclinic.anatomy.observation.stretch import ACTIVATIONS, Stretch, find_bypass, has_detour
-from vitclinic.anatomy.observation.trace import NORMS, Call, Trace, Value
+from vitclinic.anatomy.observation.trace import NORMS, Call, Trace, Value, has_cells
 from vitclinic.anatomy.removal import Silence
 from vitclinic.anatomy.units import Unit
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitclinic.anatomy.forward import Operand
 from vitclinic.anatomy.observation.places import PADDING, Places, renumber
 from vitclinic.anatomy.observation.residuals import origin
-from vitclinic.anatomy.observation.trace import Call, End, Trace, Value
+from vitclinic.anatomy.observation.trace import Call, End, Trace, Value, has_cells
 from vitclinic.anatomy.sites import Arrangement, Layout, Site, Size
 
 NO_GRID = Layout(spatial=False)
@@ -132,11 +132,6 @@ def find_layouts(record: Trace, last: int, output: int, outputs: Iterable[int]) 
                 return Layouts()  # a token that was made from the image
     whole = any(has_cells(record.values[index]) for index in outputs)
     return Layouts(tuple(read), known=bool(read) or not whole)
-
-
-def has_cells(value: Value) -> bool:
-    """Return True if a value describes cells of the grid."""
-    return value.places is not None and bool((value.places.cells >= 0).any())
 
 
 class Locator:

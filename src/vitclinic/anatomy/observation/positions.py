@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from vitclinic.anatomy.observation.locate import Locator, has_cells
+from vitclinic.anatomy.observation.locate import Locator
 from vitclinic.anatomy.observation.naming import Draft
 from vitclinic.anatomy.observation.stretch import Stretch, weights_behind
-from vitclinic.anatomy.observation.trace import Trace, Value
+from vitclinic.anatomy.observation.trace import Trace, Value, has_cells
 from vitclinic.anatomy.removal import Erase
 from vitclinic.anatomy.units import Unit
 

@@ -6,8 +6,8 @@ the same state and one of them only by linear layers (the projected skip of a Re
 Where the code adds by another function (`lerp`, `addcmul`, a difference), the branch is what changes the state.
 
 Two sums that contain the same state are steps side by side, and what adds or interpolates them joins their states: it
-is no step. Nor is a sum that an operand contains already: a long skip. A state that goes on beside another, as in a
-reversible network, is no part of the other's branch.
+is no step. Nor is a long skip: a sum that an operand contains already, or one around several blocks. A state that goes
+on beside another, as in a reversible network, is no part of the other's branch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from vitclinic.anatomy.observation.stretch import Stretch, has_detour
-from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Trace, Value
+from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Trace, Value, has_cells
 
 MOVES = frozenset(
     (
@@ -72,7 +72,7 @@ def find_steps(record: Trace, output: int) -> list[Step]:
             if step is not None:
                 steps.append(step)
                 skips[value.index] = step.skip
-    kept = _outermost(record, steps, output)
+    kept = _outermost(record, [step for step in steps if not _is_long(record, step, steps, output)], output)
     return _once(record, [replace(step, source=_latest_state(record, step, kept)) for step in kept])
 
 
@@ -174,15 +174,8 @@ def _projected(record: Trace, value: Value) -> Step | None:
     first, second = value.parents[:2]
     if any(record.values[operand].places is None for operand in (first, second)):
         return None
-    common = record.values[first].ancestors & record.values[second].ancestors
-    while common:
-        source = common.bit_length() - 1
-        if record.values[source].places is not None:
-            break
-        common ^= 1 << source
-    else:
-        return None
-    if record.values[source].op == "image":
+    source = _common_state(record, first, second)
+    if source is None or record.values[source].op == "image":
         return None
     inside = [record.between(source, operand) for operand in (first, second)]
     linear = [all(part.op in _LINEAR and part.mixing != "attention" for part in parts) for parts in inside]
@@ -190,6 +183,39 @@ def _projected(record: Trace, value: Value) -> Step | None:
         return None
     skip, branch = (first, second) if linear[0] else (second, first)
     return Step(skip, branch, value.index, source)
+
+
+def _common_state(record: Trace, first: int, second: int) -> int | None:
+    """Return the last value that all of two values is computed from, as far as they depend on the image.
+
+    A gate, such as that of t f(x) + (1 - t) x, is not: x comes in beside it.
+    """
+    common = record.values[first].ancestors & record.values[second].ancestors
+    while common:
+        source = common.bit_length() - 1
+        if record.values[source].places is not None:
+            around = any(has_detour(record, record.image, operand, source) for operand in (first, second))
+            if not around or source == record.image:
+                return source
+        common ^= 1 << source
+    return None
+
+
+def _is_long(record: Trace, step: Step, steps: list[Step], output: int) -> bool:
+    """Return True for a skip around a part of the network, and not around a unit.
+
+    Such a part has residual steps in modules of its own, or several convolutions on coarser grids than the sum's.
+    """
+    value = record.values[step.total]
+    inside = [other for other in steps if _is_inside(record, other, step, output)]
+    owners = [record.values[other.total].call for other in inside]
+    if sum(owner is not value.call and value.call in owner.chain() for owner in owners) > 1:
+        return True
+    branch = Stretch(record, step.source, step.branch, value.call)
+    coarse = {part.places.grid for part in branch.mixers if part.places is not None and has_cells(part)} - {
+        None if value.places is None else value.places.grid
+    }
+    return branch.is_nonlinear and len(coarse) > 0 and sum(part.mixing == "conv" for part in branch.mixers) > 2
 
 
 def _outermost(record: Trace, steps: list[Step], output: int) -> list[Step]:
@@ -212,14 +238,30 @@ def _latest_state(record: Trace, step: Step, steps: list[Step]) -> int:
 def _once(record: Trace, steps: list[Step]) -> list[Step]:
     """Return the steps without those of further runs of the same code on the same images, as in a flipped copy."""
     kept: list[Step] = []
+    weights = {step.total: _weights(record, step) for step in steps}
     for step in steps:
         value = record.values[step.total]
-        twins = [other for other in kept if _is_same_code(record.values[other.total], value)]
+        twins = [
+            other
+            for other in kept
+            if _is_same_code(record.values[other.total], value)
+            or (weights[step.total] and weights[other.total] == weights[step.total] and _are_alike(record, other, step))
+        ]
         apart = [other for other in twins if not record.depends(step.source, other.total)]
         kept = [replace(other, again=True) if other in apart else other for other in kept]
         if not apart:
             kept.append(step)
     return kept
+
+
+def _weights(record: Trace, step: Step) -> frozenset[int]:
+    """Return the parameters that a branch uses."""
+    branch = Stretch(record, step.source, step.branch, record.values[step.total].call)
+    return frozenset(id(parameter) for parameter in branch.parameters())
+
+
+def _are_alike(record: Trace, one: Step, other: Step) -> bool:
+    return record.values[one.total].shape == record.values[other.total].shape
 
 
 def _is_same_code(one: Value, other: Value) -> bool:

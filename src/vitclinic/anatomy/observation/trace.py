@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitclinic.anatomy.forward import ADDITIONS, eager, eval_mode, is_looking
+from vitclinic.anatomy.forward import ADDITIONS, eager, eval_mode, is_addition, is_looking
 from vitclinic.anatomy.maps import ATTENTION, PRODUCTS
 from vitclinic.anatomy.observation.follow import follow
 from vitclinic.anatomy.observation.places import Mixing, Places, Step, places_of_image
@@ -102,8 +102,16 @@ class Value:
     """Axis of a stack."""
 
 
+def has_cells(value: Value) -> bool:
+    """Return True if a value describes cells of the grid."""
+    return value.places is not None and bool((value.places.cells >= 0).any())
+
+
 class Trace:
     """Values of one forward pass in order, with the module calls that they passed."""
+
+    image = 0
+    """Which value the images are."""
 
     def __init__(self, images: int) -> None:
         self.images = images
@@ -311,7 +319,9 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
-        counted = None if is_looking() else next((kind for kind, known in _COUNTED.items() if func in known), None)
+        counted = next((kind for kind, known in _COUNTED.items() if func in known), None)
+        if is_looking() or (counted == "addition" and not is_addition(func, args, kwargs)):
+            counted = None
         recorder.function, recorder.numbers, recorder.operands = func, {}, ()
         if counted == "product":
             recorder.operands = tuple((recorder.index(tensor), tensor) for tensor in _tensors((args, kwargs)))
