@@ -18,7 +18,7 @@ from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, AttentionMap, Unit, record_attention, taps
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import is_edited
-from vitclinic.treatments.parts import examine, find_attentions, missing, replace_at, run_once
+from vitclinic.treatments.parts import block_module, examine, find_attentions, missing, replace_at, run_once
 from vitclinic.treatments.surgery import check_untouched, treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -149,16 +149,17 @@ class ExtraBlock(Treatment):
         """Append a step to the list of the last block; return False if there is none whose blocks run in turn."""
         network = anatomy.network
         home, _, key = (last.block or "").rpartition(".")
-        blocks = network.get_submodule(home)
-        state = self._state_after(network.get_submodule(last.block or ""), last, network, spec)
-        if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not re.search(r"\d$", key) or state is None:
+        block_before = block_module(anatomy, last)
+        blocks = dict(network.named_modules()).get(home)
+        if not isinstance(blocks, nn.Sequential | nn.ModuleList) or not re.search(r"\d$", key):
             return False
-        if blocks[-1] is not network.get_submodule(f"{home}.{key}"):
+        state = self._state_after(block_before, last, network, spec)
+        if blocks[-1] is not block_before or state is None:
             return False
         block = self._build(anatomy, *state, spec)
         before = run_once(network, spec)
         blocks.add_module(_next_name(key), block)
-        if _is_neutral(block, before, network, spec):
+        if _is_neutral(block, before, network, spec, again=last.runs_again):
             return True
         delattr(blocks, _next_name(key))
         return False
@@ -166,6 +167,8 @@ class ExtraBlock(Treatment):
     def _append_behind(self, anatomy: Anatomy, last: Unit, spec: ImageSpec) -> None:
         """Put a step behind the last block of a network that does not call a list of blocks one after another."""
         network = anatomy.network
+        if last.runs_again:
+            raise missing(self, network, "it runs its blocks more than once for each image")
         site = last.output
         with taps({"state": site}) as seen:
             before = run_once(network, spec, batch=2)
@@ -236,10 +239,13 @@ def _next_name(key: str) -> str:
     return f"{key[: number.start()]}{int(number[0]) + 1}"
 
 
-def _is_neutral(block: _OneStep, before: Any, network: nn.Module, spec: ImageSpec, batch: int = 1) -> bool:
+def _is_neutral(
+    block: _OneStep, before: Any, network: nn.Module, spec: ImageSpec, batch: int = 1, *, again: bool = False
+) -> bool:
     """Return True if the network runs a block once, and computes what it did before if the block adds zeros.
 
-    Otherwise the block does not see the state, or its blocks are not called one after another.
+    Otherwise the block does not see the state, or its blocks are not called one after another. A network that runs all
+    of its blocks `again` may run this one several times.
     """
     calls: list[None] = []
     handles = [
@@ -254,7 +260,7 @@ def _is_neutral(block: _OneStep, before: Any, network: nn.Module, spec: ImageSpe
         for handle in handles:
             handle.remove()
     pairs = zip(_tensors(before), _tensors(after), strict=True)
-    return len(calls) == 1 and all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
+    return (len(calls) == 1 or (again and bool(calls))) and all(torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
 
 
 def _tensors(output: Any) -> list[Tensor]:

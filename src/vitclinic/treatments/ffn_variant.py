@@ -15,7 +15,7 @@ from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import run_under
-from vitclinic.treatments.parts import examine, layers_in, missing, own_module, own_modules
+from vitclinic.treatments.parts import block_module, examine, layers_in, missing, own_module, own_modules
 from vitclinic.treatments.relu_activation import GeluToRelu, find_gelu_callers, is_gelu
 from vitclinic.treatments.surgery import check_untouched, treatments_of
 from vitclinic.treatments.treatment import Treatment, register
@@ -109,7 +109,7 @@ class FFNVariant(Treatment):
         callers = set(find_gelu_callers(anatomy.network, spec))
         found: dict[str, _Parts] = {}
         for unit in units:
-            home = own_module(anatomy, unit) or anatomy.network.get_submodule(unit.block or "")
+            home = own_module(anatomy, unit) or block_module(anatomy, unit)
             parts = _parts(ran[unit.name], callers.intersection(own_modules(home)))
             if parts is None:
                 kind = type(home).__name__

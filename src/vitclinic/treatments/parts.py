@@ -139,6 +139,11 @@ def own_module(anatomy: Anatomy, unit: Unit) -> nn.Module | None:
     return None if any(other.module in inside for other in others) else unit.module
 
 
+def block_module(anatomy: Anatomy, unit: Unit) -> nn.Module:
+    """Return the module that is a unit's block; the network, if the block is no one module."""
+    return dict(anatomy.network.named_modules()).get(unit.block or "", anatomy.network)
+
+
 def layers_in(anatomy: Anatomy, units: Sequence[Unit], spec: ImageSpec) -> dict[str, list[nn.Module]]:
     """Return the layers that run inside each unit, by its name and in the order in which they run.
 

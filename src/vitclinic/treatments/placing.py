@@ -8,6 +8,7 @@ state dict stay the same, weights load before or after the surgery, and the part
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -142,12 +143,40 @@ def _places(
     found = [(each, unit) for block in chosen for each in positions if (unit := _unit(block, each)) is not None]
     ran = layers_in(anatomy, [unit for _, unit in found], spec)
     ending = _end_at_width(anatomy, [unit for each, unit in found if each.endswith("_end")], spec)
-    return [_place_in(anatomy, unit, each, ran[unit.name], treatment, unit.name in ending) for each, unit in found]
+    places = [_place_in(anatomy, unit, each, ran[unit.name], treatment, unit.name in ending) for each, unit in found]
+    units = [unit for _, unit in found]
+    return [_keep_to_runs(anatomy, one, units, treatment) for one in places]
+
+
+def _keep_to_runs(anatomy: Anatomy, one: _Place, chosen: Sequence[Unit], treatment: Treatment) -> _Place:
+    """Return a place that is met in the runs of its module that belong to chosen units, and in no others.
+
+    A module may run in several blocks, of which only some are chosen; or all of a network runs again, which is read
+    once and treated each time.
+    """
+    if one.branch:
+        return one._replace(site=replace(one.site, within=None)) if one.unit.runs_again else one
+    module = own_module(anatomy, one.unit)
+    sharing = [unit for unit in anatomy.units if module is not None and unit.module is module]
+    if all(unit in chosen for unit in sharing):
+        return one
+    if one.site.end == "in" or one.site.module is not _unwrap_sequential(module or one.site.module, -1):
+        raise TreatmentError(
+            f"{treatment.name} does not fit here: {one.unit.name} shares its layers with other units, and 'layers'"
+            " leaves some of them out; use layers: all, or the position mlp_end."
+        )
+    assert one.unit.branch is not None  # checked when it was chosen
+    return _Place(one.unit, one.unit.branch, branch=True)
 
 
 def _blocks_without_modules(anatomy: Anatomy) -> list[Block]:
-    """Return one block for each attention and MLP of a network whose blocks are no modules of their own."""
-    return [Block(unit.name, unit.stage, (unit,)) for unit in anatomy.of_kind("msa", "mlp")]
+    """Return the blocks of a network without modules for them: a block begins where a kind of unit comes again."""
+    groups: list[list[Unit]] = []
+    for unit in anatomy.of_kind("msa", "mlp"):
+        if not groups or unit.kind in [other.kind for other in groups[-1]]:
+            groups.append([])
+        groups[-1].append(unit)
+    return [Block(units[0].name, units[0].stage, tuple(units)) for units in groups]
 
 
 def _unit(block: Block, position: Position) -> Unit | None:

@@ -6,16 +6,19 @@ Shapes: B images, N tokens (P prefix tokens, then the patches), D channels, R re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Site, Unit, eval_mode, into, taps
-from vitclinic.anatomy.forward import Removable
+from vitclinic.anatomy.forward import Removable, is_addition, is_looking
+from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.parts import check_tokens, examine, example_image, missing, replace_at, run_once
 from vitclinic.treatments.surgery import scores_of, treatments_of
@@ -120,6 +123,8 @@ class RegistersTreatment(Treatment):
         if "patch_dropout" in treatments_of(network):
             raise TreatmentError("List registers before patch_dropout, which counts the tokens before the patches.")
         inside = _units_over_tokens(self, network, spec)
+        if any(unit.runs_again for unit in inside):
+            raise missing(self, network, "it runs its blocks more than once for each image")
         width = check_tokens(self, network, inside, spec)
         entry = inside[0].input
         axes = (0, 1, 2) if entry.arrangement is None else entry.arrangement.axes
@@ -211,7 +216,7 @@ def _find_ends(network: nn.Module, inside: list[Unit], spec: ImageSpec) -> list[
     first, last = inside[0].input, inside[-1].output
     events = _record_calls(network, spec)
     ends = [end for end, _ in events]
-    found: list[_End | _Place] = [_Place(first), _Place(last)]
+    found: list[_End | _Place] = [_Place(_find_sum(network, first, spec) or first), _Place(last)]
     if first.end == "in" and first.within is None:
         start = ends.index(_End(first.module, "start"))
         if before := [end for end, tensor in reversed(events[:start]) if tensor is events[start][1]]:
@@ -221,6 +226,38 @@ def _find_ends(network: nn.Module, inside: list[Unit], spec: ImageSpec) -> list[
         if behind := [end for end, tensor in events[finish + 1 :] if tensor is events[finish][1]]:
             found[1] = _choose(behind, "start")
     return found
+
+
+class _Sums(TorchFunctionMode):
+    """Function mode that keeps the results of a network's additions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not is_looking() and is_addition(func, args, kwargs):
+            self.results.append(result)
+        return result
+
+
+def _find_sum(network: nn.Module, site: Site, spec: ImageSpec) -> Site | None:
+    """Return the place of the addition, such as that of a position embedding, whose result enters a module.
+
+    There it can be replaced for all that use it, and not for the module alone.
+    """
+    if site.end != "in" or site.within is not None:
+        return None
+    sums, entering = _Sums(), []
+    with sums, ExitStack() as stack:
+        for handle in watch(replace(site, arrangement=None), entering.append):
+            stack.callback(handle.remove)
+        run_once(network, spec)
+    numbers = [number for number, result in enumerate(sums.results) if result is entering[0]]
+    if not numbers:
+        return None
+    return replace(site, module=network, end="sum", item=0, addition=numbers[-1], additions=len(sums.results))
 
 
 def _choose(ends: list[_End], at: Literal["start", "end"]) -> _End:
