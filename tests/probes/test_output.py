@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from vitclinic.probes import (
     measure,
     parse_probes,
 )
-from vitclinic.probes.output import Adapted, are_probabilities, read_output
+from vitclinic.probes.output import Adapted, are_probabilities, are_sigmoids, read_output
 
 Named = namedtuple("Named", ["features", "logits"])
 
@@ -106,12 +107,64 @@ def test_the_first_tensor_of_a_tuple_is_told(loader, caplog):
     assert not caplog.text
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda y: {"a": y, "b": y}, lambda y: "text", lambda y: None], ids=["two", "text", "none"]
-)
+@pytest.mark.parametrize("wrap", [lambda y: "text", lambda y: None], ids=["text", "none"])
 def test_an_output_that_cannot_be_told_asks_for_a_function(wrap, loader):
     with pytest.raises(ModelError, match="Pass output=, a function from what the network returns"):
         Accuracy()(Returning(wrap), loader)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda y: {"a": y, "b": y}, lambda y: {"loss": y.sum(), "maps": y[:, :, None, None], "more": y}],
+    ids=["two", "maps"],
+)
+def test_of_a_dict_without_logits_all_is_measured_that_needs_no_scores(wrap, plain, loader):
+    names = ["accuracy", "lesion", "norms", "fourier", "cka", "attention_entropy", "cost"]
+    found = measure(load_subject(Returning(wrap), loader), parse_probes(names))
+    assert {each.probe: each.status for each in found} == {
+        **dict.fromkeys(names[:2], "does_not_apply"),
+        **dict.fromkeys(names[2:], "ok"),
+    }
+    assert re.match(
+        r"the network has no class scores: it returns a dict with \d tensors \(.*\), none of them called 'logits'\."
+        r" Pass output=, a function from what the network returns to its class scores \[B, K\], to choose\.$",
+        found[0].reason,
+    )
+    expected = measure(load_subject(plain, loader), parse_probes(["cka"]))
+    assert found[4].scalars == expected[0].scalars
+    with pytest.raises(ModelError, match=r"^The network returns a dict with"):
+        read_output(wrap(torch.rand(2, CLASSES)))
+
+
+@pytest.mark.parametrize("shape", ["plain", "reshaped"])
+def test_probabilities_of_each_class_are_no_logits(shape, plain, loader):
+    class MultiLabel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = plain
+
+        def forward(self, x):
+            scores = self.network(x).sigmoid()
+            return scores if shape == "plain" else scores[:, :, None].squeeze(-1)
+
+    subject = load_subject(MultiLabel(), loader)
+    assert subject.returns_sigmoids
+    found = {each.probe: each for each in measure(subject, parse_probes(["accuracy", "lesion", "norms", "cka"]))}
+    assert [each.status for each in found.values()] == ["does_not_apply"] * 2 + ["ok"] * 2
+    assert (
+        "returns the probability of each class by itself (a sigmoid: they do not sum to 1)" in found["accuracy"].reason
+    )
+    expected = Accuracy()(plain, loader).scalars["nll"].value
+    assert Accuracy()(MultiLabel(), loader, output=torch.logit).scalars["nll"].value == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+def test_logits_that_lie_between_0_and_1_by_accident_are_logits():
+    logits = torch.rand(4, 3, requires_grad=True) * 1.0
+    assert not are_sigmoids(logits)
+    assert not are_sigmoids(logits.sigmoid() * 0.9)  # scaled, it may be anything
+    assert are_sigmoids(torch.rand(16, 20))
 
 
 def test_a_function_chooses_the_output_everywhere(plain, loader, tmp_path):

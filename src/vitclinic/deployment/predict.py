@@ -33,7 +33,7 @@ from vitclinic.exam.targets import Network, Target, resolve
 from vitclinic.functional import expected_calibration_error, fit_temperature
 from vitclinic.probes.behaviour import check_logits
 from vitclinic.probes.digest import network_digest
-from vitclinic.probes.output import are_probabilities, observe_output
+from vitclinic.probes.output import are_probabilities, are_sigmoids, observe_output
 from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
@@ -239,6 +239,10 @@ class Predictor:
         scores = check_logits(self.network(images.to(self.device)), self.target.name).double().cpu()
         if len(scores) > 1 and are_probabilities(scores):
             raise ModelError(f"'{self.target.name}' returns probabilities; predict needs the logits before them.")
+        if len(scores) > 1 and are_sigmoids(scores):
+            raise ModelError(
+                f"'{self.target.name}' returns a sigmoid of each class; predict needs logits of one class."
+            )
         probabilities: NDArray[np.float64] = (scores / temperature).softmax(1).numpy()
         return probabilities
 

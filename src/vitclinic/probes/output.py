@@ -3,9 +3,9 @@
 A network may return a tensor, or tensors in a dict, tuple, list, named tuple, dataclass or Hugging Face output. In
 these, class scores are called `logits`. Where there are none, the network is an encoder, and its features are
 `pooler_output`, else `last_hidden_state`. Of a tuple or list without names it is the first tensor, with a warning; of a
-dict without these names, the only one. Features with positions, [B, N, D] or [B, C, H, W], are averaged over the
-positions: not every encoder has a class token. For anything else users pass `output=`, a function of what the network
-returns.
+dict without these names, the only one. Where a dict has several, nobody knows which holds class scores, and only what
+needs none is measured. Features with positions, [B, N, D] or [B, C, H, W], are averaged over the positions: not every
+encoder has a class token. For anything else users pass `output=`, a function of what the network returns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ OutputFunction = Callable[[Any], Tensor]
 SCORES = "logits"
 FEATURES = ("pooler_output", "last_hidden_state")
 """Names of an encoder's features, the first that is there being taken."""
+_MANY = 16
+"""Logits of this many classes do not all lie in [0, 1] by accident."""
+_RESHAPING = ("View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone", "ToCopy", "Permute")
 _ADVICE = "Pass output=, a function from what the network returns to its class scores [B, K], to choose."
+
+
+_RETURNS = "The network returns "
+
+
+class _UnnamedError(ModelError):
+    """Several tensors without names, any of which may hold the class scores."""
 
 
 class Adapted(nn.Module):
@@ -61,8 +71,8 @@ class Output:
     """Number of class scores, or of features, K."""
     features: str | None
     """The name of the features if the network returns no class scores."""
-    sums_to_one: bool
-    """True if the scores of the image may be probabilities; several images must tell."""
+    in_unit_interval: bool
+    """True if the scores of the image may be probabilities, of one class or of each; several images must tell."""
 
 
 def observe_output(
@@ -83,10 +93,15 @@ def observe_output(
         >>> observe_output(nn.Flatten(), torch.zeros(1, 3, 2, 2)).count
         12
     """
+    features = None
     try:
         with preserve_state(network), torch.no_grad():
             returned = call_with_images(network, example)
-            tensor = read_output(returned, output)
+            try:
+                tensor = read_output(returned, output)
+            except _UnnamedError as error:
+                features, output = str(error).removeprefix(_RETURNS).rstrip("."), _read_any
+                tensor = _read_any(returned)
     except ModelError:  # says what is wrong already
         raise
     except Exception as error:  # the user's own code may raise anything
@@ -96,11 +111,10 @@ def observe_output(
         raise ModelError(f"{name} returns shape {tuple(tensor.shape)} for one image; expected (1, classes).")
     plain = output is None and returned is tensor and image_keyword(network) is None
     adapted = network if plain else Adapted(network, output)
-    features = None
     if output is None:
         _warn_of_choice(returned, name)
         features = _find_features(network, returned)
-    return Output(adapted, tensor.shape[1], features, are_probabilities(tensor))
+    return Output(adapted, tensor.shape[1], features, lie_in_unit_interval(tensor))
 
 
 def read_output(returned: Any, output: OutputFunction | None = None) -> Tensor:
@@ -120,9 +134,19 @@ def read_output(returned: Any, output: OutputFunction | None = None) -> Tensor:
     if output is not None:
         return _check_tensor(output(returned))
     _, tensor = _select(returned)
+    return _average_positions(tensor)
+
+
+def _average_positions(tensor: Tensor) -> Tensor:
     if tensor.ndim == 4:
         return tensor.mean((2, 3))
     return tensor.mean(1) if tensor.ndim == 3 else tensor
+
+
+def _read_any(returned: Any) -> Tensor:
+    """Return one of several tensors without names, for probes that look at none of them."""
+    tensors = [value for value in _by_name(returned).values() if isinstance(value, Tensor)]
+    return _average_positions(next((tensor for tensor in tensors if tensor.ndim > 1), tensors[0]))
 
 
 def are_probabilities(scores_bk: Tensor) -> bool:
@@ -135,9 +159,39 @@ def are_probabilities(scores_bk: Tensor) -> bool:
         (True, False)
     """
     tolerance = max(1e-5, 4 * torch.finfo(scores_bk.dtype).eps)
-    p_bk = scores_bk.double()
-    inside = bool(((p_bk >= 0) & (p_bk <= 1)).all())
-    return inside and bool(((p_bk.sum(1) - 1).abs() <= tolerance).all())
+    return lie_in_unit_interval(scores_bk) and bool(((scores_bk.double().sum(1) - 1).abs() <= tolerance).all())
+
+
+def are_sigmoids(scores_bk: Tensor) -> bool:
+    """Return True if scores are probabilities of each class by itself, those of a multi-label network.
+
+    They lie in [0, 1] and do not sum to 1. Logits of a few classes may lie there by accident, so that a sigmoid must be
+    seen in the graph of the scores; of many classes, hardly.
+
+    Args:
+        scores_bk: Scores of several images, computed with gradients.
+
+    Example:
+        >>> logits = torch.randn(4, 3, requires_grad=True)
+        >>> are_sigmoids(logits.sigmoid()), are_sigmoids(logits.softmax(1)), are_sigmoids(logits)
+        (True, False, False)
+    """
+    if not lie_in_unit_interval(scores_bk) or are_probabilities(scores_bk.detach()):
+        return False
+    return _ends_in_sigmoid(scores_bk) or scores_bk.shape[1] >= _MANY
+
+
+def lie_in_unit_interval(scores_bk: Tensor) -> bool:
+    """Return True if all scores lie in [0, 1]."""
+    return bool(((scores_bk >= 0) & (scores_bk <= 1)).all())
+
+
+def _ends_in_sigmoid(scores: Tensor) -> bool:
+    """Return True if a tensor is the result of a sigmoid, but for its shape and type."""
+    node: Any = scores.grad_fn
+    while node is not None and node.name().startswith(_RESHAPING):
+        node = node.next_functions[0][0]
+    return node is not None and "Sigmoid" in node.name()
 
 
 def _select(returned: Any) -> tuple[str | None, Tensor]:
@@ -152,7 +206,7 @@ def _select(returned: Any) -> tuple[str | None, Tensor]:
     if len(tensors) == 1 or (tensors and isinstance(returned, tuple | list)):
         return None, next(iter(tensors.values()))
     found = f"{len(tensors)} tensors ({_shapes(tensors)}), none of them called 'logits'" if tensors else "no tensor"
-    raise ModelError(f"The network returns a {type(returned).__name__} with {found}. {_ADVICE}")
+    raise (_UnnamedError if tensors else ModelError)(f"{_RETURNS}a {type(returned).__name__} with {found}. {_ADVICE}")
 
 
 def _by_name(returned: Any) -> Mapping[str, Any]:

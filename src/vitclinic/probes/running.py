@@ -138,6 +138,12 @@ def _check_applies(probe: Probe, subject: Subject) -> None:
             "the network returns probabilities, and the loss is computed from logits. Leave out its softmax, or pass"
             " output=torch.log."
         )
+    if "logits" in probe.needs and subject.returns_sigmoids:
+        raise DoesNotApply(
+            "the network returns the probability of each class by itself (a sigmoid: they do not sum to 1), and the"
+            " loss is computed from logits of classes that exclude each other. If only one class is right, leave out"
+            " its sigmoid, or pass output=torch.logit."
+        )
     if "gradients" in probe.needs:
         _check_gradients(subject)
     if probe.needs & {"anatomy", "attention"}:

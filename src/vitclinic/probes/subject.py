@@ -25,7 +25,7 @@ from vitclinic.data.source import subset
 from vitclinic.models.calling import check_ready
 from vitclinic.probes.digest import network_digest
 from vitclinic.probes.guards import preserve_state
-from vitclinic.probes.output import Adapted, Output, OutputFunction, are_probabilities, observe_output
+from vitclinic.probes.output import Adapted, Output, OutputFunction, are_probabilities, are_sigmoids, observe_output
 
 Progress = Callable[[str, int, int], None]
 """Called with (task, images done, images in total)."""
@@ -286,11 +286,27 @@ class Subject:
 
     @cached_property
     def _returns_probabilities(self) -> bool:
-        if not self._output.sums_to_one:
-            return False
+        scores = self._judged_scores
+        return scores is not None and are_probabilities(scores.detach())
+
+    @property
+    def returns_sigmoids(self) -> bool:
+        """True if the network returns the probability of each class by itself, judged by several images."""
+        return self._origin._returns_sigmoids
+
+    @cached_property
+    def _returns_sigmoids(self) -> bool:
+        scores = self._judged_scores
+        return scores is not None and are_sigmoids(scores)
+
+    @property
+    def _judged_scores(self) -> Tensor | None:
+        """Scores of several images, with their graph; None if the first image's cannot be probabilities."""
+        if not self._output.in_unit_interval:
+            return None
         images = next(evaluation_batches(self.dataset, self.split, _JUDGED)).to(self.device, self.dtype).images
-        with preserve_state(self.network, self.seed), torch.no_grad():
-            return are_probabilities(self.logits(images))
+        with preserve_state(self.network, self.seed), torch.enable_grad():
+            return self.logits(images.requires_grad_())
 
     @property
     def anatomy(self) -> Anatomy:
