@@ -141,7 +141,8 @@ def own_module(anatomy: Anatomy, unit: Unit) -> nn.Module | None:
 
 def block_module(anatomy: Anatomy, unit: Unit) -> nn.Module:
     """Return the module that is a unit's block; the network, if the block is no one module."""
-    return dict(anatomy.network.named_modules()).get(unit.block or "", anatomy.network)
+    modules: dict[str, nn.Module] = dict(anatomy.network.named_modules())
+    return modules.get(unit.block or "", anatomy.network)
 
 
 def layers_in(anatomy: Anatomy, units: Sequence[Unit], spec: ImageSpec) -> dict[str, list[nn.Module]]:

@@ -249,7 +249,8 @@ def _find_sum(network: nn.Module, site: Site, spec: ImageSpec) -> Site | None:
     """
     if site.end != "in" or site.within is not None:
         return None
-    sums, entering = _Sums(), []
+    sums = _Sums()
+    entering: list[Any] = []
     with sums, ExitStack() as stack:
         for handle in watch(replace(site, arrangement=None), entering.append):
             stack.callback(handle.remove)

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from vitclinic.anatomy.maps import SeenMap, arrange_map
 from vitclinic.anatomy.observation.locate import Layouts, Locator
 from vitclinic.anatomy.observation.places import PADDING, Places, renumber
-from vitclinic.anatomy.observation.residuals import MOVES, Stretch
+from vitclinic.anatomy.observation.residuals import MOVES
+from vitclinic.anatomy.observation.stretch import Stretch
 from vitclinic.anatomy.observation.trace import NORMS, Trace, Value
 from vitclinic.anatomy.sites import Layout, Size
 from vitclinic.anatomy.units import AttentionSpec

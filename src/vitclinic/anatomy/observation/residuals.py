@@ -83,7 +83,7 @@ def find_joins(record: Trace, steps: list[Step]) -> dict[int, int]:
     for value in record.values:
         operands = value.joined or (value.parents[:2] if _adds_alike(record, value) else ())
         totals = sorted({_behind_scales(record, operand) for operand in operands})
-        if len(totals) == 2 and skips.keys() >= set(totals) and _are_side_by_side(record, *totals, skips):
+        if len(totals) == 2 and skips.keys() >= set(totals) and _are_side_by_side(record, totals[0], totals[1], skips):
             found[totals[1]] = _scaled_later(record, value)
     return found
 
@@ -116,7 +116,7 @@ def _step(record: Trace, value: Value, skips: dict[int, int]) -> Step | None:
     pairs = [value.parents[:2], value.parents[1::-1]]
     if any(origin(record, one) in _passed(record, other, skips) for one, other in pairs):
         return None  # a long skip: an operand contains the other already
-    if _are_side_by_side(record, *value.parents[:2], skips):
+    if _are_side_by_side(record, value.parents[0], value.parents[1], skips):
         return None
     for skip, branch in pairs:
         for state in _passed(record, skip, skips):
