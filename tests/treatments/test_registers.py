@@ -228,7 +228,7 @@ def test_each_of_them_learns() -> None:
     assert network.registers.reg_token.grad.abs().sum(1).min() > 0
 
 
-def test_a_network_in_which_they_would_do_nothing_is_refused_and_left_as_it_was() -> None:
+def test_a_network_that_runs_itself_twice_is_refused_and_left_as_it_was() -> None:
     class Twice(LinearPatchViT):
         def forward(self, images: Tensor) -> Tensor:
             both: Tensor = super().forward(images) + super().forward(images.flip(-1))
@@ -236,7 +236,7 @@ def test_a_network_in_which_they_would_do_nothing_is_refused_and_left_as_it_was(
 
     network = Twice().eval()
     before = network(LARGER)
-    with pytest.raises(TreatmentError, match="they do not reach its output"):
+    with pytest.raises(TreatmentError, match="it runs its blocks more than once for each image"):
         treat(network, "registers")
     assert torch.equal(network(LARGER), before)
 
