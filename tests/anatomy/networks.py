@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import timm
 import torch
 import torchvision.models as tv
@@ -192,6 +193,13 @@ NETWORKS: dict[str, Builder] = {
     **_SPECIAL,
 }
 """Every family and library, small."""
+
+_FIRST = {f"timm {sample(timm.list_models(module=module), _SAMPLES.get(module, 2))[0]}" for module in CUTS}
+NETWORK_PARAMS = [
+    pytest.param(name, marks=[] if name in _FIRST or not name.startswith("timm ") else [pytest.mark.slow], id=name)
+    for name in NETWORKS
+]
+"""Their names as parameters of a test: of timm's registry, the first of each kind; further ones are slow tests."""
 
 
 def shaken(network: nn.Module) -> nn.Module:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from tests.anatomy.attention_oracle import output_from_map
 from tests.anatomy.expected import expected_units
-from tests.anatomy.networks import NETWORKS, shaken
+from tests.anatomy.networks import NETWORK_PARAMS, NETWORKS, shaken
 from vitclinic.anatomy import Anatomy, double_differentiable, record_attention, stream, taps
 from vitclinic.anatomy.families import recognise
 
 
-@pytest.fixture(params=NETWORKS, scope="module")
+@pytest.fixture(params=NETWORK_PARAMS, scope="module")
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.anatomy import handwritten
 from tests.anatomy.map_products import Products
-from tests.anatomy.networks import NETWORKS, shaken
+from tests.anatomy.networks import NETWORK_PARAMS, NETWORKS, shaken
 from tests.anatomy.zoo import ZOO
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic.anatomy import Anatomy, AttentionMap, Site, record_attention, taps
@@ -22,7 +22,7 @@ OTHER_STAGES = ("timm volo",)
 """VOLO's family counts the entries of a list as stages; on the grid, they are one."""
 
 
-@pytest.fixture(params=NETWORKS, scope="module")
+@pytest.fixture(params=NETWORK_PARAMS, scope="module")
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

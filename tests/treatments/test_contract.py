@@ -116,6 +116,15 @@ def handwritten() -> Iterator[None]:
         yield
 
 
+QUICK = {
+    *("vit, not square, registers", "swin, not square, padded", "torchvision vit", "huggingface vit", "own ViT"),
+    *(ONE_EACH["timm PiT"][:1] + ONE_EACH["timm MLP-Mixer"][:1] + ONE_EACH["timm ResNet"][:1]),
+    *("torchvision convnext", "vitclinic alternet, cifar"),
+}
+PLAINEST = {"vit, not square, registers", "huggingface vit", "own ViT"}
+"""One network of each kind and library, and those for further settings; the others are slow tests."""
+
+
 def claims() -> list[tuple[str, int, str]]:
     """(treatment, which of its settings, network) for every family that it fits."""
     found = []
@@ -125,6 +134,12 @@ def claims() -> list[tuple[str, int, str]]:
                 fitting = [v for v in range(1 + len(SETTINGS.get(name, []))) if family in ONLY.get((name, v), [family])]
                 found += [(name, variant, network) for variant in fitting for network in networks]
     return [claim for claim in found if claim[2] in BUILDERS]
+
+
+def marked(*found: tuple[Any, ...]) -> list[Any]:
+    """Claims as parameters of a test: (treatment, network), or (treatment, setting, network)."""
+    quick = [one[-1] in (PLAINEST if one[1:-1] > (0,) else QUICK) for one in found]
+    return [pytest.param(*one, marks=[] if now else [pytest.mark.slow]) for one, now in zip(found, quick, strict=True)]
 
 
 def entry(name: str, variant: int) -> dict[str, Any]:
@@ -167,7 +182,7 @@ def test_every_treatment_works_with_its_defaults_and_comes_back_from_plain_data(
     assert parse_treatments([{name: treatment.model_dump(mode="json")}]) == [treatment]
 
 
-@pytest.mark.parametrize(("name", "variant", "network"), claims())
+@pytest.mark.parametrize(("name", "variant", "network"), marked(*claims()))
 def test_a_treated_network_learns_and_comes_back(name: str, variant: int, network: str) -> None:
     untreated = build(network)
     x = images(untreated)
@@ -210,7 +225,7 @@ REPLACED = {
 """The weights that a treatment is there to replace or to remove."""
 
 
-@pytest.mark.parametrize(("name", "variant", "network"), claims())
+@pytest.mark.parametrize(("name", "variant", "network"), marked(*claims()))
 def test_a_treated_network_keeps_its_anatomy_and_the_names_of_its_weights(
     name: str, variant: int, network: str
 ) -> None:
@@ -261,7 +276,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "network"), [(name, network) for name, v, network in claims() if name in NEUTRAL and v == 0]
+    ("name", "network"), marked(*((name, network) for name, v, network in claims() if name in NEUTRAL and v == 0))
 )
 def test_a_neutral_setting_changes_nothing(name: str, network: str) -> None:
     untreated = build(network)
@@ -272,7 +287,7 @@ def test_a_neutral_setting_changes_nothing(name: str, network: str) -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 * before.abs().max().item())
 
 
-@pytest.mark.parametrize(("name", "network"), [(name, network) for name, v, network in claims() if v == 0])
+@pytest.mark.parametrize(("name", "network"), marked(*((name, network) for name, v, network in claims() if v == 0)))
 def test_two_steps_of_training_move_the_weights(name: str, network: str) -> None:
     treated = treat(build(network), name).train()
     x = images(treated)
