@@ -177,3 +177,21 @@ def test_experts_that_are_added_are_one_unit() -> None:
     anatomy = Anatomy.of(Net(block).eval(), IMAGES)
     assert kinds(anatomy) == ["stem", "msa", "mlp", "head"]
     check_removals(anatomy, anatomy.network)
+
+
+def test_a_decoder_whose_queries_have_not_seen_the_image_has_units() -> None:
+    class Decoder(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(1, 3, WIDTH))
+            self.transformer = nn.Transformer(WIDTH, 2, 1, 2, 32, batch_first=True)
+
+        def forward(self, images: Tensor) -> Tensor:
+            queries = self.queries.expand(len(images), -1, -1)
+            return self.head(self.transformer(self.tokens(images), queries).mean(1))
+
+    network = Decoder().eval()
+    anatomy = Anatomy.of(network, IMAGES)
+    # The first decoder layer's attention among its queries does not depend on the image.
+    assert [unit.kind for unit in anatomy.units if unit.residual] == ["msa", "mlp", "msa", "mlp", "msa", "msa", "mlp"]
+    check_removals(anatomy, network)

@@ -170,3 +170,18 @@ def test_a_part_between_modules_is_at_its_place_in_training_too(images: Tensor) 
         loss.backward()
         added = {name: p for name, p in treated.named_parameters() if name not in dict(network.named_parameters())}
         assert all(p.grad is not None and p.grad.isfinite().all() for p in added.values())
+
+
+def test_context_at_the_end_of_an_mlp_that_is_scaled_together_with_the_attention(images: Tensor) -> None:
+    class Scaled(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.3 * (self.attn(self.norm1(x)) + self.mlp(self.norm2(x)))
+
+    torch.manual_seed(0)
+    network = Net(Scaled(), Scaled()).eval()
+    with torch.no_grad():
+        x = network.blocks[0](network.tokens(images))
+        block = network.blocks[1]
+        x = x + 0.3 * (block.attn(block.norm1(x)) + broadcast_context(block.mlp(block.norm2(x))))
+        expected = network.head(x.mean(1))
+        torch.testing.assert_close(treat(network, "context_broadcasting", spec=SPEC)(images), expected)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Block, Site, Unit, into, out_of, stream
+from vitclinic.anatomy.removal import Silence
 from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.parts import (
@@ -165,8 +166,9 @@ def _keep_to_runs(anatomy: Anatomy, one: _Place, chosen: Sequence[Unit], treatme
             f"{treatment.name} does not fit here: {one.unit.name} shares its layers with other units, and 'layers'"
             " leaves some of them out; use layers: all, or the position mlp_end."
         )
-    assert one.unit.branch is not None  # checked when it was chosen
-    return _Place(one.unit, one.unit.branch, branch=True)
+    end = _end(one.unit)
+    assert end is not None  # checked when it was chosen
+    return _Place(one.unit, end, branch=True)
 
 
 def _blocks_without_modules(anatomy: Anatomy) -> list[Block]:
@@ -182,7 +184,13 @@ def _blocks_without_modules(anatomy: Anatomy) -> list[Block]:
 def _unit(block: Block, position: Position) -> Unit | None:
     """Return the block's unit at a position, unless it sees the class token alone."""
     unit = block.unit("msa" if position == "msa_end" else "mlp")
-    return None if unit is None or unit.branch is None or not unit.branch.layout.spatial else unit
+    end = None if unit is None else _end(unit)
+    return None if end is None or not end.layout.spatial else unit
+
+
+def _end(unit: Unit) -> Site | None:
+    """Return the end of a unit's branch, which may be scaled together with others before it is added."""
+    return unit.removal.branch if unit.branch is None and isinstance(unit.removal, Silence) else unit.branch
 
 
 def _lacking(block: Block, position: Position) -> str:
@@ -211,8 +219,9 @@ def _place_in(
         return _Place(unit, into(linear[0] if whole is None else _unwrap_sequential(whole, 0), layout))
     if whole is not None and at_width:
         return _Place(unit, out_of(_unwrap_sequential(whole, -1), layout))
-    assert unit.branch is not None  # checked when it was chosen
-    return _Place(unit, unit.branch, branch=True)
+    end = _end(unit)
+    assert end is not None  # checked when it was chosen
+    return _Place(unit, end, branch=True)
 
 
 def _one_window(unit: Unit, position: Position, name: str) -> TreatmentError:

@@ -170,7 +170,10 @@ class _Observer:
         owner, value = self.record.values[step.total].call, self.record.values[step.source]
         totals = {other.total for other in self.steps}
         while value.op in _LIGHT and owner in value.call.chain() and value.index not in totals:
-            value = next(parent for index in value.parents if (parent := self.record.values[index]).places is not None)
+            seeing = [parent for index in value.parents if (parent := self.record.values[index]).places is not None]
+            if not seeing:  # queries that have not seen the image yet, as those of a decoder
+                break
+            value = seeing[0]
         return self.locator.readable(value.index)
 
     def _residual(self, step: Step) -> Draft | None:
