@@ -47,7 +47,7 @@ def test_the_surface_grows_on_purpose():
             [
                 *("targets", "--data", "--probes", "--set", "--split", "--limit", "--size", "--batch-size", "--seed"),
                 *("--budget", "--quick", "--full", "--report", "--no-report", "--no-images"),
-                *("--fail-on", "--baseline", "--junit"),
+                *("--fail-on", "--baseline", "--junit", "--curves"),
                 *("--device", "--random-weights", "--out", "--fresh", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),

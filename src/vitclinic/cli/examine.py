@@ -67,6 +67,10 @@ def examine(
             parser=named_path, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."
         ),
     ] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Curves of a training elsewhere: CSV, or TensorBoard's events."),
+    ] = None,
     no_report: Annotated[bool, typer.Option("--no-report", help="Do not write a page.")] = False,
     no_images: Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")] = False,
     fail_on: Annotated[
@@ -94,6 +98,7 @@ def examine(
     vitclinic examine timm:resnet18 --data photos/   published weights of timm
     vitclinic examine 'timm:NAME?img_size=32@FILE' --data photos/
     vitclinic examine torchvision:NAME hf:NAME mynets:build --data photos/
+    vitclinic examine timm:NAME@model_best.pth.tar --data D --curves summary.csv
     torchrun --nproc-per-node 4 -m vitclinic examine runs/a
     vitclinic examine runs/b --fail-on 'accuracy.accuracy<0.9' --baseline runs/a
 
@@ -119,6 +124,8 @@ def examine(
     _refuse_typos(targets, data, split)
     if baseline is not None:
         check_target(baseline)
+    if curves is not None:
+        _refuse_curves(curves, targets)
     with resumable():  # the imports, too, are long enough to be interrupted
         console = console_for(verbose, quiet or as_json)
         extent = {"budget": budget, "quick": quick, "full": full, "fresh": fresh, "out": out, "seed": seed}
@@ -128,6 +135,8 @@ def examine(
         compared = [] if baseline is None else [baseline]
         exams = _run([*compared, *targets], data, request, console)
         results = _check_gates(exams, gates, targets, baseline, data, request, junit)
+        if curves is not None:
+            exams[-1].add_curves(curves)
         _show(exams, console, as_json, results, whole=chosen is not None)
         if not no_report and not follows():
             page = exams.report(report or _report_path(exams, out), images=not no_images)
@@ -186,6 +195,18 @@ def _refuse_typos(targets: list[str], data: str | None, split: str) -> None:
     check_data(data)
     if len(targets) == 1:
         check_target(targets[0])
+
+
+def _refuse_curves(curves: Path, targets: list[str]) -> None:
+    """Raise for curves that cannot be those of the target, before anything is measured."""
+    from vitclinic.training.foreign import read_curves
+    from vitclinic.training.run import find_run
+
+    if len(targets) > 1:
+        raise RecipeError(f"--curves are those of one network (got {len(targets)} targets).")
+    if find_run(targets[0]) is not None:
+        raise RecipeError(f"'{targets[0]}' is a run, which has its own curves: remove --curves.")
+    read_curves(curves)
 
 
 def _report_path(exams: Exams, out: Path | None) -> Path:

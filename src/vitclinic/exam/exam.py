@@ -9,12 +9,15 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitclinic._core.errors import VitclinicError, did_you_mean
+from vitclinic._core.errors import RecipeError, VitclinicError, did_you_mean
+from vitclinic._core.io import write_errors
 from vitclinic._core.records import Finding, Measurement, Scalar
-from vitclinic.exam.reporting import view_exam
+from vitclinic.exam.reporting import CURVES, view_exam
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.summary import summarize
 from vitclinic.training import Run
+from vitclinic.training.foreign import read_curves
+from vitclinic.training.run import write_rows
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -145,7 +148,8 @@ class Exam(Mapping[str, Measurement]):
     def view(self) -> ExamView:
         """As a report takes it."""
         compared = None if self.reference is None else self.reference.measurements
-        return replace(view_exam(self.name, self.measurements, self.run, compared), left_out=self.left_out)
+        found = view_exam(self.name, self.measurements, self.run, compared, self.folder)
+        return replace(found, left_out=self.left_out)
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -155,6 +159,26 @@ class Exam(Mapping[str, Measurement]):
     def figure(self, probe: str, name: str | None = None) -> go.Figure:
         """Return the figure of one probe; if there are several, the first or the one of that name."""
         return Exams([self]).figure(probe, name)
+
+    def add_curves(self, source: str | Path) -> None:
+        """Take in the curves of a network that another library trained; its report and findings then have them.
+
+        They are kept in the exam's folder, where later reports find them.
+
+        Args:
+            source: A CSV file (timm's summary.csv, Lightning's metrics.csv, any with a column `step` or `epoch`), a
+                TensorBoard event file, or a folder with such files.
+
+        Raises:
+            RecipeError: The network is of a run, which has its own curves.
+            DataError: The curves cannot be read.
+        """
+        if self.run is not None:
+            raise RecipeError(f"'{self.name}' is a run, which has its own curves.")
+        with write_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        write_rows(self.folder / CURVES, read_curves(source))
+        self.__dict__.pop("view", None)
 
     def report(self, path: str | Path, *, images: bool = True) -> Path:
         """Write a page about this network; `images=False` leaves pictures of the data out."""

@@ -26,11 +26,13 @@ from vitclinic.probes.digest import network_digest
 from vitclinic.reports.figure import ExamView
 from vitclinic.tasks import headlines
 from vitclinic.training import Run
-from vitclinic.training.run import find_run
+from vitclinic.training.run import find_run, read_rows
 
 log = logging.getLogger(__name__)
 
 PAGE = "report.html"
+CURVES = "curves.jsonl"
+"""In the folder of an exam: the rows of a training by another library."""
 
 
 def report(
@@ -55,7 +57,7 @@ def report(
     networks: list[ExamView] = []
     for one, measurements in zip(found, choose_measurements([one.measurements for one in found]), strict=True):
         reference = networks[0].measurements if networks else None
-        networks.append(view_exam(one.name, measurements, one.run, reference))
+        networks.append(view_exam(one.name, measurements, one.run, reference, one.folder))
     beside = found[0].run.path if len(found) == 1 and found[0].run is not None else Path()
     return write_report(out if out is not None else beside / PAGE, networks, title=title, images=images)
 
@@ -71,11 +73,13 @@ def view_exam(
     measurements: Mapping[str, Measurement],
     run: Run | None = None,
     reference: Mapping[str, Measurement] | None = None,
+    folder: Path | None = None,
 ) -> ExamView:
     """Return a network as a report shows it: its measurements, what they mean, how it was trained and what it is."""
     from vitclinic.exam.findings import find
 
-    training = [] if run is None else run.metrics
+    training = read_rows(folder / CURVES) if run is None and folder is not None else []
+    training = training if run is None else run.metrics
     facts = (_facts_of(run) if run is not None else {}) | _facts_in(measurements)
     return ExamView(name, measurements, find(measurements, training, reference), training, facts)
 
@@ -87,6 +91,7 @@ class _Stored:
     name: str
     measurements: Sequence[Measurement]
     run: Run | None = None
+    folder: Path | None = None
 
 
 def _open_stored(text: str) -> _Stored:
@@ -97,7 +102,7 @@ def _open_stored(text: str) -> _Stored:
     elsewhere = expand_path(text, RecipeError)
     if not (measurements := _read(elsewhere)):
         raise nothing_stored(text)
-    return _Stored(re.sub(r"-[0-9a-f]{8}$", "", elsewhere.resolve().name), measurements)
+    return _Stored(re.sub(r"-[0-9a-f]{8}$", "", elsewhere.resolve().name), measurements, folder=elsewhere)
 
 
 def _read(folder: Path) -> list[Measurement]:

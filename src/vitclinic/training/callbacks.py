@@ -1,52 +1,28 @@
-"""Callbacks behind a recipe's `logging` keys: TensorBoard events, training images, the trajectory of the weights."""
+"""Callbacks behind a recipe's `logging` keys: training images and the trajectory of the weights."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import time
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.callback import Callback
-from vitclinic._core.errors import DamagedFileError, MissingExtraError, RecipeError
+from vitclinic._core.errors import DamagedFileError, RecipeError
 from vitclinic._core.images import png, tile
 from vitclinic._core.io import write_bytes
 from vitclinic.data.randomness import generator
 
 if TYPE_CHECKING:
     from vitclinic.training.trainer import Trainer
-
-
-class TensorBoard(Callback):
-    """A callback that writes every number in `metrics.jsonl` as TensorBoard events too."""
-
-    def __init__(self, folder: Path) -> None:
-        if importlib.util.find_spec("tensorboard") is None:
-            raise MissingExtraError("logging.tensorboard", "tensorboard")
-        self.folder = folder
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(self.folder), purge_step=trainer.step + 1)
-
-    def on_row(self, row: Mapping[str, Any]) -> None:
-        named = {**row, **{f"loss/{name}": value for name, value in row["losses"].items()}}
-        for name, value in named.items():
-            if isinstance(value, int | float) and name != "step":
-                self.writer.add_scalar(f"{row['kind']}/{name}", value, row["step"])
-
-    def on_train_end(self, status: str) -> None:
-        self.writer.close()
 
 
 class SampleRecorder(Callback):

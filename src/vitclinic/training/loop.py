@@ -27,11 +27,12 @@ from vitclinic._core.io import expand_path, find_path
 from vitclinic.data import Dataset, open_data
 from vitclinic.tasks import Classification
 from vitclinic.training.budget import fit_size, total_steps
-from vitclinic.training.callbacks import SampleRecorder, TensorBoard, TrajectoryRecorder
+from vitclinic.training.callbacks import SampleRecorder, TrajectoryRecorder
 from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.optimizer import Duration, in_steps
-from vitclinic.training.recipe import Recipe
+from vitclinic.training.recipe import LoggingConfig, Recipe
 from vitclinic.training.run import MetricsFile, Row, Run, cut_back
+from vitclinic.training.sinks import make_sinks
 from vitclinic.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -263,18 +264,22 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         # Every mistake in the recipe must surface before the directory is created. Only the leading process checks
         # and creates it: the others would find it already there.
         path = Path(distributed.leader_only(lambda: str(_choose_path(recipe, run, dataset))))
-        if recipe.logging.tensorboard and distributed.is_leader:
-            callbacks = [*callbacks, TensorBoard(path / "tensorboard")]
-        if recipe.logging.trajectory is not None and distributed.is_leader:
-            callbacks = [*callbacks, TrajectoryRecorder(path, recipe.logging.trajectory)]
-        if recipe.logging.samples and distributed.is_leader:
-            callbacks = [*callbacks, SampleRecorder(path)]
+        if distributed.is_leader:
+            callbacks = [*callbacks, *_make_loggers(recipe.logging, path)]
         steps = run.status.get("total_steps") if run is not None else None
         steps = steps or total_steps(recipe, dataset, distributed, device)
         trainer = Trainer(recipe, dataset, steps, distributed, device, init)
         trainer.notices = [*settled, *fitted, *trainer.notices, *_find_unheeded(trainer)]
         distributed.leader_only(lambda: _claim(path, trainer, run, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
+
+
+def _make_loggers(config: LoggingConfig, folder: Path) -> list[Callback]:
+    """Return the callbacks that a recipe's `logging` asks for."""
+    found = make_sinks(config, folder)
+    if config.trajectory is not None:
+        found.append(TrajectoryRecorder(folder, config.trajectory))
+    return [*found, SampleRecorder(folder)] if config.samples else found
 
 
 def _find_unheeded(trainer: Trainer) -> list[str]:

@@ -115,6 +115,15 @@ class LoggingConfig(Settings):
         0, description="how many training images to keep a picture of, samples.png, as the network sees them"
     )
     tensorboard: bool = Field(False, description="also write TensorBoard events (an extra)")
+    wandb: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a project of Weights & Biases to log to; offline unless WANDB_MODE says otherwise (an extra)"
+    )
+    mlflow: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="an experiment of MLflow to log to, at MLFLOW_TRACKING_URI (an extra)"
+    )
+    trackio: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="a project of trackio to log to (an extra)"
+    )
     trajectory: Annotated[int, Field(ge=10)] | None = Field(
         None, description="size of a random projection of the weights, recorded every epoch for the probe `trajectory`"
     )

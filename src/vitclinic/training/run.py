@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,8 +105,12 @@ def parse_row(line: bytes) -> Row | None:
 
 def cut_back(path: Path, step: int) -> None:
     """Drop rows after `step`, and the final test, which will run again."""
-    kept = [row for row in read_rows(path) if row["step"] <= step and row["kind"] != "test"]
-    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_rows(path, [row for row in read_rows(path) if row["step"] <= step and row["kind"] != "test"])
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Replace a file of rows."""
+    write_text(path, "".join(json.dumps(_replace_nonfinite(row), allow_nan=False) + "\n" for row in rows))
 
 
 def drop_timing(rows: list[Row]) -> list[Row]:
