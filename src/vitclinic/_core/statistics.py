@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 Interval = tuple[float, float]
 
 
-def share_interval(successes: int, trials: int, confidence: float = 0.95) -> Interval:
+def share_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
     """Return Wilson's score interval for a share, such as an accuracy.
 
     Example:

@@ -5,12 +5,13 @@ This module does not import torch, so that a typo in a recipe is reported at onc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from vitclinic._core.config import Settings
+from vitclinic.data.text import TextSpec
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(ge=0)]
@@ -143,6 +144,13 @@ class DataConfig(Settings):
     split_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of held-out splits and subsets, and of `shapes` and `scenes`"
     )
+    vocabulary: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="file with a token a line, such as BERT's vocab.txt; the training questions' words unless given",
+    )
+    answers: Annotated[int, Field(ge=2)] | None = Field(
+        None, description="how many of the most frequent training answers can be given (task vqa); all unless given"
+    )
     on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
 
     @model_validator(mode="after")
@@ -158,6 +166,7 @@ DATASETS = {
     "scenes[:N]": "embedded: procedural, several shapes an image with masks, boxes and questions, 64 x 64 RGB",
     "FOLDER": "one sub-folder per class, or train/val/test folders of them",
     "FILE.parquet": "Hugging Face style; also a folder of train*.parquet, test*.parquet",
+    "FILE.jsonl": "lines of image, question and answer(s); also a folder of train*.jsonl, test*.jsonl",
     "torchvision:NAME@FOLDER": "a torchvision set that is already on disk",
     "hf:NAME": "a set of the Hugging Face hub (pip install 'vitclinic[hf]')",
 }
@@ -179,3 +188,5 @@ class ImageSpec:
     """Channels of an image: 1 (grey) or 3."""
     img_size: tuple[int, int]
     """Height and width in pixels."""
+    text: TextSpec | None = field(default=None, repr=False)
+    """How questions become numbers, where images come with questions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.io import find_path, fingerprint
-from vitclinic.data.annotations.store import AnnotationStore, open_annotations
+from vitclinic.data.annotations.store import AnnotationStore, open_annotations, read_questions
+from vitclinic.data.asked import holds_questions, open_asked
 from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_key, open_cached_images, survey
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
@@ -24,6 +25,7 @@ from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, ope
 from vitclinic.data.scenes import open_scenes
 from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
 from vitclinic.data.split import RECORDS, Split, Store, merge_val
+from vitclinic.data.text import TextSpec
 
 SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
@@ -56,11 +58,13 @@ class Dataset:
     """The way from an image file to what evaluation sees; None if there are no files."""
     target: str = "class"
     """What the images come with, and `classes` are of: a `class`, a `mask`, `objects` or `questions`."""
+    text: TextSpec | None = None
+    """How questions become numbers, where images come with questions."""
 
     @property
     def spec(self) -> ImageSpec:
         """Shape of the images and number of classes that a network for this data set must have."""
-        return ImageSpec(len(self.classes), self.channels, self.size)
+        return ImageSpec(len(self.classes), self.channels, self.size, self.text)
 
     @property
     def scores_val(self) -> bool:
@@ -241,7 +245,9 @@ def describe_data(
     }
     source.classes_of(config.target)
     way = find_preprocessing(source, size, channels, progress, margin=config.target == "class")
-    return _dataset(source, config, stores, way, DescribedDataset)
+    known = _open_questions(source, config, stores) if named is None else {}
+    described = _dataset(source, config, stores, way, DescribedDataset, known)
+    return described if named is None else replace(described, text=named.text)
 
 
 def check_source(config: DataConfig) -> None:
@@ -276,10 +282,12 @@ def open_source(config: DataConfig) -> Source:
     if spec.startswith("hf:"):
         return open_hub(spec)
     path = Path(spec).expanduser()
+    if config.target == "questions" or holds_questions(path):
+        return open_asked(path, config)
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         return _open_parquet(path)
     if path.is_file():
-        raise DataError(f"'{spec}' is a file; expected a folder with one sub-folder per class, or parquet.")
+        raise DataError(f"'{spec}' is a file; expected a folder with one sub-folder per class, parquet or JSONL.")
     return open_folder(path, config.on_error)
 
 
@@ -328,6 +336,24 @@ def _open_annotations(
     return found
 
 
+def _open_questions(source: Source, config: DataConfig, stores: Mapping[str, Store]) -> dict[str, AnnotationStore]:
+    """Return the questions of each split of the source, if the config asks for them: they need no image."""
+    if config.target != "questions":
+        return {}
+    return {split: read_questions(source.splits[split], store.kept) for split, store in stores.items()}
+
+
+def _read_text(config: DataConfig, train: Split) -> TextSpec | None:
+    """Return how the questions about training images become numbers; None if there are none."""
+    if config.target != "questions" or train.annotations is None:
+        return None
+    found = train.annotate(np.arange(len(train)))
+    questions = [question.text for annotation in found for question in annotation.questions]
+    if config.vocabulary is not None:
+        return TextSpec.read(config.vocabulary, questions)
+    return TextSpec.of_questions(questions)
+
+
 Kind = TypeVar("Kind", bound=Dataset)
 
 
@@ -356,7 +382,8 @@ def _dataset(
         contents.append([config.target, *(annotations[s].digest for s in SPLITS if s in annotations)])
     skipped = [*source.notes, *(sentence for store in stores.values() for sentence in store.skipped)]
     facts = (way.size, way.channels, splits, fingerprint(*contents), skipped)
-    return kind(source.name, classes, *facts, preprocessing=way, target=config.target)
+    text = _read_text(config, splits["train"])
+    return kind(source.name, classes, *facts, preprocessing=way, target=config.target, text=text)
 
 
 def _limit_train(train: Split, config: DataConfig) -> Split:

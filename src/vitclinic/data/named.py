@@ -24,6 +24,7 @@ from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.io import fingerprint
 from vitclinic.data import shapes
 from vitclinic.data.source import NumberedRecords, Records, Source
+from vitclinic.data.text import MOST_TOKENS, SPECIAL, TextSpec
 
 _DIGITS = Path(__file__).with_name("digits.npz")
 _SHAPES_DEFAULT = {"n": 4000, "texture": 0.0}
@@ -117,6 +118,17 @@ class NamedData:
     classes: int
     size: int
     """Pixels a side, as networks are trained on it."""
+    target: str = "class"
+    """What its images come with."""
+    tokens: int = 0
+    """How many tokens its questions are made of."""
+
+    @property
+    def text(self) -> TextSpec | None:
+        """How its questions become numbers; the words themselves are not known."""
+        if not self.tokens:
+            return None
+        return TextSpec((*SPECIAL, *(str(number) for number in range(self.tokens - len(SPECIAL)))), MOST_TOKENS)
 
     def as_source(self) -> Source:
         """Return its classes and labels as a source without images; the labels are in turn."""
@@ -125,7 +137,10 @@ class NamedData:
             for split, count in self.splits.items()
         }
         classes = tuple(str(number) for number in range(self.classes))
-        return Source(self.title, classes, splits, fingerprint("named", self.title), ((self.size, self.size), 3))
+        targets = {} if self.target == "class" else {self.target: classes}
+        own = classes if self.target == "class" else ()
+        shape = ((self.size, self.size), 3)
+        return Source(self.title, own, splits, fingerprint("named", self.title), shape, targets=targets)
 
 
 NAMED_DATA = {
@@ -133,6 +148,7 @@ NAMED_DATA = {
     "cifar100": NamedData("CIFAR-100", {"train": 50_000, "test": 10_000}, 100, 32),
     "imagenet": NamedData("ImageNet", {"train": 1_281_167, "val": 50_000}, 1000, 224),
     "imagenet21k": NamedData("ImageNet-21k", {"train": 14_197_122}, 21_843, 224),
+    "vqa2": NamedData("VQA v2", {"train": 82_783, "val": 40_504}, 3129, 384, target="questions", tokens=30_522),
 }
 
 

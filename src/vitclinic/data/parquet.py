@@ -67,8 +67,8 @@ class TableRecords(NumberedRecords):
 
 def open_parquet(path: Path) -> Source:
     """Open a parquet file, or a folder of them, as a source."""
-    files = _files_by_split(path)
-    tables = {split: _read(paths) for split, paths in files.items()}
+    files = files_by_split(path)
+    tables = {split: read_table(paths) for split, paths in files.items()}
     first = next(iter(tables.values()))
     image_column = _image_column(first, path)
     label_column = _label_column(first, path)
@@ -89,11 +89,11 @@ def open_parquet(path: Path) -> Source:
         )
         for split, table in tables.items()
     }
-    stamps = {split: _stamps(paths) for split, paths in files.items()}
+    stamps = {split: stamp_files(paths) for split, paths in files.items()}
     return Source(str(path), classes, splits, fingerprint("parquet", stamps))
 
 
-def _files_by_split(path: Path) -> dict[str, list[Path]]:
+def files_by_split(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {"train": [path]}
     found: dict[str, list[Path]] = {}
@@ -107,7 +107,7 @@ def _files_by_split(path: Path) -> dict[str, list[Path]]:
     return {split: found[split] for split in SPLITS if split in found}
 
 
-def _read(paths: list[Path]) -> pa.Table:
+def read_table(paths: list[Path]) -> pa.Table:
     """Return the rows of all files: in memory, or memory-mapped if they are large."""
     try:
         if sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
@@ -120,7 +120,7 @@ def _read(paths: list[Path]) -> pa.Table:
 def _map_as_arrow(paths: list[Path]) -> pa.Table:
     """Copy the rows to Arrow's own format and map that: parquet is read in groups, Arrow row by row from disk."""
     folder = cache_folder() / "tables"
-    copy = folder / f"{fingerprint(_stamps(paths))[:32]}.arrow"
+    copy = folder / f"{fingerprint(stamp_files(paths))[:32]}.arrow"
     if not copy.exists():
         folder.mkdir(parents=True, exist_ok=True)
         staging = copy.with_suffix(f".{os.getpid()}")
@@ -139,7 +139,7 @@ def _map_as_arrow(paths: list[Path]) -> pa.Table:
         ) from error
 
 
-def _stamps(paths: list[Path]) -> list[tuple[str, int, int]]:
+def stamp_files(paths: list[Path]) -> list[tuple[str, int, int]]:
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 

@@ -208,6 +208,11 @@ class TrainingStream(TorchDataset[Batch]):
         if dataset.target != "class":
             self.annotated = annotated or AnnotatedView(dataset.size, flip=bool(config.flip))
 
+    @property
+    def has_soft_targets(self) -> bool:
+        """True if targets are shares of the classes [B, K]."""
+        return self.mixing is not None or self.smoothing > 0
+
     def __getitem__(self, places: Places) -> Batch:
         if self.annotated is not None:
             return self._read_annotated(places, self.annotated)

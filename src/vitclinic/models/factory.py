@@ -67,17 +67,18 @@ class Normalized(nn.Module):
         if headed is not self.backbone:
             self.backbone, self.keyword, self.output = headed, None, None
 
-    def forward(self, images: Tensor | Image.Image | Sequence[Image.Image]) -> Any:
+    def forward(self, images: Tensor | Image.Image | Sequence[Image.Image], *more: Any) -> Any:
         """Return what the backbone returns, such as logits [B, K].
 
         Args:
             images: Pixels [B, C, H, W] in [0, 1]; of a run's network also an image of Pillow's, or several, of any size
                 and mode, which are prepared as the run's test images were.
+            more: What else a task's network takes, such as a question about each image.
         """
         x_bchw = images if isinstance(images, Tensor) else self._prepare(images)
         # Cast back: a network in half precision does not take the float32 that the mean makes of its images.
         x_bchw = ((x_bchw - self.mean) / self.std).to(x_bchw.dtype)
-        returned = self.backbone(x_bchw) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
+        returned = self.backbone(x_bchw, *more) if self.keyword is None else self.backbone(**{self.keyword: x_bchw})
         return returned if self.output is None else getattr(returned, self.output)
 
     def _prepare(self, images: Image.Image | Sequence[Image.Image]) -> Tensor:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vitclinic.tasks.dino import Dino
     from vitclinic.tasks.retrieval import Retrieval
     from vitclinic.tasks.task import Metric, Score, Task, headlines, known_tasks, parse_task, register
+    from vitclinic.tasks.vqa import Vqa
 
 __all__ = [
     "Classification",
@@ -22,6 +23,7 @@ __all__ = [
     "Retrieval",
     "Score",
     "Task",
+    "Vqa",
     "headlines",
     "known_tasks",
     "parse_task",

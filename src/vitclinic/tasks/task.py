@@ -119,6 +119,10 @@ class Task(Config, ABC):
         """Return what computes the losses if they have a state; None if `losses` does."""
         return None
 
+    def notices(self, dataset: Dataset) -> list[str]:
+        """Return what a user should know of this data before the run, one sentence each, without a full stop."""
+        return []
+
     def passes(self, spec: ImageSpec) -> float:
         """Return the cost of a pass in forward and backward passes of the network over the images of a batch."""
         return 1.0

@@ -289,7 +289,7 @@ def _make_batch(trainer: Trainer, images: int) -> Batch:
     """Return a batch of the shapes that the stream yields."""
     dataset, stream = trainer.dataset, trainer.stream
     classes = len(dataset.classes)
-    soft = stream.mixing is not None or stream.smoothing > 0
+    soft = stream.has_soft_targets
     patches = stream.mixing.grid[0] * stream.mixing.grid[1] if isinstance(stream.mixing, PatchMixing) else None
     numbers = torch.arange(images)
     batch = Batch(

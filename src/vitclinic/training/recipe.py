@@ -270,9 +270,10 @@ class Recipe(Settings):
                 f"the task {task.name} learns from a data.target of {task.target}, not {self.data.target}: remove it"
             )
         for treatment in self.treatments:
-            if treatment.tasks is not None and task.name not in treatment.tasks:
-                fitting = " or ".join(treatment.tasks)
-                raise ValueError(f"the treatment {treatment.name} is for {fitting}, not for the task {task.name}")
+            fitting = treatment.fitting_tasks()
+            if fitting is not None and task.name not in fitting:
+                named = treatment.name if treatment.tasks == fitting else f"{treatment.name} with these options"
+                raise ValueError(f"the treatment {named} is for {' or '.join(fitting)}, not for the task {task.name}")
         task.check(self)
 
     @property

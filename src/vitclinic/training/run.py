@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from vitclinic._core.io import (
 )
 from vitclinic.data.config import ImageSpec
 from vitclinic.data.decoding import Preprocessing, storage_size
+from vitclinic.data.text import TextSpec
 from vitclinic.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -257,7 +258,9 @@ class Run:
         if len(facts["size"]) != 2 or not all(isinstance(side, int) for side in facts["size"]):
             raise DamagedFileError(f"'{self.path / 'data.json'}' is damaged ('size' is wrong).")
         height, width = facts["size"]
-        return ImageSpec(len(facts["classes"]), facts["channels"], (height, width))
+        text = facts.get("text")
+        spec = None if text is None else TextSpec(tuple(text["tokens"]), text["length"])
+        return ImageSpec(len(facts["classes"]), facts["channels"], (height, width), spec)
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -359,6 +362,7 @@ def _data_facts(dataset: Dataset) -> dict[str, Any]:
         "counts": {split: len(images) for split, images in sorted(dataset.splits.items())},
         "skipped": dataset.skipped,
         **({} if way is None else {"framed": list(way.framed), "whole": way.whole}),
+        **({} if dataset.text is None else {"text": asdict(dataset.text)}),
     }
 
 

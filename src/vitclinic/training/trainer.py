@@ -98,6 +98,7 @@ class Trainer:
             precision=recipe.precision,
             accumulate=recipe.accumulate,
         )
+        self.notices = [*self.notices, *self.task.notices(dataset)]
         self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)

@@ -120,6 +120,10 @@ class Treatment(Config):
     """The part of a network that it changes, such as "an MLP over channels"; it fits any network with that part. Empty
     means any network."""
 
+    def fitting_tasks(self) -> tuple[str, ...] | None:
+        """Return the names of the tasks it applies to with these options; None means any."""
+        return self.tasks
+
     def operate(self, network: nn.Module, spec: ImageSpec) -> nn.Module:
         """Return the network to train, changed in place or replaced (surgery).
 

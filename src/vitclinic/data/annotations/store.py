@@ -78,6 +78,15 @@ def open_annotations(
     return CachedObjects(table, size, len(images.kept))
 
 
+def read_questions(records: Records, kept: Rows) -> AnnotationStore:
+    """Return the questions about the images `kept` of a split, checked.
+
+    Raises:
+        DataError: A question is empty, or has no answer.
+    """
+    return StoredQuestions(_Reader("questions", records, 0, None), kept)
+
+
 class _Reader:
     """Annotations of records, checked against their images."""
 
