@@ -81,8 +81,8 @@ def test_the_surface_grows_on_purpose():
         ),
         "study": sorted(
             [
-                *("words", "--data", "--scale", "--dry-run", "--seeds", "--processes", "--ray", "--out", "--json"),
-                *("--target", "--verbose", "-v", "--quiet", "-q"),
+                *("words", "--data", "--scale", "--dry-run", "--seeds", "--processes", "--ray", "--slurm"),
+                *("--out", "--json", "--target", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
         "list": ["--json", "pattern", "what"],

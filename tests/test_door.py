@@ -1,8 +1,10 @@
 """Everything that comes from outside, at the command line: one sentence and an exit code, never the last resort."""
 
 import os
+import re
 import stat
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,97 @@ def test_the_last_resort_is_a_sentence_a_file_and_a_code(tmp_path, monkeypatch, 
     (file,) = tmp_path.iterdir()
     assert str(file) in error
     assert "ZeroDivisionError" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (PermissionError(13, "no", "/x/y"), "'/x/y' cannot be read or written: permission denied."),
+        (OSError(28, "no"), "A file cannot be read or written: no space left on device."),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug(error, sentence, tmp_path, monkeypatch, capsys):
+    from vitclinic.training import overrides
+
+    def refuse(word):
+        raise error
+
+    monkeypatch.setattr(overrides, "parse_word", refuse)
+    code, told = command(monkeypatch, capsys, tmp_path, "train", "steps=1")
+    assert (code, told) == (4, f"error: {sentence}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_message_speaks_of_types_of_the_library():
+    from vitclinic._core.errors import RecipeError
+    from vitclinic.training import build_recipe
+
+    words = (
+        "model.img_size",
+        "data.limit",
+        "data.fraction",
+        "ema",
+        "clip",
+        "freeze",
+        "layer_decay",
+        "logging",
+        "epochs",
+    )
+    for word in (*words, "checkpoint", "validation", "progressive_resizing", "data.augment.randaugment", "max_time"):
+        for value in ("[]", "{x: 1}", "-1", "x", "[x]"):
+            with suppress(RecipeError):
+                build_recipe(None, [f"{word}={value}"])
+                continue
+            with pytest.raises(RecipeError) as caught:
+                build_recipe(None, [f"{word}={value}"])
+            assert not re.search(r"constrained|instance of|function-|Config\b|NoneType|union", str(caught.value))
+
+
+def test_a_value_of_two_types_is_one_sentence():
+    from vitclinic._core.errors import RecipeError
+    from vitclinic.training import build_recipe
+
+    with pytest.raises(RecipeError) as caught:
+        build_recipe({"model": {"name": "x", "img_size": "y"}})
+    assert str(caught.value) == "'model.img_size': input should be a valid integer or a valid list (got 'y')."
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_variable_of_torchrun_that_holds_something_else(name, monkeypatch):
+    from vitclinic._core.environment import read_count
+    from vitclinic._core.errors import RecipeError
+
+    for text in ("x", "-1", "1.5", "9" * 5000):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(RecipeError, match=f"{name} is '.*torchrun sets a number"):
+            read_count(name)
+    monkeypatch.setenv(name, " 4 ")
+    assert read_count(name) == 4
+
+
+def test_processes_that_cannot_meet(monkeypatch):
+    import torch
+
+    from vitclinic._core.distributed import join_processes
+    from vitclinic._core.errors import RecipeError
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(RecipeError, match=r"^The 2 processes cannot meet: .*; start them with torchrun\.$"),
+        join_processes(torch.device("cpu")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "silent"), [("2", "1", True), ("2", "0", False), ("1", "1", False), ("", "7", False)]
+)
+def test_only_followers_are_silent(size, rank, silent, monkeypatch):
+    from vitclinic.cli.common import follows
+
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", rank)
+    assert follows() is silent
 
 
 def test_only_regular_files_are_replaced(tmp_path):

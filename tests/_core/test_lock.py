@@ -9,12 +9,12 @@ import filelock
 import pytest
 
 from vitclinic._core.errors import LockedError
-from vitclinic._core.io import hold_lock
+from vitclinic._core.lock import hold_lock
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from vitclinic._core.io import hold_lock
+from vitclinic._core.lock import hold_lock
 with hold_lock(Path(sys.argv[1]), "busy"):
     child = os.fork()
     if child == 0:

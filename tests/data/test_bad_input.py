@@ -188,6 +188,9 @@ def test_a_class_folder_that_may_not_be_read(photo_folder, monkeypatch):
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match="cat' contains no images"):
         open_data(str(photo_folder))
+    data = open_data(DataConfig(source=str(photo_folder), on_error="skip"))
+    assert data.classes == ("dog",)
+    assert "cat' contains no images" in data.skipped[0]
 
 
 def test_images_that_nothing_decodes_are_told(photo_folder):
@@ -268,6 +271,12 @@ def test_parquet_labels_that_cannot_be_used(tmp_path, tables, message):
         _parquet(tmp_path, **table)
     with pytest.raises(DataError, match=message):
         open_data(str(tmp_path))
+
+
+def test_a_folder_named_like_a_table(tmp_path):
+    (tmp_path / "table.parquet").mkdir()
+    with pytest.raises(DataError, match="is a folder without parquet files"):
+        open_data(str(tmp_path / "table.parquet"))
 
 
 def test_parquet_labels_as_pandas_writes_them(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import os
 
 import numpy as np
@@ -128,6 +129,36 @@ def test_a_damaged_survey_is_made_again(empty_cache, photo_folder, content):
     for file in (empty_cache / "surveys").iterdir():
         file.write_bytes(content)
     assert open_data(str(photo_folder)).size == before.size
+
+
+def test_a_survey_whose_size_was_changed_is_made_again(empty_cache, photo_folder, caplog):
+    before = open_data(str(photo_folder))
+    for file in (empty_cache / "surveys").iterdir():
+        record = json.loads(file.read_text())
+        file.write_text(json.dumps({**record, "size": [64, 64]}))
+    assert open_data(str(photo_folder)).size == before.size
+    assert "was changed since it was written" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["images.bin", "kept.npy", "entry.json"])
+def test_an_entry_with_a_device_or_a_link_to_nowhere_is_built_again(empty_cache, name, caplog):
+    for target in ("/dev/zero", "nowhere"):
+        before = open_data("digits").digest
+        file = entries(empty_cache)[0] / name
+        file.unlink()
+        file.symlink_to(target)
+        assert open_data("digits").digest == before
+        assert "decoded again" in caplog.text
+
+
+@pytest.mark.parametrize("reason", [13, 28, 27])
+def test_a_cache_of_which_nothing_can_be_used_is_one_sentence(empty_cache, monkeypatch, reason):
+    def refuse(*places):
+        raise OSError(reason, "no")
+
+    monkeypatch.setattr(cache, "_open_intact", refuse)
+    with pytest.raises(DataError, match=r"Cannot use the cache .* set VITCLINIC_CACHE"):
+        open_data("digits")
 
 
 def test_an_entry_is_on_disk_before_it_is_named(empty_cache, monkeypatch):

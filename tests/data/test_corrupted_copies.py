@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from vitclinic._core.errors import DataError, RecipeError, RunError
-from vitclinic._core.io import hold_lock
+from vitclinic._core.lock import hold_lock
 from vitclinic.cli import main
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.data.corruptions import NINETEEN, Corruption

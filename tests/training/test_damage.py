@@ -126,6 +126,26 @@ def test_a_damaged_best_does_not_keep_a_run_from_its_end(copy, caplog):
     assert run.results["val"]["count"] == run.results["test"]["count"] == 180
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "checksums.json"])
+def test_a_device_in_the_place_of_a_file_does_not_hang(copy, name, caplog):
+    file = copy.path / "checkpoints" / "last" / name
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert resume(copy.path).status["status"] == "finished"
+    assert "damaged" in caplog.text or "regular file" in caplog.text
+
+
+def test_checkpoints_that_may_not_be_listed(copy, monkeypatch):
+    from pathlib import Path
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(RunError, match="checkpoints' cannot be read: permission denied"):
+        copy.checkpoints.names()
+
+
 def test_a_run_that_starts_over_says_so(copy, caplog):
     shutil.rmtree(copy.path / "checkpoints")
     again = resume(copy.path)
@@ -163,14 +183,15 @@ class Listen(Callback):
         self.heard = " ".join(trainer.notices)
 
 
-def test_one_class_is_told(tmp_path, picture):
+@pytest.mark.parametrize("inner", ["inner", "test"])
+def test_one_class_is_told(tmp_path, picture, inner):
     for number in range(4):
-        (tmp_path / "wrap" / "inner" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-        picture(number, (8, 8)).save(tmp_path / "wrap" / "inner" / "ab"[number % 2] / f"{number}.png")
+        (tmp_path / "wrap" / inner / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        picture(number, (8, 8)).save(tmp_path / "wrap" / inner / "ab"[number % 2] / f"{number}.png")
     listen = Listen()
     plain = {**TINY, "data": str(tmp_path / "wrap"), "steps": 1, "out": str(tmp_path / "run")}
     train(plain, callbacks=[listen])
-    assert "has one class, 'inner', so that any network is right" in listen.heard
+    assert f"has one class, '{inner}', so that any network is right" in listen.heard
 
 
 def test_what_a_run_is_too_short_for_is_told(tiny):

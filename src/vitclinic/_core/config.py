@@ -7,9 +7,10 @@ just that value.
 
 from __future__ import annotations
 
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -62,7 +63,21 @@ def validate(config: type[C], value: Any, *, where: str = "") -> C:
         return config.model_validate(value)
     except ValidationError as error:
         problems = [_sentence(config, problem, where) for problem in error.errors()]
-        raise RecipeError(" ".join(dict.fromkeys(problems))) from None
+        raise RecipeError(" ".join(_join_alternatives(dict.fromkeys(problems)))) from None
+
+
+_ALTERNATIVE = re.compile(r"('[^']*': input should be )(.*)( \(got .*\)\.)", re.DOTALL)
+
+
+def _join_alternatives(sentences: Iterable[str]) -> list[str]:
+    """Make one sentence of those about one value that may be of several types."""
+    joined: dict[Any, list[str]] = {}
+    for sentence in sentences:
+        found = _ALTERNATIVE.fullmatch(sentence)
+        joined.setdefault((found[1], found[3]) if found else sentence, []).append(found[2] if found else sentence)
+    return [
+        f"{key[0]}{' or '.join(wanted)}{key[1]}" if isinstance(key, tuple) else key for key, wanted in joined.items()
+    ]
 
 
 def section(config: type[Config], key: str) -> type[Config] | None:
@@ -97,6 +112,7 @@ def _sentence(config: type[Config], problem: Any, where: str) -> str:
     if problem["type"] == "missing":
         return f"'{key}' is required."
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = re.sub(r"a valid dictionary( or instance of \w+)?$", "keys and values", message)
     if not key:
         return f"{message[:1].upper()}{message[1:].rstrip('.')}."
     message = message[:1].lower() + message[1:]

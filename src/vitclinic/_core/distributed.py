@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitclinic._core.environment import read_count
 from vitclinic._core.errors import ModelError, RecipeError
 
 log = logging.getLogger(__name__)
@@ -164,15 +165,19 @@ def portable(error: Exception) -> Exception:
 @contextmanager
 def join_processes(device: torch.device) -> Iterator[Distributed]:
     """Join the process group that torchrun describes in the environment; without torchrun this process is alone."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or dist.is_initialized():
+    size = read_count("WORLD_SIZE")
+    if size <= 1 or dist.is_initialized():
         yield Distributed.current()
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)  # what the collective operations on objects use
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     # The others wait while the leader decodes a set for the first time.
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
+    except (ValueError, RuntimeError) as error:  # a variable is missing; nobody answers
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise RecipeError(f"The {size} processes cannot meet: {reason}; start them with torchrun.") from error
     try:
         yield Distributed.current()
     finally:
@@ -212,5 +217,5 @@ def pick_device(wanted: str) -> torch.device:
     except Exception as error:  # every backend has errors of its own
         raise RecipeError(f"'device': nothing can be computed on '{wanted}' here; use auto or cpu.") from error
     if wanted == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", read_count("LOCAL_RANK", 0))
     return device

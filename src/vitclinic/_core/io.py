@@ -1,4 +1,4 @@
-"""Files: atomic writes, errors as sentences, locks between processes, and plain data read from YAML and JSON.
+"""Files: atomic writes, errors as sentences, and plain data read from YAML and JSON.
 
 What comes from outside comes in here: `find_path` for paths that a user wrote, `read_text` for text files, `read_yaml`
 and `read_record` for plain data. They bound size and depth, and say in one sentence what is wrong.
@@ -9,19 +9,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vitclinic._core.errors import DamagedFileError, LockedError, RecipeError, RunError, VitclinicError
-
-log = logging.getLogger(__name__)
+from vitclinic._core.errors import DamagedFileError, RecipeError, RunError, VitclinicError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -33,6 +30,17 @@ _REASONS = {
     errno.ENOTDIR: "a part of the path is a file",
     errno.ENOENT: "the folder cannot be created",
     errno.ENAMETOOLONG: "the name is too long",
+}
+
+_OF_THE_MACHINE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ELOOP,
 }
 
 
@@ -110,50 +118,6 @@ def publish(staging: Path, target: Path, retired: Path) -> None:
     sync(target.parent)
 
 
-FOREVER = -1.0
-"""Patience without a limit."""
-
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
-
-
-@contextmanager
-def hold_lock(path: Path, busy: str, *, patience: float = 0.1, reentrant: bool = False) -> Iterator[None]:
-    """Hold the lock file `path`, whose folder must exist, for this process.
-
-    Forked children such as data workers do not hold the lock, and a killed process holds it no longer. On file systems
-    that have no locks, work goes on without one.
-
-    Args:
-        path: The lock file. It is removed at the end, unless the lock is reentrant.
-        busy: The sentence of the error if another process holds the lock.
-        patience: Seconds to wait for the lock, or `FOREVER`.
-        reentrant: Allow this thread to hold the lock more than once.
-
-    Raises:
-        LockedError: Another process holds the lock.
-        RunError: The lock file cannot be written.
-    """
-    from filelock import FileLock, Timeout  # takes 0.2 s
-
-    lock = FileLock(path.absolute(), timeout=patience, is_singleton=reentrant)
-    with write_errors(path.parent):
-        try:
-            lock.acquire()
-        except Timeout:
-            raise LockedError(busy) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            log.warning("'%s' cannot be locked (%s): make sure that no other process uses it.", path, error)
-    try:
-        yield
-    finally:
-        if not reentrant:
-            with suppress(OSError):  # Windows keeps a file that is open
-                path.unlink()
-        lock.release()
-
-
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -213,6 +177,20 @@ def _reason(problem: Exception) -> str:
     return " ".join(str(problem).split()).rstrip(".") or type(problem).__name__
 
 
+def refuse_special(path: Path) -> None:
+    """Raise an OSError for a pipe or a device, such as `/dev/zero` behind a link: reading it may never end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def describe_os_error(problem: OSError) -> str | None:
+    """Return a sentence for an error of the file system that nobody has foreseen where it happened, else None."""
+    if problem.errno not in _OF_THE_MACHINE:
+        return None
+    file = "A file" if problem.filename is None else f"'{problem.filename}'"
+    return f"{file} cannot be read or written: {os.strerror(problem.errno).lower()}."
+
+
 def read_text(path: Path, error: type[VitclinicError]) -> str:
     """Return the text of a file in UTF-8, with or without a byte order mark.
 
@@ -220,8 +198,7 @@ def read_text(path: Path, error: type[VitclinicError]) -> str:
         VitclinicError: It cannot be read, is larger than `LARGEST_TEXT`, or is not UTF-8; of the class `error`.
     """
     try:
-        if not path.is_file() and path.exists():
-            raise error(f"'{path}' cannot be read: it is not a regular file.")
+        refuse_special(path)
         if path.stat().st_size > LARGEST_TEXT:
             raise error(f"'{path}' cannot be read: it has more than {LARGEST_TEXT // 2**20} MB.")
         return path.read_bytes().decode("utf-8-sig")
@@ -342,3 +319,14 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def fingerprint(*parts: Any) -> str:
     """Return the SHA-256 of plain data, by way of its JSON: a short name for it."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def sign(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of plain data with a digest of itself, by which `is_unchanged` knows it."""
+    return {**record, "digest": fingerprint(record)}
+
+
+def is_unchanged(record: Mapping[str, Any]) -> bool:
+    """Return True if a record is as `sign` returned it, or has no digest, as earlier versions wrote it."""
+    rest = {name: value for name, value in record.items() if name != "digest"}
+    return record.get("digest") in (None, fingerprint(rest))

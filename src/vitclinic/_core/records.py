@@ -34,7 +34,7 @@ from pydantic import (
 
 from vitclinic._core.config import Config, validate
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic._core.io import fingerprint, read_record, write_bytes, write_errors, write_text
+from vitclinic._core.io import is_unchanged, read_record, refuse_special, sign, write_bytes, write_errors, write_text
 from vitclinic._core.registry import ProbeFacts
 
 if TYPE_CHECKING:
@@ -225,19 +225,19 @@ class Measurement(Config):
             content = _pack(self.arrays)
             write_bytes(path.with_suffix(".npz"), content)
             record["arrays"] = {"names": sorted(self.arrays), "sha256": hashlib.sha256(content).hexdigest()}
-        record["digest"] = fingerprint(record)
-        write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+        write_text(path, json.dumps(sign(record), indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
         """Read the measurement stored at `path`."""
         record = read_record(path, {}, "delete it to measure again")
+        unchanged = is_unchanged(record)
+        record.pop("digest", None)
         if record.pop("schema", None) != SCHEMA:
             raise RunError(
                 f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or delete it to measure again."
             )
-        digest = record.pop("digest", None)  # earlier versions wrote none
-        if digest is not None and digest != fingerprint({"schema": SCHEMA, **record}):
+        if not unchanged:
             raise RunError(f"'{path}' was changed since it was written; delete it to measure again.")
         listed = record.pop("arrays", None)
         arrays = {} if listed is None else _read_arrays(path, listed)
@@ -268,6 +268,7 @@ def _unpack(content: bytes, name: str) -> NDArray[Any]:
 def _read_arrays(path: Path, listed: Any) -> dict[str, NDArray[Any]]:
     file = path.with_suffix(".npz")
     try:
+        refuse_special(file)
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != listed["sha256"]:
             raise RunError(f"'{file}' does not belong to '{path.name}'; delete both to measure again.")

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vitclinic._core.errors import VitclinicError
+from vitclinic._core.errors import RunError, VitclinicError
+from vitclinic._core.io import describe_os_error
 from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     anatomy,
     corrupt,
@@ -80,6 +81,10 @@ def main() -> None:
         _tell(str(error))
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 (the last resort)
+        told = describe_os_error(error) if isinstance(error, OSError) else None
+        if told is not None:  # no permission, a full disk: not ours to mend
+            _tell(told)
+            sys.exit(RunError.exit_code)
         _tell(_describe_bug(error))
         sys.exit(BUG)
 

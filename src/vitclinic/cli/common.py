@@ -93,7 +93,8 @@ class _Output:
 
 def follows() -> bool:
     """Return True if another process of torchrun's is the first."""
-    return os.environ.get("RANK", "0") != "0"
+    several = os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1")
+    return several and os.environ.get("RANK", "0").strip() not in ("", "0")
 
 
 @contextmanager

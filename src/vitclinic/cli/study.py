@@ -44,6 +44,10 @@ def study(
     ] = None,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="How many runs to train at a time.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster to train on, or auto.")] = None,
+    slurm: Annotated[
+        str | None,
+        typer.Option(metavar="OPTIONS", help="Train in SLURM jobs: partition=gpu,time=8h,gpus=1, or auto."),
+    ] = None,
     out: Annotated[Path, typer.Option(parser=named_path, metavar="DIR", help="Folder for runs and results.")] = Path(
         "studies"
     ),
@@ -62,6 +66,7 @@ def study(
     vitclinic study C6 --data cifar10/ --processes 2  two runs at a time
     vitclinic study C6 --scale paper --dry-run        the paper's own cost
     vitclinic study C6 --scale paper --data imagenet/ --ray auto
+    vitclinic study C6 --data cifar10/ --slurm partition=gpu,time=8h,gpus=1
     vitclinic study my-study.yaml epochs=5            your own, with a change
     vitclinic study P6 --data imagenet/ --target ViT=timm:vit_small_patch16_224 --target ResNet=timm:resnet50
 
@@ -73,6 +78,8 @@ def study(
     name, changes = recipe_and_changes(words)
     if name is None:
         raise RecipeError("Which study? Name a claim of `vitclinic list studies`, or a file.")
+    if ray is not None and slurm is not None:
+        raise RecipeError("--ray and --slurm are two clusters; choose one.")
     _refuse_typos(name, data)
     with resumable("every run is saved"):
         from vitclinic.experiments.display import StudyDisplay, show_plan, show_result
@@ -95,6 +102,7 @@ def study(
                 seeds=seeds,
                 processes=processes,
                 ray=ray,
+                slurm=slurm,
                 out=out,
                 targets=_parse_targets(target or []),
                 callbacks=[display],

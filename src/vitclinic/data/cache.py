@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DamagedFileError, DataError
-from vitclinic._core.io import fingerprint, read_record, sync
+from vitclinic._core.io import fingerprint, is_unchanged, read_record, refuse_special, sign, sync
 from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_grey, is_photo, pixels
 from vitclinic.data.source import LEAVE_OUT, ComputedRecords, Records, Source, describe_unreadable
 
@@ -68,6 +68,8 @@ class CachedImages:
         entry = read_record(folder / "entry.json", _ENTRY, "delete its folder")
         self.digest: str = entry["digest"]
         self.skipped: list[str] = entry["skipped"]
+        for name in ("kept.npy", "images.bin"):
+            refuse_special(folder / name)
         self.kept: NDArray[np.int64] = np.load(folder / "kept.npy")
         self.images: NDArray[np.uint8] = np.empty(entry["shape"], np.uint8)
         if self.images.size:  # an empty file cannot be mapped
@@ -92,22 +94,31 @@ def open_cached_images(
 ) -> CachedImages:
     """Return the decoded images of `records` from the cache, decoding them first if they are not there yet."""
     folder = cache_folder() / "images" / key
-    images = _open_intact(folder, records.labels)
-    if images is None:
-        _make_parent(folder.parent)
-        staging = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-        try:
-            _decode_all(records, staging, size, channels, on_error, progress)
-            _publish(staging, folder)
-        except OSError as error:
-            raise DataError(f"Cannot write to the cache '{folder.parent}' ({error}); set VITCLINIC_CACHE.") from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        _evict(folder.parent)
-        images = CachedImages(folder)
+    _make_parent(folder.parent)
+    with _cache_errors(folder.parent):
+        images = _open_intact(folder, records.labels)
+        if images is None:
+            staging = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+            try:
+                _decode_all(records, staging, size, channels, on_error, progress)
+                _publish(staging, folder)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+            with suppress(OSError):  # an entry that cannot be looked at is not ours to remove
+                _evict(folder.parent)
+            images = CachedImages(folder)
     with suppress(OSError):  # a cache that others own can be read, too
         os.utime(folder)
     return images
+
+
+@contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    """Turn an error of the file system into one sentence about the cache."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"Cannot use the cache '{folder}' ({error}); set VITCLINIC_CACHE.") from error
 
 
 def _open_intact(folder: Path, labels: NDArray[np.int64]) -> CachedImages | None:
@@ -142,22 +153,30 @@ def cache_key(fingerprint: str, split: str, size: Size, channels: int, on_error:
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file into the cache, completely or not at all."""
     _make_parent(path.parent)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    staging = path.with_name(f".building-{path.name}-{os.getpid()}")
+    with _cache_errors(path.parent):
+        try:
+            staging.write_text(text)
+            sync(staging)
+            staging.replace(path)
+        finally:
+            staging.unlink(missing_ok=True)
 
 
 def _read_stored(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any] | None:
     """Read a small file of the cache; None if it is not there or damaged, and has to be made again."""
-    if not path.exists():
-        return None
+    with _cache_errors(path.parent):
+        if not path.exists():
+            return None
     try:
-        return read_record(path, fields, "it is made again")
+        record = read_record(path, fields, "it is made again")
+        if not is_unchanged(record):
+            raise DamagedFileError(f"'{path}' was changed since it was written; it is made again.")
     except DamagedFileError as error:
         log.warning("%s", error)
         return None
+    record.pop("digest", None)
+    return record
 
 
 def _make_parent(folder: Path) -> None:
@@ -233,7 +252,7 @@ def _evict(folder: Path) -> None:
         if now - staging.stat().st_mtime > 24 * _HOUR:
             shutil.rmtree(staging, ignore_errors=True)
     entries = [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
-    sizes = {p: sum(f.stat().st_size for f in p.iterdir()) for p in entries}
+    sizes = {p: sum(f.lstat().st_size for f in p.iterdir()) for p in entries}
     excess = sum(sizes.values()) - cache_limit()
     for entry in sorted(entries, key=lambda p: p.stat().st_mtime):
         if excess <= 0 or now - entry.stat().st_mtime < _HOUR:
@@ -278,7 +297,7 @@ class StreamedImages:
         found = _read_stored(stored, {})
         if found is None or not all(index.isdecimal() and isinstance(why, str) for index, why in found.items()):
             found = {str(index): why for index, why in self._check_images(progress) if why is not None}
-            write_atomically(stored, json.dumps(found))
+            write_atomically(stored, json.dumps(sign(found)))
         return {int(index): why for index, why in found.items()}
 
     def _check_images(self, progress: Progress) -> Iterator[tuple[int, str | None]]:
@@ -347,7 +366,7 @@ def survey(source: Source, progress: Progress) -> Survey:
     if values is not None and len(values["size"]) == 2 and all(isinstance(side, int) for side in values["size"]):
         return Survey((values["size"][0], values["size"][1]), values["channels"], values["shorter_side"])
     made = _survey(source, progress)
-    write_atomically(stored, json.dumps(asdict(made)))
+    write_atomically(stored, json.dumps(sign(asdict(made))))
     return made
 
 

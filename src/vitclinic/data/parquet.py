@@ -103,7 +103,10 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
         if split:
             found.setdefault(split, []).append(file)
     if not found:
-        return {"train": sorted(path.glob("*.parquet"))}
+        unnamed = sorted(path.glob("*.parquet"))
+        if not unnamed:
+            raise DataError(f"'{path}' is a folder without parquet files.")
+        return {"train": unnamed}
     return {split: found[split] for split in SPLITS if split in found}
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from vitclinic._core.environment import read_count
 from vitclinic.data.annotations.batch import Annotations
 from vitclinic.data.annotations.geometry import fit_annotated
 from vitclinic.data.annotations.view import AnnotatedView
@@ -327,7 +328,7 @@ def is_streamed(split: Split) -> bool:
 
 def spare_workers() -> int:
     """Return the number of CPUs left beside this process and its siblings: at least 1, at most 8."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = max(1, read_count("LOCAL_WORLD_SIZE"))
     return max(1, min(8, (os.cpu_count() or 1) // processes - 1))
 
 

@@ -33,7 +33,7 @@ from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, V
 from vitclinic._core.io import write_errors
 from vitclinic.anatomy.maps import AttentionCall, attention_scores
 from vitclinic.deployment.card import write_card
-from vitclinic.deployment.predict import CALIBRATION
+from vitclinic.deployment.predict import CALIBRATION, read_calibration
 from vitclinic.models import Normalized
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.run import find_run
@@ -209,8 +209,7 @@ def describe(run: Run, network: Normalized) -> dict[str, Any]:
     """Return what a user of an export needs beside the weights: classes, preprocessing, temperature."""
     way = run.preprocessing
     facts = {"classes": list(network.classes or ()), "input": "RGB" if way.channels == 3 else "grey", "range": [0, 1]}
-    stored = run.path / CALIBRATION
-    found = list(json.loads(stored.read_text(encoding="utf-8")).values()) if stored.exists() else []
+    found = list(read_calibration(run.path / CALIBRATION).values())
     return {
         **facts,
         "size": list(way.size),

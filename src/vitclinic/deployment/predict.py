@@ -22,8 +22,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import pick_device
-from vitclinic._core.errors import DataError, ModelError, RecipeError, RunError, VitclinicError
-from vitclinic._core.io import read_json, write_json
+from vitclinic._core.errors import DamagedFileError, DataError, ModelError, RecipeError, RunError, VitclinicError
+from vitclinic._core.io import is_unchanged, read_record, sign, write_json
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import UNREADABLE, Preprocessing, storage_size
@@ -255,7 +255,7 @@ def calibrate(target: Network, network: nn.Module, device: torch.device, callbac
     run = target.run
     assert run is not None
     file, key = run.path / CALIBRATION, network_digest(target.network)[:16]
-    stored = _read_calibration(file)
+    stored = read_calibration(file)
     if key not in stored:
         try:
             stored[key] = _fit(run, network, device, callback)
@@ -263,18 +263,25 @@ def calibrate(target: Network, network: nn.Module, device: torch.device, callbac
             log.warning("Probabilities are not calibrated: %s", error)
             return {"temperature": 1.0, "reason": str(error)}
         try:
-            write_json(file, stored)
+            write_json(file, sign(stored))
         except RunError as error:  # another's run can be read, too
             log.warning("%s", error)
     return stored[key]
 
 
-def _read_calibration(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        stored: dict[str, dict[str, Any]] = read_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or damaged: it is fitted again
+def read_calibration(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the stored temperatures by the digest of the weights; none if the file is not there or damaged."""
+    if not file.is_file():  # none yet
         return {}
-    return stored
+    try:
+        stored = read_record(file, {}, "it is fitted again")
+        if not is_unchanged(stored):
+            raise DamagedFileError(f"'{file}' was changed since it was written; it is fitted again.")
+    except DamagedFileError as error:
+        log.warning("%s", error)
+        return {}
+    known = {key: record for key, record in stored.items() if isinstance(record, dict)}
+    return {key: record for key, record in known.items() if isinstance(record.get("temperature"), int | float)}
 
 
 @torch.inference_mode()

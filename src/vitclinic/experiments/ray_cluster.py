@@ -45,7 +45,7 @@ def _run_tasks(
     ended: dict[Path, Outcome] = {}
     try:
         for path, recipe in waiting.items():
-            pending[task.remote(_resolve_data(recipe), folder.resolve(), threads, after)] = path
+            pending[task.remote(resolve_data(recipe), folder.resolve(), threads, after)] = path
         while pending:
             done, _ = ray.wait(list(pending), num_returns=1, timeout=_LOOK_EVERY)
             for one in done:
@@ -83,7 +83,7 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _resolve_data(recipe: Recipe) -> Recipe:
+def resolve_data(recipe: Recipe) -> Recipe:
     """Return the recipe for a process in another folder; where its data lies is no part of its digest."""
     source = Path(recipe.data.source).expanduser()
     if not source.exists():

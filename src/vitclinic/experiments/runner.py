@@ -20,7 +20,7 @@ from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.errors import LockedError
 from vitclinic.data import DataConfig, open_data
 from vitclinic.training import Recipe, Run, resume, train
-from vitclinic.training.loop import listen_for_signals
+from vitclinic.training.signals import listen_for_signals
 
 if TYPE_CHECKING:
     from vitclinic.training.trainer import Trainer
@@ -148,6 +148,7 @@ def run_all(
     processes: int = 1,
     threads: int | None = None,
     ray: str | None = None,
+    slurm: str | None = None,
     after: After | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> list[Outcome]:
@@ -163,6 +164,7 @@ def run_all(
         threads: Of each process; its share of the cores unless given. A run's numbers depend in their last bits on
             the number of its threads, and not on how many runs are trained beside it.
         ray: The address of a Ray cluster to train on, `threads` cores per run; `auto` finds a running one.
+        slurm: Options of SLURM jobs to train in, such as `partition=gpu,time=8h`; `auto` for none, `local` to try.
         after: Called with each ended run and its data, also with those that were found.
         callbacks: Their `on_progress` is told of runs done, fractions included, and `on_run` of each that ends.
     """
@@ -182,6 +184,10 @@ def run_all(
         from vitclinic.experiments.ray_cluster import run_on_cluster
 
         ended |= run_on_cluster(waiting, pool.folder, ray, threads or 1, after, tally)
+    elif slurm is not None:
+        from vitclinic.experiments.slurm import run_on_slurm
+
+        ended |= run_on_slurm(waiting, pool.folder, slurm, threads or 1, after, tally)
     elif processes == 1:
         ended |= run_in_turn(waiting, pool, after, tally)
     else:

@@ -102,7 +102,9 @@ def _read_torch(file: Path) -> Any:
             ) from error
         raise ModelError(f"'{file}' is not a torch checkpoint, or is damaged.") from error
     except Exception as error:  # damaged files raise anything
-        raise ModelError(f"'{file}' is not a torch checkpoint, or is damaged: {_first_line(error)}.") from error
+        reason = _first_line(error)
+        why = "" if "weights_only" in reason else f": {reason}"  # as above
+        raise ModelError(f"'{file}' is not a torch checkpoint, or is damaged{why}.") from error
 
 
 def _check_file(file: Path) -> None:

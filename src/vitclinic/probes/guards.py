@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import ModelError, RunError
 from vitclinic._core.io import write_bytes, write_errors
+from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data.randomness import torch_seed
 
 if TYPE_CHECKING:
@@ -129,15 +130,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CPU_ALLOCATOR = "can't allocate memory"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if `error` means that the device, Python or the CPU allocator is out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
-
 
 def halving(subject: Subject, what: str, attempt: Callable[[], T]) -> T:
     """Call `attempt`, and start over with half the `subject.batch_size` whenever memory runs out."""
@@ -151,8 +143,7 @@ def halving(subject: Subject, what: str, attempt: Callable[[], T]) -> T:
                 raise ModelError(f"out of memory even with one image at a time ({_first_line(error)}).") from error
             tried, subject.batch_size = subject.batch_size, subject.batch_size // 2
         # Outside of the handler, since the error holds on to the tensors of the failed attempt.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
         log.warning("%s: out of memory with a batch of %d images; retrying with %d.", what, tried, subject.batch_size)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from vitclinic._core.distributed import Distributed, portable
 from vitclinic._core.errors import ModelError
+from vitclinic._core.memory import is_out_of_memory
 from vitclinic.anatomy import AttentionMap, Site, Unit, record_attention, stream
 from vitclinic.data import Batch
-from vitclinic.probes.guards import is_out_of_memory
 from vitclinic.probes.probe import Result, StreamingProbe, Sum, Tally
 from vitclinic.probes.subject import Subject
 

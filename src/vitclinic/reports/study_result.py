@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from vitclinic._core.errors import RunError
+from vitclinic._core.errors import DamagedFileError, RunError
+from vitclinic._core.io import is_unchanged, read_record
 from vitclinic._core.statistics import share_interval, t_interval
 
 SCHEMA = 1
@@ -162,8 +162,14 @@ def read_result(path: Path) -> StoredResult:
         RunError: The file holds something else.
     """
     try:
-        return parse_result(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        plain = read_record(path, {}, "run the study again")
+        if not is_unchanged(plain):
+            raise RunError(f"'{path}' was changed since it was written; run the study again.")
+        found = parse_result(plain)
+        if not set(found.arms) <= set(found.statuses):  # else a page would look for them in vain
+            raise LookupError
+        return found
+    except (DamagedFileError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunError(f"'{path}' is not the result of a study, or one that this version cannot read.") from error
 
 

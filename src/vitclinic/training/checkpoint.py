@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitclinic._core.errors import DamagedFileError, RunError
-from vitclinic._core.io import publish, read_record, sync, write_errors
+from vitclinic._core.io import publish, read_record, refuse_special, sync, write_errors
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,10 @@ class Checkpoints:
         """Return the names of all checkpoints."""
         if not self.folder.is_dir():
             return []
-        folders = [p.name for p in self.folder.iterdir() if p.is_dir()]
+        try:
+            folders = [p.name for p in self.folder.iterdir() if p.is_dir()]
+        except OSError as error:
+            raise RunError(f"'{self.folder}' cannot be read: {str(error.strerror).lower()}.") from error
         cut_off = [name[1:-4] for name in folders if name.startswith(".") and name.endswith(".old")]
         return sorted({name for name in folders if not name.startswith(".")}.union(cut_off))
 
@@ -185,6 +188,7 @@ def _read_checksums(folder: Path) -> dict[str, Any]:
 
 
 def _checksum(file: Path) -> str:
+    refuse_special(file)
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

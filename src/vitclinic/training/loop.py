@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import re
 import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import join_processes, pick_device
-from vitclinic._core.errors import RecipeError, RunError
+from vitclinic._core.errors import ModelError, RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path
+from vitclinic._core.memory import is_out_of_memory
 from vitclinic.data import Dataset, open_data
 from vitclinic.tasks import Classification
 from vitclinic.training.budget import fit_size, total_steps
@@ -32,47 +31,11 @@ from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.recipe import LoggingConfig, Recipe
 from vitclinic.training.run import MetricsFile, Row, Run, cut_back
+from vitclinic.training.signals import Interrupt, listen_for_signals
 from vitclinic.training.sinks import make_sinks
 from vitclinic.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-class Interrupt:
-    """The signal that asked this process to stop, if any."""
-
-    signal: signal.Signals | None = None
-
-
-_listeners: list[Interrupt] = []
-
-
-@contextmanager
-def listen_for_signals() -> Iterator[Interrupt]:
-    """Record SIGINT and SIGTERM instead of dying from them. Outside the main thread, signals are left alone.
-
-    Nested listeners all see a signal: one that arrives too late to stop the current run still stops the runs that
-    would have followed.
-    """
-    interrupt = Interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupt
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if interrupt.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        for listener in _listeners:
-            listener.signal = signal.Signals(number)
-
-    _listeners.append(interrupt)
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _listeners.remove(interrupt)
 
 
 class Session:
@@ -329,6 +292,8 @@ def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             run.write_status(status, reason=reason)
+        if is_out_of_memory(error):
+            raise ModelError("Out of memory: choose a smaller network or batch_size, or free some.") from error
         raise
     finally:
         trainer.close()

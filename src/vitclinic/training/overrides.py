@@ -144,8 +144,10 @@ def merge(config: type[Config], lower: dict[str, Any], upper: Mapping[str, Any])
     for key, value in upper.items():
         inner = section(config, key)
         if inner is not None and value is not None:
-            expanded = inner.expand(value)
-            merged[key] = merge(inner, merged.get(key, {}), expanded) if isinstance(expanded, Mapping) else value
+            expanded, before = inner.expand(value), merged.get(key) or {}
+            if isinstance(expanded, Mapping) and not isinstance(before, Mapping | Config):
+                raise RecipeError(f"'{key}' is both {before!r} and has keys of its own; write one of the two.")
+            merged[key] = merge(inner, dict(before), expanded) if isinstance(expanded, Mapping) else value
         else:
             merged[key] = value
     return merged

@@ -25,18 +25,20 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from vitclinic._core.config import validate
+from vitclinic._core.environment import read_count
 from vitclinic._core.errors import DamagedFileError, RecipeError, RunError, VitclinicError
 from vitclinic._core.io import (
     find_path,
     fingerprint,
-    hold_lock,
     read_record,
     read_text,
     read_yaml,
+    refuse_special,
     write_errors,
     write_json,
     write_text,
 )
+from vitclinic._core.lock import hold_lock
 from vitclinic.data.config import ImageSpec
 from vitclinic.data.decoding import Preprocessing, storage_size
 from vitclinic.data.text import TextSpec
@@ -85,6 +87,7 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     try:
+        refuse_special(path)
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
         raise DamagedFileError(f"'{path}' cannot be read: {error.strerror}.") from error
@@ -377,5 +380,5 @@ def _environment() -> dict[str, Any]:
         "packages": {name: importlib.metadata.version(name) for name in packages},
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes": read_count("WORLD_SIZE"),
     }

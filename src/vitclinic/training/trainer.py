@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.distributed import Distributed
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data import Batch, Dataset
 from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
@@ -27,6 +29,8 @@ from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.run import Row
 from vitclinic.treatments import Losses, MixedSteps, Objective, StepRule
+
+log = logging.getLogger(__name__)
 
 EXPLODED = 10.0
 """A loss this many times that of the first step counts as divergence."""
@@ -52,6 +56,7 @@ class Trainer:
         self.first_loss: float | None = None
         self.skipped = 0
         self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
+        self.accumulate = recipe.accumulate
         self.micro_batch = _micro_batch(recipe, distributed)
 
         spec = dataset.spec
@@ -80,9 +85,6 @@ class Trainer:
         with torch.random.fork_rng():
             torch.manual_seed(torch_seed("criterion", recipe.seed))
             self.criterion = self.task.criterion(network, spec)
-        self.divided = (
-            min([self.micro_batch, *(t.pass_images(self.micro_batch) for t in treatments)]) < self.micro_batch
-        )
         self.learner = Learner(network, self.task, objectives, self.criterion).to(device, self.dtype).train()
         freeze_units(recipe, network, spec)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
@@ -98,6 +100,7 @@ class Trainer:
             precision=recipe.precision,
             accumulate=recipe.accumulate,
         )
+        self.divided = self._is_divided()
         self.notices = [*self.notices, *self.task.notices(dataset)]
         self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
@@ -149,16 +152,11 @@ class Trainer:
         Args:
             rule: The step rule to use instead of the one that is due, to measure what it costs.
         """
-        if self._batches is None:
-            self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
         started = time.perf_counter()
-        batches = self._prepare([next(self._batches) for _ in range(self.recipe.accumulate)])
-        if shown := self.recipe.logging.samples:
-            self.samples = batches[0].images[:shown].detach().clone()
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
             group["weight_decay"] = decay * self.decay_factor(self.step)
-        losses = (rule or self.due_rule)(batches, self.passes)
+        losses = self._differentiate(rule or self.due_rule)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
         stepped = math.isfinite(norm)
@@ -173,6 +171,51 @@ class Trainer:
             self.criterion.finish(self.network)
         self.step += 1
         return self._row(losses, norm, started)
+
+    def _differentiate(self, rule: StepRule) -> Losses:
+        """Leave the gradients of the next batch in the parameters; when memory runs out, in twice as many parts."""
+        buffers = list(self.learner.buffers())
+        while True:
+            copies = [buffer.clone() for buffer in buffers]
+            try:
+                batches = self._prepare(self._next_batches())
+                if shown := self.recipe.logging.samples:
+                    self.samples = batches[0].images[:shown].detach().clone()
+                return rule(batches, self.passes)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.distributed.size > 1 or self.micro_batch % 2:  # others wait for a gradient; or nothing to halve
+                    raise ModelError(
+                        f"Out of memory with {self.micro_batch} images at a time: choose a smaller network or"
+                        " batch_size, or a larger accumulate."
+                    ) from error
+            # Outside of the handler, since the error holds on to the tensors of the failed attempt.
+            self.optimizer.zero_grad(set_to_none=True)
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.data.copy_(copy)
+            release_memory()
+            log.warning(
+                "Out of memory with %d images at a time: going on with %d (accumulate=%d), in batches of %d as before.",
+                *(self.micro_batch, self.micro_batch // 2, 2 * self.accumulate, self.recipe.batch_size),
+            )
+            self._divide(2 * self.accumulate)
+
+    def _next_batches(self) -> list[Batch]:
+        if self._batches is None:
+            self._batches = self.stream.batches(self._requests(), self.recipe.workers, pin=self.device.type == "cuda")
+        return [next(self._batches) for _ in range(self.accumulate)]
+
+    def _divide(self, accumulate: int) -> None:
+        """Divide each batch into so many micro-batches from the current step on; what was read ahead is read again."""
+        self.close()
+        self.accumulate = self.passes.accumulate = accumulate
+        self.micro_batch = self.recipe.batch_size // (accumulate * self.distributed.size)
+        self.divided = self._is_divided()
+
+    def _is_divided(self) -> bool:
+        """Return True if the images of a micro-batch go through the network in several passes."""
+        return any(t.pass_images(self.micro_batch) < self.micro_batch for t in self.recipe.treatments)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -210,6 +253,7 @@ class Trainer:
             "step": self.step,
             "first_loss": self.first_loss,
             "skipped": self.skipped,
+            **({} if self.accumulate == self.recipe.accumulate else {"accumulate": self.accumulate}),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "rule": self.rule.state_dict(),
@@ -231,6 +275,9 @@ class Trainer:
         self.scaler.load_state_dict(state["scaler"])
         self.rule.load_state_dict(state["rule"])
         self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+        halved = state.get("accumulate", self.accumulate)
+        if not self.recipe.batch_size % (halved * self.distributed.size):
+            self._divide(halved)
 
     def _criterion_state(self) -> dict[str, Tensor]:
         """Return the state of the criterion without the network that it exports: checkpoints have that already."""
@@ -242,7 +289,7 @@ class Trainer:
     def _requests(self) -> Iterator[range]:
         """Yield this process's positions in the stream, one range per micro-batch, from the current step on."""
         for step in range(self.step, self.total_steps):
-            for micro in range(self.recipe.accumulate):
+            for micro in range(self.accumulate):
                 part = micro * self.distributed.size + self.distributed.rank
                 start = step * self.recipe.batch_size + part * self.micro_batch
                 yield range(start, start + self.micro_batch)

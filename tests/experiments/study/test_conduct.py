@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from vitclinic._core.errors import DataError, RecipeError, RunError
+from vitclinic._core.io import is_unchanged
 from vitclinic.data import DataConfig
 from vitclinic.experiments import runner
 from vitclinic.experiments.study.catalogue import open_study
@@ -52,6 +53,8 @@ def test_every_arm_is_trained_with_every_seed_measured_and_judged(tmp_path):
     assert comparison.mean == pytest.approx(sum(differences) / 2)
     assert result.verdict.exploratory
     stored = json.loads((tmp_path / "T1.json").read_text())
+    assert is_unchanged(stored)
+    del stored["digest"]
     assert stored == json.loads(json.dumps(result.plain()))
     assert stored["values"]["fast"]["1"] == result.values["fast"][1]
 

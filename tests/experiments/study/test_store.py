@@ -1,9 +1,15 @@
 """A recipe is trained once, whoever asks for it."""
 
+import json
+
 import pytest
 
+from tests.reports.made_studies import stored
 from vitclinic._core.callback import Callback
+from vitclinic._core.errors import RunError
 from vitclinic.experiments.runner import Pool, drop_weights
+from vitclinic.experiments.study.store import keep_result, report_studies
+from vitclinic.reports.study_result import read_result
 from vitclinic.training import build_recipe
 from vitclinic.training.run import drop_timing
 
@@ -73,3 +79,25 @@ def test_a_run_without_its_weights_is_still_found(tmp_path):
     drop_weights(run)
     assert not list(run.path.rglob("*.safetensors"))
     assert pool.find(tiny()).results == results
+
+
+def test_the_result_of_another_study_with_the_same_claim_is_kept(tmp_path, caplog):
+    first = stored()
+    second = stored(study={**first["study"], "arms": {"other": {}}})
+    for plain in (first, second):
+        keep_result(tmp_path / "C6.json", plain)
+    kept = sorted(file.name for file in tmp_path.glob("*.json"))
+    assert len(kept) == 2
+    assert "which is 'C6+" in caplog.text
+    assert json.loads((tmp_path / kept[0]).read_text())["study"] == json.loads(json.dumps(first["study"]))
+    assert json.loads((tmp_path / "C6.json").read_text())["study"]["arms"] == {"other": {}}
+
+
+@pytest.mark.parametrize(("old", "new"), [("AdamW", "AdamX"), ("0.4", "0.9")])
+def test_a_changed_result_is_not_shown(tmp_path, old, new):
+    keep_result(tmp_path / "C6.json", stored())
+    file = tmp_path / "C6.json"
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(RunError, match="was changed since it was written; run the study again"):
+        read_result(file)
+    assert report_studies(tmp_path).exists()

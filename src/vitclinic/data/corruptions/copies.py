@@ -29,13 +29,13 @@ from vitclinic._core.io import (
     expand_path,
     find_path,
     fingerprint,
-    hold_lock,
     sync,
     write_bytes,
     write_errors,
     write_json,
     write_text,
 )
+from vitclinic._core.lock import hold_lock
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.cache import Progress
 from vitclinic.data.config import DataConfig

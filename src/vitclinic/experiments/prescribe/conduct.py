@@ -5,7 +5,6 @@ Every decision is in the ledger before it is acted on, so that the same call goe
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.callback import Callback, CallbackList
+from vitclinic._core.environment import read_count
 from vitclinic._core.errors import DataError, RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path, fingerprint, write_errors
 from vitclinic._core.time import format_duration, parse_budget
@@ -151,7 +151,7 @@ def prescribe(
         >>> vitclinic.train(found.recipe)  # doctest: +SKIP
     """
     callback = CallbackList(callbacks)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if read_count("WORLD_SIZE") > 1:
         raise RecipeError("prescribe runs in one process: start it without torchrun.")
     resolved = build_plain_recipe(recipe, overrides, data)
     time = parse_budget(budget)

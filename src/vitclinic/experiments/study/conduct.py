@@ -115,6 +115,7 @@ def study(
     seeds: int | None = None,
     processes: int = 1,
     ray: str | None = None,
+    slurm: str | None = None,
     out: str | Path = "studies",
     targets: Mapping[str, str | Sequence[str]] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -134,6 +135,7 @@ def study(
         seeds: How many seeds; as many as the study says unless given.
         processes: How many runs to train at a time; they share the cores.
         ray: The address of a Ray cluster to train on; `auto` for the one this machine belongs to.
+        slurm: Train in jobs of a SLURM cluster: their options, as in `partition=gpu,time=8h,gpus=1`, or `auto`.
         out: The folder for runs and results.
         targets: Networks to measure in place of training some arms: `{"ViT": "timm:vit_small_patch16_224"}`, whatever
             `examine` takes; or a list of them, one for each seed.
@@ -171,6 +173,7 @@ def study(
         Pool(folder / "pool"),
         processes=processes,
         ray=ray,
+        slurm=slurm,
         after=partial(measure_run, measures=chosen.measures),
         callbacks=callbacks,
     )

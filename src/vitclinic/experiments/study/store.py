@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic._core.io import FOREVER, fingerprint, hold_lock, write_json
+from vitclinic._core.io import fingerprint, sign, write_json
+from vitclinic._core.lock import FOREVER, hold_lock
 from vitclinic.data.named import NAMED_DATA
 from vitclinic.experiments.study.catalogue import open_study, shipped_studies
 from vitclinic.experiments.study.schema import ScaleName, Study, parse_study
@@ -92,7 +93,7 @@ def keep_result(file: Path, plain: Mapping[str, Any]) -> None:
             log.warning("'%s' holds this study with more seeds and stays as it is.", file)
             return
         _set_other_study_aside(file, plain)
-        write_json(file, plain)
+        write_json(file, sign(plain))
         write_study(file.with_suffix(".html"), plain)
 
 

@@ -18,8 +18,8 @@ from torch.func import functional_call, grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.memory import is_out_of_memory
 from vitclinic.anatomy import double_differentiable
-from vitclinic.probes.guards import is_out_of_memory
 from vitclinic.probes.output import read_output
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
