@@ -267,7 +267,8 @@ class ExamData:
             return data
         if isinstance(data, str) and network.data is not None and _is_same_place(data, network.data.source):
             data = network.data  # with the run's own splits: its test images are then those it has not seen
-        config = data if isinstance(data, DataConfig) else DataConfig(source=str(data))
+        target = "class" if network.data is None else network.data.target
+        config = data if isinstance(data, DataConfig) else DataConfig(source=str(data), target=target)
         size = network.size if network.size is not None else self.size and (self.size, self.size)
         return self._open_source(config.model_dump_json(), size or None, network.channels)
 

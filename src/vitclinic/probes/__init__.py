@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vitclinic.probes.attention.entropy import AttentionEntropy
     from vitclinic.probes.attention.maps import AttentionMaps
     from vitclinic.probes.attention.softmax_jacobian import SoftmaxJacobian
+    from vitclinic.probes.attention.token_kinds import TokenKindsProbe
     from vitclinic.probes.behaviour.accuracy import Accuracy
     from vitclinic.probes.behaviour.attacks import FGSM, PGD
     from vitclinic.probes.behaviour.corruptions import Corruptions
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vitclinic.probes.behaviour.shift import Shift
     from vitclinic.probes.behaviour.slices import Slices
     from vitclinic.probes.behaviour.train_nll import TrainNLL
+    from vitclinic.probes.behaviour.vqa import VqaAccuracy
     from vitclinic.probes.collection import ProbeCollection
     from vitclinic.probes.cost import Cost
     from vitclinic.probes.curvature.flatness import Flatness
@@ -126,12 +128,14 @@ __all__ = [
     "StreamingProbe",
     "Subject",
     "Tally",
+    "TokenKindsProbe",
     "TokenNorms",
     "TokenSimilarity",
     "TrainNLL",
     "Training",
     "Trajectory",
     "Variance",
+    "VqaAccuracy",
     "block_structure",
     "cka_between",
     "default_probes",

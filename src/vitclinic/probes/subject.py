@@ -171,7 +171,7 @@ class Subject:
     def select(self, numbers: Sequence[int]) -> Subject:
         """Return the same network with the images of these numbers, in this order."""
         rows, images = np.array(numbers), self.images
-        chosen = Split(images.images, images.rows[rows], images.labels[rows])
+        chosen = images.take(rows)
         dataset = replace(self.dataset, splits={**self.dataset.splits, self.split: chosen})
         return self._with(dataset, self.split, None, self.output_names)
 
@@ -360,5 +360,5 @@ def _limit(dataset: Dataset, split: str, limit: int | None) -> Dataset:
     if limit is None or limit >= len(images):
         return dataset
     rows = subset(images.labels, limit, seed=0)
-    part = Split(images.images, images.rows[rows], images.labels[rows])
+    part = images.take(rows)
     return replace(dataset, splits={**dataset.splits, split: part})

@@ -124,7 +124,7 @@ def show_images(subject: Subject, outcomes: Outcomes) -> dict[str, NDArray[Any]]
     """
     names = name_images(subject.images.take(outcomes.numbers))
     return {
-        "shown_images": _thumbnails(subject, outcomes.numbers),
+        "shown_images": make_thumbnails(subject, outcomes.numbers),
         "shown_numbers": outcomes.numbers,
         "shown_names": np.array(names, dtype=np.str_),
         "shown_labels": outcomes.labels,
@@ -134,7 +134,8 @@ def show_images(subject: Subject, outcomes: Outcomes) -> dict[str, NDArray[Any]]
     }
 
 
-def _thumbnails(subject: Subject, numbers: Numbers) -> NDArray[np.uint8]:
+def make_thumbnails(subject: Subject, numbers: Numbers) -> NDArray[np.uint8]:
+    """Return small copies of images of the subject's split; none where their pixels were not kept."""
     from PIL import Image
 
     images = subject.images

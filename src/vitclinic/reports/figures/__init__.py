@@ -27,6 +27,7 @@ from vitclinic.reports.figures import slices as slices
 from vitclinic.reports.figures import spectra as spectra
 from vitclinic.reports.figures import token_norms as token_norms
 from vitclinic.reports.figures import training as training
+from vitclinic.reports.figures import vqa as vqa
 from vitclinic.reports.figures.canvas import compare_scalars, is_wide, scalar_table, select_known
 from vitclinic.reports.figures.depth import (
     Series,

@@ -1,0 +1,44 @@
+"""Questions about the images of a subject, for probes of networks that answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitclinic.data import Batch
+from vitclinic.data.annotations import Question
+from vitclinic.models import Normalized
+from vitclinic.models.questions import Answerer
+from vitclinic.probes.probe import DoesNotApply
+from vitclinic.probes.subject import Subject
+from vitclinic.tasks.answering import ask_all
+
+Asked = tuple[Batch, list[Question], NDArray[np.int64], Tensor]
+"""A batch, the questions about its images, the row of the image of each, and the scores of the answers [P, K]."""
+
+
+def find_answerer(subject: Subject) -> Normalized:
+    """Return the subject's network, if it answers questions and its data has some.
+
+    Raises:
+        DoesNotApply: It takes images alone, or there are no questions.
+    """
+    network = subject.network
+    if not isinstance(network, Normalized) or not isinstance(network.backbone, Answerer):
+        raise DoesNotApply("the network takes images alone; questions are for runs of the task vqa.")
+    if subject.images.annotations is None or subject.dataset.target != "questions":
+        raise DoesNotApply("the data has no questions.")
+    return network
+
+
+def ask_questions(subject: Subject) -> Iterator[Asked]:
+    """Ask all questions about the subject's images, batch by batch."""
+    network = find_answerer(subject)
+    with torch.no_grad():
+        for batch in subject.batches():
+            yield (batch, *ask_all(network, batch))
+            subject.progress(subject.name, int(batch.indices[-1]) + 1, len(subject))
