@@ -1,5 +1,8 @@
 """Shared by all tests: a cache of their own, one thread and fixed draws (results that depend on nothing
-else), small pictures."""
+else), small pictures.
+
+MKL computes erfinv, which initial weights are drawn with, and sums in an order of the processor's own: `MKL_CBWR` makes
+them the same on all, and is read when torch is imported."""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import numpy as np
 import pytest

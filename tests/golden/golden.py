@@ -4,7 +4,8 @@
     python -m tests.golden.golden --write      write record.json
     python -m tests.golden.golden --make-run   train and examine run-0.1 (only where it is not there)
 
-Bits repeat on the machine, and with the packages, that wrote the record; elsewhere see `test_golden.py`.
+Bits repeat with the packages that wrote the record and, where MKL computes, with MKL_CBWR=COMPATIBLE set;
+elsewhere see `test_golden.py`.
 """
 
 from __future__ import annotations
@@ -475,7 +476,10 @@ def measured_anew() -> Plain:
 
 def draws() -> Plain:
     """Return some random numbers in float32, as initial weights are drawn; their last bits depend on the processor."""
-    return {"normal": torch.randn(64, generator=torch.Generator().manual_seed(0)).tolist()}
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(64, generator=generator)
+    truncated = torch.empty(1000).uniform_(-0.95, 0.95, generator=generator).erfinv()  # as timm truncates
+    return {"normal": normal.tolist(), "truncated": float(truncated.double().abs().sum())}
 
 
 SECTIONS: dict[str, Callable[[], Plain]] = {

@@ -1,8 +1,9 @@
 """What 0.1 computed is computed still, and what it stored still opens.
 
-Numbers may differ from the record by 1e-9 of their size: other processors and libraries add in another order. On the
-machine that wrote the record, `python -m tests.golden.golden --exact` compares bit by bit. Weights and directions are
-drawn in float32; a processor (one without AVX2) that draws others in the last bits is allowed 1e-3.
+Numbers may differ from the record by 1e-9 of their size: other processors and libraries add in another order. With the
+packages that wrote the record, `MKL_CBWR=COMPATIBLE python -m tests.golden.golden --exact` compares bit by bit. Weights
+and directions are drawn in float32; a processor that draws others in the last bits (without AVX2 or MKL) is allowed
+1e-3.
 """
 
 from __future__ import annotations
