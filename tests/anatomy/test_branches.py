@@ -201,9 +201,12 @@ def test_a_state_that_goes_on_beside_another_is_no_part_of_its_branch(network: t
             torch.testing.assert_close(removed, silenced(images))
 
 
-@pytest.mark.parametrize("norms", ["in blocks", "in the network"])
+@pytest.mark.parametrize("norms", ["in blocks", "in the network", "on other axes"])
 def test_in_a_post_norm_network_every_state_is_read_behind_its_norm(norms: str, images: Tensor) -> None:
     def after_norm(block: Branches, x: Tensor) -> Tensor:
+        if norms == "on other axes":
+            x = block.n1((x + block.attn(x)).mT.mT)
+            return block.n2((x + block.mlp(x)).mT.mT)
         x = block.n1(x + block.attn(x))
         return block.n2(x + block.mlp(x))
 
@@ -214,7 +217,7 @@ def test_in_a_post_norm_network_every_state_is_read_behind_its_norm(norms: str, 
                 x = after_norm(block, x)
             return self.head(x.mean(1))
 
-    network = (Net if norms == "in blocks" else Inline)(Branches(after_norm), Branches(after_norm)).eval()
+    network = (Inline if norms == "in the network" else Net)(Branches(after_norm), Branches(after_norm)).eval()
     anatomy = Anatomy.of(network, images)
     assert anatomy.unit("head").norm is None
     units = anatomy.of_kind("msa", "mlp")

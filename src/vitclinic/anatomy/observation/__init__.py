@@ -142,14 +142,18 @@ class _Observer:
         """Return the last state of a block: behind its activations and, if other states are, behind a norm."""
         owner = self.record.values[total].call
         norms = int(self._is_post_norm)
-        state = total
+        state, shown = total, {total}
         for value in self.record.values[total + 1 : owner.end or None]:
-            if state in value.parents and value.op not in MOVES:
-                if value.op in NORMS and norms:
-                    norms -= 1
-                elif value.op not in ACTIVATIONS:
-                    break
-                state = value.index
+            if shown.isdisjoint(value.parents):
+                continue
+            if value.op in MOVES:
+                shown.add(value.index)
+                continue
+            if value.op in NORMS and norms:
+                norms -= 1
+            elif value.op not in ACTIVATIONS:
+                break
+            state, shown = value.index, {value.index}
         return state
 
     @cached_property
