@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tests.anatomy.test_branches import mlp
 from tests.anatomy.test_strange_modules import WIDTH, Attention, Block, Net
+from tests.anatomy.zoo import ZOO
 from vitclinic.anatomy import Anatomy, record_attention
 
 IMAGES = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -195,3 +196,11 @@ def test_a_decoder_whose_queries_have_not_seen_the_image_has_units() -> None:
     # The first decoder layer's attention among its queries does not depend on the image.
     assert [unit.kind for unit in anatomy.units if unit.residual] == ["msa", "mlp", "msa", "mlp", "msa", "msa", "mlp"]
     check_removals(anatomy, network)
+
+
+def test_queries_and_keys_that_are_rotated_by_position_are_no_blocks() -> None:
+    """x cos + rotate(x) sin is a sum of a state and of what is computed from it, too, without weights."""
+    entry = ZOO["timm/eva02_tiny_patch14_224"]
+    anatomy = Anatomy.of(entry.awake(), entry.images())
+    assert kinds(anatomy) == ["stem", "position", *("msa", "mlp") * 2, "head"]
+    assert all(unit.attention for unit in anatomy.of_kind("msa"))

@@ -204,12 +204,19 @@ def _common_state(record: Trace, first: int, second: int) -> int | None:
 def _is_long(record: Trace, step: Step, steps: list[Step], output: int) -> bool:
     """Return True for a skip around a part of the network, and not around a unit.
 
-    Such a part has residual steps in modules of its own, or several convolutions on coarser grids than the sum's.
+    Such a part has residual steps one after the other in modules of its own, with weights (a rotation of queries by
+    their positions has none), or several convolutions on coarser grids than the sum's.
     """
     value = record.values[step.total]
-    inside = [other for other in steps if _is_inside(record, other, step, output)]
-    owners = [record.values[other.total].call for other in inside]
-    if sum(owner is not value.call and value.call in owner.chain() for owner in owners) > 1:
+    inside = [
+        other
+        for other in steps
+        if (owner := record.values[other.total].call) is not value.call
+        and value.call in owner.chain()
+        and _is_inside(record, other, step, output)
+        and _weights(record, other)
+    ]
+    if any(record.depends(other.source, one.total) for one in inside for other in inside if other is not one):
         return True
     branch = Stretch(record, step.source, step.branch, value.call)
     coarse = {part.places.grid for part in branch.mixers if part.places is not None and has_cells(part)} - {
