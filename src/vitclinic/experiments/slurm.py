@@ -24,6 +24,10 @@ from vitclinic.training.signals import is_listening
 
 _LOOK_EVERY = 2.0
 """Seconds between two looks at the jobs."""
+_MINUTES = 240
+"""Time of a job unless given; submitit's own default is 5."""
+_MOST_TURNS = 1000
+"""How often a job may be queued again when its time is up; submitit's own default is 3."""
 LOCAL = "local"
 """Instead of options: processes of this machine, to try it out."""
 _OPTIONS = {
@@ -100,12 +104,13 @@ def _prepare(folder: Path, options: str, threads: int) -> Any:
         raise MissingExtraError("Training on a SLURM cluster", "slurm") from error
     cluster = LOCAL if options == LOCAL else "slurm"
     try:
-        executor = submitit.AutoExecutor(folder=folder.resolve().parent / "jobs", cluster=cluster)
+        jobs = folder.resolve().parent / "jobs"
+        executor = submitit.AutoExecutor(folder=jobs, cluster=cluster, slurm_max_num_timeout=_MOST_TURNS)
     except RuntimeError as error:  # no sbatch
         raise RunError(
             "There is no SLURM here (no command srun); run this on a machine that submits jobs, or use slurm=local."
         ) from error
-    parameters = {"name": "vitclinic", "cpus_per_task": threads, **parse_options(options)}
+    parameters = {"name": "vitclinic", "cpus_per_task": threads, "timeout_min": _MINUTES, **parse_options(options)}
     executor.update_parameters(**parameters)
     return executor
 
