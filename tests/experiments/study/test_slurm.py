@@ -60,7 +60,7 @@ def test_no_slurm_is_one_sentence(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_jobs_give_the_table_of_this_process_and_a_failure_is_told(tmp_path):
-    asked = tiny_study(arms={"fast": STUDY["arms"]["fast"], "impossible": IMPOSSIBLE})
+    asked = tiny_study(arms={**STUDY["arms"], "impossible": IMPOSSIBLE})
     found = study(asked, out=tmp_path / "jobs", slurm="local", seeds=1)
     assert table(found) == table(study(asked, out=tmp_path / "here", seeds=1))
     assert list(found.failures) == [("impossible", 0)]
