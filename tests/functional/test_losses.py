@@ -121,6 +121,37 @@ def test_average_precision_and_ranks_by_brute_force(seed: int) -> None:
         assert ranks[row].item() == places[0]
 
 
+def reciprocal(near: list[list[int]], i: int, k: int) -> set[int]:
+    return {j for j in near[i][: k + 1] if i in near[j][: k + 1]}
+
+
+@given(seed=seeds, k=st.integers(1, 8), expansion=st.integers(1, 5), weight=st.floats(0, 1))
+@few
+def test_reranking_is_that_of_sets_of_neighbours(seed: int, k: int, expansion: int, weight: float) -> None:
+    x = normal(11, 3, seed=seed)
+    squares = torch.cdist(x, x).square().fill_diagonal_(0)
+    found = F.rerank(squares, k, expansion, weight)
+    near = [sorted(range(11), key=lambda j, i=i: squares[i, j].item()) for i in range(11)]
+    rows = []
+    for i in range(11):
+        members = reciprocal(near, i, k)
+        joined = set(members)
+        for j in members:
+            others = reciprocal(near, j, max(1, round(k / 2)))
+            if 3 * len(others & members) >= 2 * len(others):
+                joined |= others
+        scaled = squares[i] / squares[i].max()
+        values = {j: math.exp(-scaled[j].item()) for j in joined}
+        rows.append({j: value / sum(values.values()) for j, value in values.items()})
+    mixed = [[sum(rows[n].get(j, 0) for n in near[i][:expansion]) / expansion for j in range(11)] for i in range(11)]
+    for i in range(11):
+        for j in range(11):
+            pairs = list(zip(mixed[i], mixed[j], strict=True))
+            jaccard = 1 - sum(map(min, pairs)) / sum(map(max, pairs))
+            expected = (1 - weight) * jaccard + weight * (squares[i, j] / squares[i].max()).item()
+            assert found[i, j].item() == pytest.approx(expected, abs=1e-9)
+
+
 @given(seed=seeds, k=st.integers(1, 9), temperature=st.floats(0.05, 2))
 @few
 def test_votes_of_the_nearest_neighbours_by_sorting(seed: int, k: int, temperature: float) -> None:

@@ -93,8 +93,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(make, task, tmp_path):
 
 
 @pytest.mark.slow
-def test_dino_killed(make, tmp_path):
-    plain = make("dino", steps=40, checkpoint={"every": "7 steps"}, workers=1)
+@pytest.mark.parametrize("task", ["dino", "contrastive", "retrieval"])
+def test_killed(make, task, tmp_path):
+    plain = make(task, steps=40, checkpoint={"every": "7 steps"}, workers=1)
     whole = train({**plain, "out": str(tmp_path / "whole")})
     killed = killed_and_resumed(
         lambda **changes: {**plain, **changes}, tmp_path, [random.Random(time.time()).randint(8, 35)], {}
@@ -229,6 +230,7 @@ def test_views_of_a_sample_do_not_depend_on_its_batch(make):
             "data.augment.smoothing",
         ),
         ("contrastive", {"compile": True}, "ompile is not for"),
+        ("sinkhorn", {"batch_size": 10}, "task.outputs to 20 or fewer"),
         ("retrieval", {"batch_size": 42}, "not a multiple of task.instances 4"),
         ("retrieval", {"data": {**DIGITS, "group": "camera"}}, "has no column 'camera'"),
         ("contrastive", {"loss": "sigmoid"}, "'loss' is only for"),
@@ -320,6 +322,33 @@ def test_options_are_refused_without_torch():
     ).stdout
     assert "momentum" in told
     assert told.strip().endswith("False")
+
+
+@pytest.mark.parametrize("frozen", ["backbone", "blocks.0"])
+def test_two_processes_keep_what_is_frozen(tiny, frozen, tmp_path):
+    plain = tiny(freeze=[frozen], precision="fp64", model={**tiny()["model"], "depth": 2}, steps=3)
+    alone = train({**plain, "out": str(tmp_path / "alone")})
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({**plain, "out": str(tmp_path / "both")}))
+    process = torchrun(["-q", str(file)])
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    one, two = (run.checkpoints.read_model("last") for run in (alone, Run(tmp_path / "both")))
+    assert same_weights(one, two, 1e-10)
+    start = trainer_of(plain).network.state_dict()
+    changed = {name for name, value in two.items() if not torch.equal(value, start[name])}
+    assert changed
+    assert not {name for name in changed if (frozen == "backbone" and "head" not in name) or f"{frozen}." in name}
+
+
+def test_reranked_scores_are_those_of_the_ranking(make):
+    plain = make("retrieval", data={"source": "digits", "limit": 60})
+    scores = []
+    for rerank in (False, True):
+        trainer = trainer_of({**plain, "task": {**RETRIEVAL, "rerank": rerank}})
+        scores.append(trainer.task.evaluate(trainer.network, trainer.dataset, "val", ALONE))
+    assert scores[0]["map"] != scores[1]["map"]
+    assert all(score["rank1"] <= score["rank5"] <= score["rank10"] <= 1 for score in scores)
 
 
 def test_moments():

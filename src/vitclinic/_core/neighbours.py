@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitclinic._core.reranking import rerank
+
 _CHUNK = 1024
 
 
@@ -124,13 +126,16 @@ class Ranking(NamedTuple):
     """Rank of the first match, from 1, [queries]."""
 
 
-def rank_leave_one_out(features_nd: Tensor, labels_n: Tensor, groups_n: Tensor | None = None) -> Ranking:
+def rank_leave_one_out(
+    features_nd: Tensor, labels_n: Tensor, groups_n: Tensor | None = None, reranked: bool = False
+) -> Ranking:
     """Rank all other images for each image by cosine similarity; matches are those with the same label.
 
     Args:
         features_nd: Features of all images.
         labels_n: Their labels.
         groups_n: Images of the same label and group, such as a camera, are left out besides the image itself.
+        reranked: Rank by `rerank`, which compares the neighbours of images, too; it holds N x N numbers.
 
     Example:
         >>> ranking = rank_leave_one_out(torch.eye(3)[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 1]))
@@ -139,11 +144,12 @@ def rank_leave_one_out(features_nd: Tensor, labels_n: Tensor, groups_n: Tensor |
     """
     unit = F.normalize(features_nd, dim=1)
     groups = torch.arange(len(labels_n), device=labels_n.device) if groups_n is None else groups_n
+    changed = -rerank((2 - 2 * unit @ unit.T).clamp(min=0)) if reranked else None
     precisions, ranks = [], []
     for rows in torch.split(torch.arange(len(labels_n)), _CHUNK):
         same = labels_n[rows, None] == labels_n[None]
         valid = ~(same & (groups[rows, None] == groups[None]))
-        scores = unit[rows] @ unit.T
+        scores = unit[rows] @ unit.T if changed is None else changed[rows]
         precisions.append(average_precision(scores, same, valid))
         ranks.append(match_rank(scores, same, valid))
     rank = torch.cat(ranks)

@@ -55,6 +55,7 @@ from vitclinic.functional.embeddings import (
     knn_predict,
     match_rank,
     mean_average_precision,
+    rerank,
     uniformity,
 )
 from vitclinic.functional.features import (
@@ -202,6 +203,7 @@ __all__ = [
     "relative_log_amplitude",
     "reliability_diagram",
     "remove_registers",
+    "rerank",
     "sam_perturbation",
     "scaled_relu",
     "sequence_pool",

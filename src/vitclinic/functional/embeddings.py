@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitclinic._core import neighbours
+from vitclinic._core import neighbours, reranking
 from vitclinic.functional.checks import check_labels, check_same, check_shape, widen
 from vitclinic.probes.features import embeddings
 
@@ -159,6 +159,32 @@ def match_rank(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) ->
     check_shape(scores, "N M", "scores")
     check_same(scores, relevant, "scores and relevant")
     return neighbours.match_rank(scores, relevant, valid)
+
+
+def rerank(distances: Tensor, k: int = 20, expansion: int = 6, weight: float = 0.3) -> Tensor:
+    """Return distances that also count the k-reciprocal neighbours which two images share, [N, N].
+
+        d* = (1 - weight) d_J + weight d
+
+    with d the distances, each row divided by its largest, and d_J the Jaccard distance of the images' k-reciprocal
+    neighbours, weighted by exp(-d) and averaged over the `expansion` nearest images.
+
+    Args:
+        distances: Distances of all images from each other [N, N], such as 2 - 2 cos; the diagonal is 0.
+        k: Number of neighbours, k1 of the paper.
+        expansion: Images whose neighbours are averaged, k2 of the paper.
+        weight: Weight of the old distances, lambda of the paper.
+
+    References:
+        Zhong et al., CVPR 2017.
+
+    Example:
+        >>> x = torch.tensor([[0.0], [1.0], [1.9], [6.0], [7.0]])
+        >>> rerank((x - x.T).square(), k=1, expansion=1)[1].argsort().tolist()
+        [1, 2, 0, 3, 4]
+    """
+    check_shape(distances, "N N", "distances")
+    return reranking.rerank(widen(distances), k, expansion, weight)
 
 
 def effective_rank(features: Tensor) -> float:

@@ -101,6 +101,12 @@ class Dino(NearestNeighbours):
         if recipe.ema is not None:
             raise ValueError("the task dino has a moving average of its own, the teacher: remove ema")
         super().check(recipe)
+        crops = 2 * recipe.batch_size
+        if self.centring == "sinkhorn" and self.outputs > crops:
+            raise ValueError(
+                f"task.centring sinkhorn shares the {crops} global crops of a step out evenly, which"
+                f" {self.outputs} prototypes cannot have: set task.outputs to {crops} or fewer"
+            )
         augment, plain = recipe.data.augment, type(recipe.data.augment)(level="light")
         kept = augment.model_copy(update={"flip": None}).resolve()
         other = [part for part, value in kept if value != getattr(plain.resolve(), part)]

@@ -29,14 +29,16 @@ class Retrieval(Representation):
     """Features by which other images of the same identity are found: identity loss and batch-hard triplets.
 
     Every image of a split looks for the others of its class, by cosine, leaving out itself and, with `data.group`,
-    those of its class and its own group, such as its camera. Scores have `map`, `rank1`, `rank5` (the share of queries
-    with a match among the first), `miss` (1 - map), `rank`, and `count`, the number of queries that have a match.
+    those of its class and its own group, such as its camera. Scores have `map`, `rank1`, `rank5`, `rank10` (points of
+    the CMC curve: the share of queries with a match among the first), `miss` (1 - map), `rank`, and `count`, the number
+    of queries that have a match.
 
     Attributes:
         instances: Images K of an identity in a batch.
         margin: Margin of the triplets; None for the soft margin, log(1 + exp(x)).
         identity: Weight of the identity loss.
         triplet: Weight of the triplet loss.
+        rerank: Score rankings by k-reciprocal neighbours instead of the cosine alone.
     """
 
     name = "retrieval"
@@ -46,6 +48,7 @@ class Retrieval(Representation):
         Metric("map", share=True),
         Metric("rank1", share=True),
         Metric("rank5", share=True, headline=False),
+        Metric("rank10", share=True, headline=False),
         Metric("rank", headline=False),
     )
     selects = "map"
@@ -57,6 +60,7 @@ class Retrieval(Representation):
     margin: Weight | None = Field(0.3, description="margin of the triplets; null for the soft margin")
     identity: Weight = Field(1.0, description="weight of the identity loss")
     triplet: Weight = Field(1.0, description="weight of the triplet loss")
+    rerank: bool = Field(False, description="score rankings by k-reciprocal neighbours instead of the cosine alone")
 
     def check(self, recipe: Recipe) -> None:
         """Refuse batches that the groups of an identity do not divide, besides what all such tasks refuse."""
@@ -94,12 +98,14 @@ class Retrieval(Representation):
 
         features, labels = collect_features(network, dataset, split, distributed, batch_size)
         groups = dataset.splits[split].groups
-        precision, rank = rank_leave_one_out(features, labels, None if groups is None else torch.from_numpy(groups))
+        cameras = None if groups is None else torch.from_numpy(groups)
+        precision, rank = rank_leave_one_out(features, labels, cameras, self.rerank)
         mean = float(precision.mean()) if bool(features.isfinite().all()) else float("nan")
         return {
             "map": mean,
             "rank1": float((rank <= 1).double().mean()),
             "rank5": float((rank <= 5).double().mean()),
+            "rank10": float((rank <= 10).double().mean()),
             "miss": 1 - mean,
             "rank": effective_rank(features),
             "count": len(rank),
