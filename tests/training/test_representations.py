@@ -324,6 +324,7 @@ def test_options_are_refused_without_torch():
     assert told.strip().endswith("False")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["backbone", "blocks.0"])
 def test_two_processes_keep_what_is_frozen(tiny, frozen, tmp_path):
     plain = tiny(freeze=[frozen], precision="fp64", model={**tiny()["model"], "depth": 2}, steps=3)
