@@ -23,6 +23,20 @@ def test_linear_and_constant():
     assert constant(10) == constant(99) == 1
 
 
+def test_polynomial_against_torch():
+    import torch
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    peer = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=50, power=0.9)
+    ours = Schedule(ScheduleConfig(name="polynomial", warmup=0), 1, 50)
+    for step in range(50):
+        assert ours(step) == pytest.approx(peer.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        peer.step()
+    with pytest.raises(ValueError, match="only for the polynomial schedule"):
+        ScheduleConfig(name="cosine", power=2.0)
+
+
 def test_exponential_falls_by_the_same_factor_every_step():
     schedule = Schedule(ScheduleConfig(name="exponential", warmup="10 steps", final=0.01), 5, 110)
     rates = [schedule(step) for step in range(10, 110)]
@@ -45,7 +59,7 @@ def test_cosine_against_torch():
 
 
 @given(
-    st.sampled_from(["cosine", "linear", "constant"]),
+    st.sampled_from(["cosine", "linear", "polynomial", "constant"]),
     st.sampled_from([0, 1, "3 steps", "20%", "100%", 1000]),
     st.integers(1, 200),
     st.floats(0.3, 50),

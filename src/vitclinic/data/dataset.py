@@ -21,6 +21,7 @@ from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_k
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.folder import open_folder
+from vitclinic.data.masks import open_mask_folder, open_mask_parquet
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
 from vitclinic.data.scenes import open_scenes
 from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
@@ -285,18 +286,18 @@ def open_source(config: DataConfig) -> Source:
     if config.target == "questions" or holds_questions(path):
         return open_asked(path, config)
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
-        return _open_parquet(path)
+        return _open_parquet(path, config.target)
     if path.is_file():
         raise DataError(f"'{spec}' is a file; expected a folder with one sub-folder per class, parquet or JSONL.")
-    return open_folder(path, config.on_error)
+    return open_mask_folder(path) if config.target == "mask" else open_folder(path, config.on_error)
 
 
-def _open_parquet(path: Path) -> Source:
+def _open_parquet(path: Path, target: str) -> Source:
     if find_spec("pyarrow") is None:
         raise MissingExtraError(f"data={path}", "parquet")
     from vitclinic.data.parquet import open_parquet
 
-    return open_parquet(path)
+    return open_mask_parquet(path) if target == "mask" else open_parquet(path)
 
 
 def _nearby(path: Path) -> str:

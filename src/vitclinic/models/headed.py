@@ -26,3 +26,7 @@ class Headed(nn.Module):
     def forward(self, images: Tensor) -> Any:
         """Return the outputs of the task for normalized images [B, C, H, W]."""
         raise TypeError(f"{type(self).__name__} must implement forward().")
+
+    def outputs(self, images: Tensor) -> list[Tensor]:
+        """Return all tensors that the losses are of, to see which parameters they depend on."""
+        return [self(images)]

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vitclinic.tasks.criterion import Criterion
     from vitclinic.tasks.dino import Dino
     from vitclinic.tasks.retrieval import Retrieval
+    from vitclinic.tasks.segmentation import Segmentation
     from vitclinic.tasks.task import Metric, Score, Task, headlines, known_tasks, parse_task, register
     from vitclinic.tasks.vqa import Vqa
 
@@ -22,6 +23,7 @@ __all__ = [
     "Metric",
     "Retrieval",
     "Score",
+    "Segmentation",
     "Task",
     "Vqa",
     "headlines",

@@ -8,7 +8,7 @@ particular.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vitclinic.data import Augment, Batch, Dataset, ImageSpec, TrainingStream
     from vitclinic.tasks.criterion import Criterion
     from vitclinic.training.recipe import Recipe
-    from vitclinic.treatments import Losses
+    from vitclinic.treatments import Losses, Treatment
 
 DEFAULT = "classification"
 BATCH_SIZE = 256
@@ -107,6 +107,14 @@ class Task(Config, ABC):
         from vitclinic.data import TrainingStream
 
         return TrainingStream(dataset, augment, seed)
+
+    def frame(self, spec: ImageSpec) -> ImageSpec:
+        """Return what the network takes: the images of the data, unless the task shows it parts of them."""
+        return spec
+
+    def adapt(self, treatments: Sequence[Treatment], network: nn.Module, spec: ImageSpec) -> Sequence[Treatment]:
+        """Return the treatments as they are applied to the bare network under the task's head."""
+        return treatments
 
     def attach(self, backbone: nn.Module, spec: ImageSpec) -> nn.Module:
         """Return the network to train, score and store: the treated backbone, or a `models.Headed` with a head on it.

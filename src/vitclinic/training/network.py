@@ -66,7 +66,7 @@ def build_network(
     Returns:
         The network, and what was loaded of `init`.
     """
-    spec = dataset.spec
+    spec = recipe.task.frame(dataset.spec)
     known = None if recipe.model.pretrained else dataset.statistics
     if init is not None:
         known = init.statistics
@@ -75,7 +75,7 @@ def build_network(
     with torch.random.fork_rng():
         network = _create_untreated(recipe, spec, recipe.model.pretrained, **statistics)
         state = None if init is None else init.convert_for(network.backbone, spec)
-        network.backbone = operate(network.backbone, recipe.treatments, spec)
+        network.backbone = operate(network.backbone, recipe.task.adapt(recipe.treatments, network.backbone, spec), spec)
     if init is not None and state is not None:
         loaded = init.load_into(network.backbone, state, dataset.classes)
     check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
@@ -160,9 +160,10 @@ def create_network(recipe: Recipe, spec: ImageSpec) -> Normalized:
     Raises:
         ModelError: The network cannot be built, or `model.num_classes` contradicts the task.
     """
+    spec = recipe.task.frame(spec)
     with torch.random.fork_rng():
         network = _create_untreated(recipe, spec)
-        network.backbone = operate(network.backbone, recipe.treatments, spec)
+        network.backbone = operate(network.backbone, recipe.task.adapt(recipe.treatments, network.backbone, spec), spec)
     _put_head(network, recipe, spec)
     return network
 

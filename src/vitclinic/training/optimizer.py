@@ -53,14 +53,17 @@ class ScheduleConfig(Settings):
 
     main_key: ClassVar[str | None] = "name"
 
-    name: Literal["cosine", "linear", "exponential", "constant"] = "cosine"
+    name: Literal["cosine", "linear", "polynomial", "exponential", "constant"] = "cosine"
     warmup: Duration = Field("5%", description="linear rise from 0: epochs, 'n steps' or 'n%'")
     final: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="last learning rate, as a share of lr")
+    power: Annotated[float, Field(gt=0)] = Field(0.9, description="of the polynomial schedule, (1 - progress) ** power")
 
     @model_validator(mode="after")
     def _exponential_has_an_end(self) -> ScheduleConfig:
         if self.name == "exponential" and not self.final:
             raise ValueError("an exponential schedule never reaches 0: set 'final' above 0, such as 0.01")
+        if "power" in self.model_fields_set and self.name != "polynomial" and self.power != 0.9:
+            raise ValueError("'power' is only for the polynomial schedule")
         return self
 
 
@@ -80,7 +83,10 @@ class Schedule:
         progress = (step - self.warmup) / max(1.0, self.total - self.warmup)
         if self.config.name == "exponential":
             return float(self.config.final**progress)
-        fall = (1 + math.cos(math.pi * progress)) / 2 if self.config.name == "cosine" else 1 - progress
+        if self.config.name == "cosine":
+            fall = (1 + math.cos(math.pi * progress)) / 2
+        else:
+            fall = (1 - progress) ** (self.config.power if self.config.name == "polynomial" else 1)
         return self.config.final + (1 - self.config.final) * fall
 
 

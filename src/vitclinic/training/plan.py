@@ -293,12 +293,14 @@ def _make_batch(trainer: Trainer, images: int) -> Batch:
     patches = stream.mixing.grid[0] * stream.mixing.grid[1] if isinstance(stream.mixing, PatchMixing) else None
     numbers = torch.arange(images)
     batch = Batch(
-        torch.zeros(images, dataset.channels, *dataset.size, dtype=trainer.dtype),
+        torch.zeros(images, dataset.channels, *trainer.spec.img_size, dtype=trainer.dtype),
         torch.zeros(images, classes, dtype=trainer.dtype) if soft else torch.zeros(images, dtype=torch.int64),
         numbers,
         numbers,
         None if patches is None else torch.zeros(images, patches, classes, dtype=trainer.dtype),
-        annotations=None if dataset.target == "class" else Annotations.blank(dataset.target, images, dataset.size),
+        annotations=None
+        if dataset.target == "class"
+        else Annotations.blank(dataset.target, images, trainer.spec.img_size),
     )
     batch = trainer.task.read(batch)
     if trainer.criterion is None:

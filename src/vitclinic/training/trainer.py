@@ -59,7 +59,7 @@ class Trainer:
         self.accumulate = recipe.accumulate
         self.micro_batch = _micro_batch(recipe, distributed)
 
-        spec = dataset.spec
+        self.spec = spec = recipe.task.frame(dataset.spec)
         check_memory(self.micro_batch, (spec.in_chans, *spec.img_size))
         treatments = recipe.treatments
         network, self.loaded = build_network(recipe, dataset, init)
