@@ -297,6 +297,8 @@ class Suggestion(Config):
     """Source of the remedy, such as "Chen et al. 2022 (SAM)"."""
     why: str
     """One sentence."""
+    command: str | None = None
+    """What trains the network with it, where there is such a command."""
 
 
 class Finding(Config):
@@ -315,3 +317,5 @@ class Finding(Config):
     """The comparison, and the source of its threshold."""
     basis: Basis
     suggestions: tuple[Suggestion, ...] = ()
+    again: str | None = None
+    """The command that measures its numbers again, of the treated network too if there is one."""

@@ -165,6 +165,8 @@ def show_exams(exams: Sequence[Exam], console: Console, *, whole: bool = True) -
     for name, exam in zip(column_names(exams), exams, strict=True):
         for finding in exam.findings:
             say(console, _in_words(finding, name))
+            for line in _command_lines(finding):
+                say(console, line)
         for probes, status, reason in _shortcomings(exam, whole):
             words = _WORDS[status][len(probes) > 1]
             say(console, f"[yellow]{', '.join(probes)} {words}[/] ({escape(name)}): {escape(reason)}")
@@ -195,6 +197,14 @@ def _in_words(finding: Finding, name: str) -> str:
         f"[{_STYLES[finding.severity]}]{finding.severity}: {escape(finding.title)}[/] ({escape(name)}):"
         f" {escape(finding.statement)}" + (f" Try {tried}." if tried else "")
     )
+
+
+def _command_lines(finding: Finding) -> list[str]:
+    """Return the commands of a finding, unless there is nothing to treat; a line each, so that it can be copied."""
+    if finding.severity == "healthy":
+        return []
+    lines = [f"  {escape(one.treatment)}: {escape(one.command)}" for one in finding.suggestions if one.command]
+    return [*lines, f"  then measure again: {escape(finding.again)}"] if finding.again else lines
 
 
 def _shortcomings(exam: Exam, whole: bool) -> Iterator[tuple[list[str], str, str]]:

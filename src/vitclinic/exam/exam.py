@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vitclinic._core.errors import RecipeError, VitclinicError, did_you_mean
 from vitclinic._core.io import write_errors
 from vitclinic._core.records import Finding, Measurement, Scalar
+from vitclinic.exam.commands import Origin
 from vitclinic.exam.reporting import CURVES, view_exam
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.summary import summarize
@@ -83,7 +84,7 @@ def render_html(exams: Sequence[Exam]) -> str:
         f"<p><b>{escape(name)}</b></p><ul>"
         + "".join(
             f'<li><b style="color:{COLOURS[finding.severity]}">{escape(finding.title)}</b>:'
-            f" {escape(finding.statement)}</li>"
+            f" {escape(finding.statement)}{_code(finding)}</li>"
             for finding in exam.findings
         )
         + "".join(
@@ -100,6 +101,12 @@ def render_html(exams: Sequence[Exam]) -> str:
         for tag, row in zip(["th"] + ["td"] * len(rows), rows, strict=False)
     )
     return f'<div class="vitclinic">{found}<table>{table}</table></div>'
+
+
+def _code(finding: Finding) -> str:
+    """Return the commands of a finding, each on a line of its own."""
+    commands = [one.command for one in finding.suggestions] + [finding.again]
+    return "".join(f"<br><code>{escape(command)}</code>" for command in commands if command)
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,8 @@ class Exam(Mapping[str, Measurement]):
     """Why some probes were not measured, of those that could have been."""
     reference: Exam | None = None
     """The exam that findings compare this one with."""
+    origin: Origin | None = None
+    """What was examined, as it was named."""
 
     def __getitem__(self, probe: str) -> Measurement:
         if probe in self.measurements:
@@ -148,7 +157,7 @@ class Exam(Mapping[str, Measurement]):
     def view(self) -> ExamView:
         """As a report takes it."""
         compared = None if self.reference is None else self.reference.measurements
-        found = view_exam(self.name, self.measurements, self.run, compared, self.folder)
+        found = view_exam(self.name, self.measurements, self.run, compared, self.folder, self.origin)
         return replace(found, left_out=self.left_out)
 
     @property

@@ -19,6 +19,7 @@ from vitclinic._core.distributed import ALONE, Distributed, pick_device
 from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic._core.records import Measurement
 from vitclinic._core.time import format_duration
+from vitclinic.exam.commands import Origin
 from vitclinic.exam.exam import Exam, Exams
 from vitclinic.exam.planner import Entry, Plan, Planner
 from vitclinic.exam.request import parse_request
@@ -162,6 +163,7 @@ class Examination:
         self.out = None if out is None else Path(out)
         self.callback = CallbackList(callbacks)
         self.distributed = Distributed.current() if together else ALONE
+        self._origins: dict[int, Origin] = {}
         self.images = ExamData(
             data, size=size, limit=limit, normalized=normalized, distributed=self.distributed, callback=self.callback
         )
@@ -185,10 +187,24 @@ class Examination:
             distributed=self.distributed,
             output=self.output,
         )
+        self._origins[id(subject)] = self._origin(target, subject)
         store = Store(subject, self.out)
         if self.is_timed or self.fresh or not all(store.has(probe) for probe in self.probes):
             subject.outputs  # noqa: B018 (a network that does not take these images is an error before all else)
         return subject
+
+    def _origin(self, target: Target, subject: Subject) -> Origin:
+        """Return what is examined, as it was named."""
+        data = self.images.data
+        chosen = {"split": self.split, "limit": self.limit, "size": self.size, "random_weights": self.random_weights}
+        usual = {"split": "test", "limit": None, "size": None, "random_weights": False}
+        return Origin(
+            target=None if isinstance(target, nn.Module) else subject.name,
+            data=data if isinstance(data, str) else None,
+            named=data is None or isinstance(data, str),
+            run=subject.run,
+            options={name: value for name, value in chosen.items() if value != usual[name]},
+        )
 
     def run_all(self, targets: Iterable[Target]) -> Exams:
         """Examine all targets that can be; the mistakes of the others are `Exams.failures`, or raised if all have."""
@@ -312,6 +328,7 @@ class Examination:
             reused=frozenset(record.found),
             pictures=pictures,
             run=subject.run,
+            origin=self._origins.get(id(subject)),
             left_out=record.skipped | {name: _explain_no_time(seconds) for name, seconds in schedule.left_out.items()},
         )
 

@@ -19,6 +19,7 @@ import torch
 from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic._core.io import expand_path
 from vitclinic._core.records import Measurement
+from vitclinic.exam.commands import Origin, add_commands
 from vitclinic.exam.request import nothing_stored
 from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
@@ -57,7 +58,8 @@ def report(
     networks: list[ExamView] = []
     for one, measurements in zip(found, choose_measurements([one.measurements for one in found]), strict=True):
         reference = networks[0].measurements if networks else None
-        networks.append(view_exam(one.name, measurements, one.run, reference, one.folder))
+        origin = None if one.run is None else Origin(one.name, run=one.run)
+        networks.append(view_exam(one.name, measurements, one.run, reference, one.folder, origin))
     beside = found[0].run.path if len(found) == 1 and found[0].run is not None else Path()
     return write_report(out if out is not None else beside / PAGE, networks, title=title, images=images)
 
@@ -74,6 +76,7 @@ def view_exam(
     run: Run | None = None,
     reference: Mapping[str, Measurement] | None = None,
     folder: Path | None = None,
+    origin: Origin | None = None,
 ) -> ExamView:
     """Return a network as a report shows it: its measurements, what they mean, how it was trained and what it is."""
     from vitclinic.exam.findings import find
@@ -81,7 +84,10 @@ def view_exam(
     training = read_rows(folder / CURVES) if run is None and folder is not None else []
     training = training if run is None else run.metrics
     facts = (_facts_of(run) if run is not None else {}) | _facts_in(measurements)
-    return ExamView(name, measurements, find(measurements, training, reference), training, facts)
+    findings = find(measurements, training, reference)
+    if origin is not None:
+        findings = add_commands(findings, origin)
+    return ExamView(name, measurements, findings, training, facts)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""Commands beside a finding: what trains the network with a suggestion, and what measures both again.
+
+They have the names of what was examined, quoted for the shell. Of a module or a loader of one's own, which have no
+name, they are calls in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vitclinic._core.records import Finding, Suggestion
+from vitclinic._core.sources import LIBRARIES
+from vitclinic.training import Run
+
+TREATED = "-treated"
+"""Behind the name of a run, that of the same with a treatment."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What was examined, as it was named.
+
+    Example:
+        >>> origin = Origin("timm:resnet18", data="my photos/")
+        >>> origin.examine(["accuracy"])
+        "vitclinic examine timm:resnet18 --data 'my photos/' --probes accuracy"
+    """
+
+    target: str | None
+    """The target's name; None for a module."""
+    data: str | None = None
+    """The data's name; None for that of the run."""
+    named: bool = True
+    """False if the data is a loader, or another object without a name."""
+    run: Run | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of `examine` that are not at their defaults, such as `split`."""
+
+    @property
+    def is_shell(self) -> bool:
+        """Whether the exam can be repeated by a command."""
+        return self.target is not None and self.named
+
+    def examine(self, probes: Sequence[str], treated: str | None = None) -> str:
+        """Return what measures the network again, beside the treated one if there is one; no probes mean its report."""
+        if self.is_shell:
+            words = ["vitclinic", "examine" if probes else "report", str(self.target), *([treated] if treated else [])]
+            if probes:
+                words += [] if self.data is None else ["--data", self.data]
+                for name, value in self.options.items():
+                    flag = f"--{name.replace('_', '-')}"
+                    words += [flag] if value is True else [flag, str(value)]
+                words += ["--probes", ",".join(probes)]
+            return shlex.join(words)
+        target = "model" if self.target is None else json.dumps(self.target)
+        data = ([] if self.data is None else [f"data={json.dumps(self.data)}"]) if self.named else ["data=loader"]
+        options = [f"{name}={value!r}" for name, value in self.options.items()]
+        chosen = [f"probes={json.dumps(list(probes))}"] if probes else []
+        return f"vitclinic.examine({', '.join([target, *data, *options, *chosen])})"
+
+    @property
+    def treated(self) -> str | None:
+        """Where the treated run goes; None if no command trains it."""
+        if not self.is_shell or self._base() is None:
+            return None
+        if self.run is not None:
+            return f"{_shorten(self.run.path)}{TREATED}"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.target).partition("?")[0]).strip("-.")
+        return f"runs/{name}{TREATED}"
+
+    def _base(self) -> list[str] | None:
+        """Return the words of `train` that train the same network as before."""
+        if self.run is not None:
+            return [_shorten(self.run.path / "recipe.yaml")]
+        if self.data is None or str(self.target).partition(":")[0] not in LIBRARIES:
+            return None
+        if not self.options.get("random_weights"):
+            return [f"data={_value(self.data)}", f"init={_value(str(self.target))}"]
+        library, _, name = str(self.target).partition(":")
+        is_plain = library == "timm" and not set(name) & set("?@")
+        return [f"data={_value(self.data)}", f"model={name}"] if is_plain else None
+
+    def treat(self, treatment: str) -> str | None:
+        """Return what trains the network with a treatment or a change to the recipe; None if nothing does."""
+        if self.treated is None:
+            return self._treat_in_python(treatment)
+        change = treatment
+        if "=" not in treatment:
+            before = [] if self.run is None else list(self.run.recipe.plain().get("treatments", []))
+            if treatment in [next(iter(one)) if isinstance(one, Mapping) else one for one in before]:
+                return None
+            change = f"treatments={_flow([*before, treatment])}"
+        return shlex.join(["vitclinic", "train", *(self._base() or []), change, f"out={_value(self.treated)}"])
+
+    def _treat_in_python(self, treatment: str) -> str | None:
+        from vitclinic.treatments import Treatment, known_treatments
+
+        known = known_treatments().get(treatment)
+        changes_network = known is not None and known.operate is not Treatment.operate
+        return f"model = vitclinic.treat(model, {json.dumps(treatment)})" if changes_network else None
+
+
+def add_commands(findings: Sequence[Finding], origin: Origin) -> list[Finding]:
+    """Return findings with the commands that treat the network, and the one that measures it again."""
+    return [_add(finding, origin) for finding in findings]
+
+
+def _add(finding: Finding, origin: Origin) -> Finding:
+    suggestions: tuple[Suggestion, ...] = tuple(
+        one.model_copy(update={"command": origin.treat(one.treatment)}) for one in finding.suggestions
+    )
+    names = [name.partition(".")[0] for name in finding.numbers]
+    probes = list(dict.fromkeys(name for name in names if name != "training"))
+    treated = origin.treated if any(one.command for one in suggestions) else None
+    if not probes and not (origin.is_shell and origin.run is not None):
+        probes = ["accuracy"]  # a report without probes is that of a run
+    return finding.model_copy(update={"suggestions": suggestions, "again": origin.examine(probes, treated)})
+
+
+def _shorten(path: Path) -> str:
+    """Return a path below the current folder without the way to it."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _value(text: str) -> str:
+    """Return a text as the value of `key=value`, where it would be read as YAML."""
+    try:
+        same = yaml.safe_load(text) == text
+    except yaml.YAMLError:
+        same = False
+    return text if same else json.dumps(text)
+
+
+def _flow(values: list[Any]) -> str:
+    return yaml.safe_dump(values, default_flow_style=True, width=10**6, sort_keys=False).strip()

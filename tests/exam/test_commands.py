@@ -1,0 +1,129 @@
+"""Commands beside findings: they name what was examined, and they work."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import vitclinic
+from vitclinic._core.records import Finding, Scalar, Suggestion
+from vitclinic.cli.common import recipe_and_changes
+from vitclinic.exam.commands import Origin, add_commands
+from vitclinic.exam.display import show_exams, to_json
+from vitclinic.training import build_recipe
+
+NASTY = "my $(touch x) 'photos' #1: \"a\"/"
+
+
+def finding(*treatments, numbers=("accuracy.ece", "accuracy.accuracy", "sharpness.lambda_max"), severity="problem"):
+    return Finding(
+        rule="made",
+        title="Made",
+        severity=severity,
+        statement="It is so.",
+        numbers={name: Scalar(value=0.5) for name in numbers},
+        threshold="ours.",
+        basis="heuristic",
+        suggestions=tuple(Suggestion(treatment=name, paper="P", why="W.") for name in treatments),
+    )
+
+
+def commands(origin, *treatments, **options):
+    (found,) = add_commands([finding(*treatments, **options)], origin)
+    return [one.command for one in found.suggestions], found.again
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A finished run in a folder with an odd name."""
+    monkeypatch.chdir(tmp_path)
+    recipe = {"data": "digits", "data.limit": 40, "steps": 1, "batch_size": 8, "model": "vit_tiny_fitted"}
+    small = {"model.depth": 1, "model.embed_dim": 12, "model.num_heads": 2, "treatments": ["gap_head"]}
+    words = [f"{key}={json.dumps(value)}" for key, value in {**recipe, **small}.items()]
+    return vitclinic.train(None, [*words, "out=my runs/a"])
+
+
+def test_a_run_is_trained_again_with_each_suggestion_and_measured_beside_it(run):
+    origin = Origin("my runs/a", run=run)
+    treat, again = commands(origin, "sam", "data.augment.smoothing=0.1")
+    assert treat == [
+        "vitclinic train 'my runs/a/recipe.yaml' 'treatments=[gap_head, sam]' 'out=my runs/a-treated'",
+        "vitclinic train 'my runs/a/recipe.yaml' data.augment.smoothing=0.1 'out=my runs/a-treated'",
+    ]
+    assert again == "vitclinic examine 'my runs/a' 'my runs/a-treated' --probes accuracy,sharpness"
+    for command in treat:
+        recipe, changes = recipe_and_changes(shlex.split(command)[2:])
+        built = build_recipe(recipe, changes)
+        assert Path(built.out) == Path("my runs/a-treated")
+        assert built.model.name == run.recipe.model.name
+    assert [one.name for one in build_recipe(*recipe_and_changes(shlex.split(treat[0])[2:])).treatments] == [
+        "gap_head",
+        "sam",
+    ]
+
+
+def test_what_the_network_has_already_is_not_a_command(run):
+    treat, again = commands(Origin("my runs/a", run=run), "gap_head")
+    assert treat == [None]
+    assert again == "vitclinic examine 'my runs/a' --probes accuracy,sharpness"
+
+
+def test_what_is_about_training_alone_is_seen_in_the_report(run):
+    _, again = commands(Origin("my runs/a", run=run), "sam", numbers=("training.loss",))
+    assert again == "vitclinic report 'my runs/a' 'my runs/a-treated'"
+
+
+def test_a_network_of_a_library_starts_from_its_weights():
+    origin = Origin("timm:resnet18", data=NASTY, options={"split": "val", "limit": 100})
+    (treat,), again = commands(origin, "sam")
+    words = shlex.split(treat)
+    assert words[:2] == ["vitclinic", "train"]
+    assert words[3:] == ["init=timm:resnet18", "treatments=[sam]", "out=runs/timm-resnet18-treated"]
+    recipe, changes = recipe_and_changes(words[2:])
+    assert build_recipe(recipe, changes).data.source == NASTY
+    assert shlex.split(again)[2:] == [
+        *("timm:resnet18", "runs/timm-resnet18-treated", "--data", NASTY, "--split", "val", "--limit", "100"),
+        *("--probes", "accuracy,sharpness"),
+    ]
+    untrained = Origin("timm:resnet18", data="digits", options={"random_weights": True})
+    (treat,), again = commands(untrained, "sam")
+    assert treat == "vitclinic train data=digits model=resnet18 'treatments=[sam]' out=runs/timm-resnet18-treated"
+    assert "--random-weights --probes" in again
+
+
+def test_a_function_of_ones_own_can_be_measured_again_but_not_trained():
+    assert commands(Origin("nets:build", data="digits"), "sam") == (
+        [None],
+        "vitclinic examine nets:build --data digits --probes accuracy,sharpness",
+    )
+
+
+def test_of_a_module_and_a_loader_the_commands_are_python():
+    treat, again = commands(Origin(None, named=False, options={"limit": 9}), "conv_stem", "sam", "data.augment=deit")
+    assert treat == ['model = vitclinic.treat(model, "conv_stem")', None, None]
+    assert again == 'vitclinic.examine(model, data=loader, limit=9, probes=["accuracy", "sharpness"])'
+    assert commands(Origin(None, data="digits"))[1].startswith('vitclinic.examine(model, data="digits", probes=')
+
+
+def test_they_are_in_terminal_json_notebook_and_page(tmp_path, capsys):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    loader = [(torch.rand(40, 3, 2, 2), torch.arange(40) % 2)]
+    exam = vitclinic.examine(network, data=loader, probes=["accuracy"], out=tmp_path)
+    (found,) = [one for one in exam.findings if one.rule == "guessing"]
+    assert found.again == 'vitclinic.examine(model, data=loader, probes=["accuracy"])'
+    show_exams([exam], Console(width=60))
+    assert f"  then measure again: {found.again}\n" in capsys.readouterr().out  # in one line, to be copied
+    assert found.again in [one["again"] for one in to_json(exam)["findings"]]
+    assert "vitclinic.examine(model, data=loader" in exam._repr_html_()
+    page = exam.report(tmp_path / "page.html").read_text()
+    assert "vitclinic.examine(model, data=loader, probes=[&#34;accuracy&#34;])" in page
+
+
+def test_the_report_of_a_stored_run_has_them_too(run):
+    exam = vitclinic.examine("my runs/a", probes=["accuracy"])
+    assert exam.findings[0].again.startswith("vitclinic examine 'my runs/a'")
+    assert "vitclinic examine &#39;my runs/a&#39;" in Path(vitclinic.report("my runs/a")).read_text()
