@@ -45,7 +45,7 @@ class LabelErrors(StreamingProbe):
     Example:
         >>> import torch
         >>> brightest = torch.nn.Flatten()  # the class is the number of the brightest pixel
-        >>> images = 8 * torch.eye(4).reshape(4, 1, 2, 2).repeat(10, 1, 1, 1) / 8
+        >>> images = (0.1 + 0.9 * torch.eye(4)).reshape(4, 1, 2, 2).repeat(10, 1, 1, 1)
         >>> labels = torch.arange(40) % 4
         >>> labels[5] = 2
         >>> LabelErrors()(brightest, [(images, labels)]).arrays["suspect_numbers"]
