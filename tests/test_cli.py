@@ -41,7 +41,7 @@ def test_the_surface_grows_on_purpose():
                 *("--verbose", "-v", "--quiet", "-q"),
             ]
         ),
-        "demo": ["--out", "--quiet", "-q"],
+        "demo": ["--json", "--out", "--quiet", "-q"],
         "anatomy": ["--data", "--json", "target"],
         "examine": sorted(
             [
@@ -54,14 +54,16 @@ def test_the_surface_grows_on_purpose():
         "features": sorted(
             [
                 *("target", "--data", "--out", "-o", "--split", "--limit", "--size", "--batch-size", "--device"),
-                *("--verbose", "-v", "--quiet", "-q"),
+                *("--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
-        "report": sorted(["targets", "--all", "--out", "--no-images", "--title", "--verbose", "-v", "--quiet", "-q"]),
+        "report": sorted(
+            ["targets", "--all", "--out", "--no-images", "--title", "--json", "--verbose", "-v", "--quiet", "-q"]
+        ),
         "corrupt": sorted(
             [
                 *("data", "--out", "--corruption", "--severity", "--format", "--split", "--limit", "--size", "--seed"),
-                *("--verbose", "-v", "--quiet", "-q"),
+                *("--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
         "predict": sorted(
@@ -76,7 +78,7 @@ def test_the_surface_grows_on_purpose():
         "prescribe": sorted(
             [
                 *("words", "--data", "--budget", "--try", "--treatments", "--from", "--seed", "--out"),
-                *("--verbose", "-v", "--quiet", "-q"),
+                *("--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
         "study": sorted(
@@ -88,6 +90,59 @@ def test_the_surface_grows_on_purpose():
         "list": ["--json", "pattern", "what"],
         "doctor": ["--json"],
     }
+
+
+def test_every_verb_that_prints_a_result_prints_it_as_json():
+    from vitclinic.cli import click_app
+
+    assert {
+        name for name, command in click_app().commands.items() for one in command.params if "--json" in one.opts
+    } == {*VERBS}
+
+
+COMPLETED = """
+import sys
+from vitclinic.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+assert "torch" not in sys.modules, "it waits for torch"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("tra", {"train", "transfer"}),
+        ("train --dr", {"--dry-run"}),
+        ("train shap", {"shapes"}),
+        ("train optim", {"optimizer="}),
+        ("export runs/a --to on", {"onnx"}),
+        ("list prob", {"probes"}),
+    ],
+)
+def test_the_shell_completes_without_waiting_for_torch(typed, wanted):
+    words = ["vitclinic", *typed.split()]
+    asked = {"_VITCLINIC_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    command = [sys.executable, "-c", f"import sys; sys.argv = ['vitclinic']\n{COMPLETED}"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == wanted
+
+
+def test_the_table_of_exit_codes_has_all_of_them():
+    from vitclinic._core import errors
+    from vitclinic.cli import common
+
+    page = (Path(__file__).parent.parent / "docs" / "commands.md").read_text(encoding="utf-8")
+    documented = {
+        int(code) for cells in re.findall(r"^\| ([\d, ]+) \|", page, re.MULTILINE) for code in cells.split(",")
+    }
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and one is not errors.VitclinicError]
+    raised = {one.exit_code for one in classes if issubclass(one, errors.VitclinicError)}
+    named = {value for name, value in vars(common).items() if name.isupper() and isinstance(value, int)}
+    assert documented == {0, 143} | raised | named
 
 
 def test_doctor_names_what_is_here(capsys, monkeypatch):

@@ -82,6 +82,13 @@ def test_what_timm_cannot_build_is_one_sentence_and_leaves_nothing(tmp_path):
     assert list((run.path / "export").iterdir()) == []
 
 
+def test_a_treatment_that_hardly_shows_yet_is_no_timm_network(tmp_path):
+    """After one step attention is nearly uniform: logits agree to 1e-4 with and without the uniform head."""
+    run = train(tmp_path / "run", SWIN, ["uniform_heads"])
+    with pytest.raises(ModelError, match="is a network that timm cannot build"):
+        vitclinic.export(run, "timm")
+
+
 def test_an_export_with_other_logits_is_refused():
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
     x = torch.rand(5, 3, 2, 2)

@@ -1,8 +1,9 @@
 """The command line: thin verbs over the Python interface.
 
-Exit codes: 0 done; 2 a mistake in the command, recipe or model; 3 the data; 4 the run directory; 5 the training
-diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read; 9 a gate
-failed; 70 a bug in vitclinic, whose traceback is in a file; 130 and 143 interrupted by Ctrl-C and SIGTERM, saved.
+Exit codes, as docs/commands.md has them: 0 done; 2 a mistake in the command, recipe or model; 3 the data; 4 the run
+directory; 5 the training diverged; 6 a probe failed; 7 some runs of a study failed; 8 some images could not be read;
+9 a gate failed; 70 a bug in vitclinic, whose traceback is in a file; 130 and 143 interrupted by Ctrl-C and SIGTERM,
+saved.
 """
 
 from __future__ import annotations

@@ -123,6 +123,15 @@ def resumable(kept: str = "what has been measured is stored", same: bool = True)
         raise typer.Exit(next(iter(numbers), INTERRUPTED)) from None
 
 
+def complete_words(incomplete: str) -> list[str]:
+    """Return the recipes and keys that begin so, for the shell to complete."""
+    from vitclinic.training import Recipe
+    from vitclinic.training.overrides import read_shipped_recipes
+
+    known = [*read_shipped_recipes(), *(f"{key}=" for key in Recipe.model_fields)]
+    return [word for word in known if word.startswith(incomplete)]
+
+
 def recipe_and_changes(words: list[str]) -> tuple[str | None, list[str]]:
     """Split the words of a command into the recipe, the one without `=`, and the changes to it."""
     recipes = [word for word in words if "=" not in word]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +36,7 @@ def corrupt(
     ] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Pixels a side; default: as in the data.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random corruptions, such as noise.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -56,7 +58,7 @@ def corrupt(
         from vitclinic.data.corruptions.copies import corrupt_data
         from vitclinic.exam.display import Display
 
-        console = console_for(verbose, quiet)
+        console = console_for(verbose, quiet or as_json)
         with Display(console) as display:
             folders = corrupt_data(
                 data,
@@ -70,4 +72,6 @@ def corrupt(
                 seed=seed,
                 progress=display.on_progress,
             )
+        if as_json:
+            typer.echo(json.dumps({"out": str(out), "folders": [str(folder) for folder in folders]}, indent=2))
         console.print(f"{len(folders)} corrupted cop{'y' if len(folders) == 1 else 'ies'} in {out}", markup=False)

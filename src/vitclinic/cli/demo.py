@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ def demo(
         Path | None,
         typer.Option(parser=named_path, metavar="DIR", help="Folder; default: runs/demo. Continues an unfinished one."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a plain vision transformer and its cure on embedded images in the same time, and compare them in one page.
@@ -32,11 +34,15 @@ def demo(
         from vitclinic.experiments.demo import compare, train_both
         from vitclinic.training.display import Display
 
-        console = console_for(verbose=False, quiet=quiet)
+        console = console_for(verbose=False, quiet=quiet or as_json)
         with Display(console) as training:
             runs = train_both(path, callbacks=[training])
         with ExamDisplay(console) as examining:
             done = compare(*runs, path / "report.html", callbacks=[examining])
+        if as_json:
+            found = [{"title": one.title, "statement": one.statement} for one in done.expected]
+            facts = {"runs": [str(run.path) for run in runs], "report": str(done.page), "headline": done.headline}
+            typer.echo(json.dumps({**facts, "expected": found}, indent=2))
         show_exams(done.exams, console, whole=False)
         console.print(f"[bold green]{escape(done.headline)}[/]", soft_wrap=True)
         for finding in done.expected:

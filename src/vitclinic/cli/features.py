@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ def features(
     size: Annotated[int | None, typer.Option(min=1, help="Pixels a side, for networks that take any.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images per forward pass.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -44,7 +46,7 @@ def features(
         from vitclinic.exam.display import Display
         from vitclinic.exam.features import features as compute
 
-        console = console_for(verbose, quiet)
+        console = console_for(verbose, quiet or as_json)
         with Display(console) as display:
             found = compute(
                 target,
@@ -58,4 +60,6 @@ def features(
                 callbacks=(display,),
             )
     count, width = found.embeddings.shape
+    if as_json:
+        typer.echo(json.dumps({"target": target, "out": str(out), "embeddings": count, "channels": width}, indent=2))
     console.print(f"{count:,} embeddings of {width} channels in {out}", soft_wrap=True, markup=False)

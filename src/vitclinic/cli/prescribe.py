@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from vitclinic.cli.common import (
     Verbose,
     app,
     check_recipe,
+    complete_words,
     console_for,
     named_path,
     recipe_and_changes,
@@ -24,7 +26,11 @@ from vitclinic.cli.common import (
 def prescribe(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]", help="The recipe to improve, as for `train`."),
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]",
+            help="The recipe to improve, as for `train`.",
+            autocompletion=complete_words,
+        ),
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="D", help="Your data.")] = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time for everything, such as 30m or 2h.")] = "1h",
@@ -41,6 +47,7 @@ def prescribe(
     out: Annotated[
         Path | None, typer.Option(parser=named_path, metavar="DIR", help="Folder; default: prescriptions/NAME.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -72,7 +79,7 @@ def prescribe(
         from vitclinic.experiments.display import PrescriptionDisplay, show_prescription
         from vitclinic.experiments.prescribe.conduct import prescribe as try_remedies
 
-        console = console_for(verbose, quiet)
+        console = console_for(verbose, quiet or as_json)
         with PrescriptionDisplay(console) as display:
             found = try_remedies(
                 recipe,
@@ -86,6 +93,9 @@ def prescribe(
                 out=out,
                 callbacks=[display],
             )
+        if as_json:
+            facts = {"folder": str(found.folder), "file": None if found.file is None else str(found.file)}
+            typer.echo(json.dumps({**facts, **found.record()}, indent=2))
         show_prescription(found, console)
 
 

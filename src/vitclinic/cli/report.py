@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ def report(
     ] = None,
     no_images: Annotated[bool, typer.Option("--no-images", help="Leave out images from the data.")] = False,
     title: Annotated[str | None, typer.Option(help="Title; default: the names of the networks.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -42,7 +44,7 @@ def report(
 
     The page is one file that opens offline. More: docs/report.md.
     """
-    console = console_for(verbose, quiet)
+    console = console_for(verbose, quiet or as_json)
     if all_studies:
         page = _all_studies(targets or ["studies"], out, title)
     elif targets:
@@ -55,6 +57,8 @@ def report(
         page = write(targets, out, title=title, images=not no_images)
     else:
         raise RecipeError("Name a run that was examined, or use --all for all studies.")
+    if as_json:
+        typer.echo(json.dumps({"report": str(page)}, indent=2))
     console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
 
 

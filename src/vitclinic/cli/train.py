@@ -16,6 +16,7 @@ from vitclinic.cli.common import (
     Verbose,
     app,
     check_recipe,
+    complete_words,
     console_for,
     finish,
     follows,
@@ -35,7 +36,11 @@ SAMPLES = 8
 def train(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]", help="A recipe's name or file, then changes to it."),
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]",
+            help="A recipe's name or file, then changes to it.",
+            autocompletion=complete_words,
+        ),
     ] = None,
     resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Continue an interrupted run.")] = None,
     dry_run: Annotated[
