@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
 from tests.training.test_distributed import torchrun
 from tests.training.test_resume import killed_and_resumed
-
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError

@@ -132,6 +132,18 @@ PAPERS = {
         "treatments": BROADCAST,
         "score": "73.4%",
     },
+    "hyeonwoo2023-mask-rcnn-ti-cb": {  # Sec. 4.4; the warm-up and the dropped paths are Swin's and DeiT's
+        **DEIT_BASE,
+        "lr": 1e-4 * 16 / 16,
+        "batch_size": 16,
+        "epochs": 12,
+        "warmup": "500 steps",
+        "final_lr": 0,
+        "augment": INCEPTION,
+        "model": "deit_tiny_patch16_224",
+        "treatments": BROADCAST,
+        "score": "35.1",
+    },
     "gong2021-deit-s24": {
         **GONG,
         "model": "deit_small_patch16_224",
@@ -186,7 +198,8 @@ def test_a_recipe_names_its_command_data_and_score(name):
     key = name.partition("-")[0]
     assert header["scale"].startswith(f"paper: {key}, ")
     assert header["command"] == f"vitclinic train {name} data=/path/to/{recipe.data.source}"
-    assert recipe.data.source == ("cifar100" if key == "park2022" else "imagenet")
+    published = {"objects": "coco", "class": "cifar100" if key == "park2022" else "imagenet"}
+    assert recipe.data.source == published[recipe.data.target]
     assert PAPERS[name]["score"] in header["expect"]
     assert header["expect"].endswith("not run by us")
     assert header["time"].startswith("not run by us")
@@ -212,9 +225,9 @@ OURS = {  # by hand: DeiT-S is 22,050,664; ...
     "wang2022-deit-s-convstem": 22_050_664 - (768 + 1) * 384 + 1_656_768,
     "park2022-vit-ti-cifar100": 12 * (12 * 192**2 + 13 * 192) + (12 + 1) * 192 + 192 + 257 * 192 + 2 * 192 + 193 * 100,
 }
-IMAGES = {"imagenet": 1_281_167, "cifar100": 50_000}
+IMAGES = {"imagenet": 1_281_167, "cifar100": 50_000, "coco": 118_287}
 
-HEAVY = {name for name in PAPERS if re.search("b1[26]|152|s24|s-cb|alternet", name)} | {"wang2022-deit-s"}
+HEAVY = {name for name in PAPERS if re.search("b1[26]|152|s24|s-cb|alternet|rcnn", name)} | {"wang2022-deit-s"}
 """Networks that take seconds to build: with `pytest -m slow`."""
 
 
@@ -224,12 +237,14 @@ HEAVY = {name for name in PAPERS if re.search("b1[26]|152|s24|s-cb|alternet", na
 def test_every_shipped_recipe_can_be_planned(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = plan_run(name)
-    scored_on_val = plan.recipe.data.held_out == 0 and "imagenet" in str(plan.recipe.data.source).lower()
+    scored_on_val = plan.recipe.data.held_out == 0 and plan.recipe.data.source in ("imagenet", "coco")
     assert [note.split(":")[0] for note in plan.notes] == [
         "The data has no test images and none are held out"
     ] * scored_on_val
     assert plan.parameters > 0
-    assert (plan.trainable < plan.parameters) == bool(plan.recipe.freeze)
+    # A pyramid does not read the final norm, which is then not trained.
+    unread = plan.recipe.data.target in ("mask", "objects")
+    assert (plan.trainable < plan.parameters) == (bool(plan.recipe.freeze) or unread)
     assert sum(group.parameters for group in plan.optimizer) == plan.trainable + plan.objective_parameters
     assert plan.memory.activations > 0
     assert plan.forward_flops > 0

@@ -18,6 +18,7 @@ from vitclinic._core.io import find_path, fingerprint
 from vitclinic.data.annotations.store import AnnotationStore, open_annotations, read_questions
 from vitclinic.data.asked import holds_questions, open_asked
 from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_key, open_cached_images, survey
+from vitclinic.data.coco import open_coco
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.folder import open_folder
@@ -255,9 +256,12 @@ def check_source(config: DataConfig) -> None:
     """Raise a DataError if the path of a source does not exist, without reading anything."""
     spec = config.source
     if find_missing_data(spec) is not None:
+        expected = "a folder of class folders, parquet, or torchvision:NAME@FOLDER"
+        if NAMED_DATA[spec].target != "class":
+            expected = "its folder"
         raise DataError(
             f"{NAMED_DATA[spec].title} does not come with vitclinic, and there is no folder '{spec}' here: give your"
-            " copy of it as `data` (a folder of class folders, parquet, or torchvision:NAME@FOLDER)."
+            f" copy of it as `data` ({expected})."
         )
     if spec == "digits" or spec.partition(":")[0] in ("shapes", "scenes") or spec.startswith(("torchvision:", "hf:")):
         return
@@ -286,18 +290,24 @@ def open_source(config: DataConfig) -> Source:
     if config.target == "questions" or holds_questions(path):
         return open_asked(path, config)
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
-        return _open_parquet(path, config.target)
+        return _open_parquet(path, config)
+    if config.target == "objects":
+        return open_coco(path, config.on_error)
     if path.is_file():
         raise DataError(f"'{spec}' is a file; expected a folder with one sub-folder per class, parquet or JSONL.")
     return open_mask_folder(path) if config.target == "mask" else open_folder(path, config.on_error)
 
 
-def _open_parquet(path: Path, target: str) -> Source:
+def _open_parquet(path: Path, config: DataConfig) -> Source:
     if find_spec("pyarrow") is None:
         raise MissingExtraError(f"data={path}", "parquet")
     from vitclinic.data.parquet import open_parquet
 
-    return open_mask_parquet(path) if target == "mask" else open_parquet(path)
+    if config.target == "objects":
+        from vitclinic.data.parquet_objects import open_parquet_objects
+
+        return open_parquet_objects(path, config.on_error)
+    return open_mask_parquet(path) if config.target == "mask" else open_parquet(path)
 
 
 def _nearby(path: Path) -> str:

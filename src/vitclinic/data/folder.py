@@ -26,7 +26,7 @@ UNREADABLE_SUFFIXES = frozenset(
 )
 """Images that nothing here decodes: told instead of passed over."""
 
-_SPLIT_NAMES = {
+SPLIT_NAMES = {
     "train": "train",
     "training": "train",
     "val": "val",
@@ -64,14 +64,14 @@ class FileRecords:
 def open_folder(path: Path, on_error: str) -> Source:
     """Open a folder as a source; what cannot be used is an error, or is left out and noted with `on_error: skip`."""
     try:
-        return _open(path, _LeftOut(on_error == "skip"))
+        return _open(path, LeftOut(on_error == "skip"))
     except OSError as error:
         raise DataError(
             f"'{error.filename or path}' cannot be read: {(error.strerror or str(error)).lower()}."
         ) from error
 
 
-class _LeftOut:
+class LeftOut:
     """What a folder has and a data set cannot: an error, or a note for each with `on_error: skip`."""
 
     def __init__(self, skip: bool) -> None:
@@ -84,7 +84,7 @@ class _LeftOut:
         self.notes.append(f"{problem}.")
 
 
-def _open(path: Path, left_out: _LeftOut) -> Source:
+def _open(path: Path, left_out: LeftOut) -> Source:
     stated = _read_classes(path)
     roots = _split_roots(path, stated is not None, left_out)
     classes = _classes(path, roots, left_out) if stated is None else tuple(stated.values())
@@ -111,11 +111,11 @@ def _read_classes(path: Path) -> dict[str, str] | None:
     return stated
 
 
-def _split_roots(path: Path, classes_are_stated: bool, left_out: _LeftOut) -> dict[str, Path]:
+def _split_roots(path: Path, classes_are_stated: bool, left_out: LeftOut) -> dict[str, Path]:
     folders = _folders(path)
     roots: dict[str, Path] = {}
     for folder in folders:
-        split = _SPLIT_NAMES.get(folder.name.lower())
+        split = SPLIT_NAMES.get(folder.name.lower())
         if split is not None and split in roots:
             raise DataError(f"'{path}' has two {split} folders, '{roots[split].name}' and '{folder.name}'; keep one.")
         if split is not None:
@@ -137,7 +137,7 @@ def _no_class_folders(path: Path) -> str:
     return f"'{path}' contains {found}; expected one sub-folder per class with its images."
 
 
-def _classes(path: Path, roots: dict[str, Path], left_out: _LeftOut) -> tuple[str, ...]:
+def _classes(path: Path, roots: dict[str, Path], left_out: LeftOut) -> tuple[str, ...]:
     """Return the class names in order, from the training folder; every class must have a training image."""
     names = [folder.name for folder in _folders(roots["train"])]
     empty = [name for name in names if not any(image_files(roots["train"] / name))]
@@ -155,7 +155,7 @@ def _classes(path: Path, roots: dict[str, Path], left_out: _LeftOut) -> tuple[st
     return kept
 
 
-def _records(root: Path, classes: tuple[str, ...], left_out: _LeftOut) -> FileRecords:
+def _records(root: Path, classes: tuple[str, ...], left_out: LeftOut) -> FileRecords:
     paths: list[str] = []
     labels: list[int] = []
     owners: dict[str, str] = {}
@@ -177,7 +177,7 @@ def _folders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _walk(path: Path, left_out: _LeftOut) -> Iterator[str]:
+def _walk(path: Path, left_out: LeftOut) -> Iterator[str]:
     """Yield the folders below `path`, noting those that cannot be listed and images that nothing here decodes."""
 
     def note(error: OSError) -> None:

@@ -146,6 +146,7 @@ class NamedData:
 NAMED_DATA = {
     "cifar10": NamedData("CIFAR-10", {"train": 50_000, "test": 10_000}, 10, 32),
     "cifar100": NamedData("CIFAR-100", {"train": 50_000, "test": 10_000}, 100, 32),
+    "coco": NamedData("COCO 2017", {"train": 118_287, "val": 5_000}, 80, 800, target="objects"),
     "imagenet": NamedData("ImageNet", {"train": 1_281_167, "val": 50_000}, 1000, 224),
     "imagenet21k": NamedData("ImageNet-21k", {"train": 14_197_122}, 21_843, 224),
     "vqa2": NamedData("VQA v2", {"train": 82_783, "val": 40_504}, 3129, 384, target="questions", tokens=30_522),

@@ -70,7 +70,7 @@ def open_parquet(path: Path) -> Source:
     files = files_by_split(path)
     tables = {split: read_table(paths) for split, paths in files.items()}
     first = next(iter(tables.values()))
-    image_column = _image_column(first, path)
+    image_column = find_image_column(first, path)
     label_column = _label_column(first, path)
     for split, table in tables.items():
         missing = {image_column, label_column}.difference(table.column_names)
@@ -146,7 +146,12 @@ def stamp_files(paths: list[Path]) -> list[tuple[str, int, int]]:
     return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 
-def _image_column(table: pa.Table, path: Path) -> str:
+def find_image_column(table: pa.Table, path: Path) -> str:
+    """Return the name of the column that has images.
+
+    Raises:
+        DataError: There is none.
+    """
     for field in table.schema:
         if pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
             return str(field.name)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from vitclinic.tasks.classification import Classification, LossConfig
     from vitclinic.tasks.contrastive import Contrastive
     from vitclinic.tasks.criterion import Criterion
+    from vitclinic.tasks.detection import Detection
     from vitclinic.tasks.dino import Dino
     from vitclinic.tasks.retrieval import Retrieval
     from vitclinic.tasks.segmentation import Segmentation
@@ -18,6 +19,7 @@ __all__ = [
     "Classification",
     "Contrastive",
     "Criterion",
+    "Detection",
     "Dino",
     "LossConfig",
     "Metric",
