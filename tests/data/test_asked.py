@@ -111,3 +111,12 @@ def test_what_is_no_set_of_questions_is_one_sentence(folder):
         opened(folder / "none")
     with pytest.raises(DataError, match="come with questions, not with class labels"):
         open_data(str(write(folder / "a.jsonl", [GOOD])))
+
+
+def test_a_published_set_of_questions_is_known_without_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    described = describe_data(DataConfig(source="vqa2", target="questions", held_out=0))
+    assert (len(described.train), len(described.val)) == (82_783, 40_504)
+    assert (described.spec.num_classes, len(described.text.tokens), described.text.length) == (3129, 30_522, 40)
+    with pytest.raises(DataError, match="VQA v2 does not come with vitclinic"):
+        opened("vqa2")

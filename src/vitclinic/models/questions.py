@@ -1,8 +1,8 @@
 """A network that answers questions about images: ViLT [Kim et al. 2021], with any of timm's ViTs as its transformer.
 
 Words and patches are tokens of one sequence, which the blocks of the ViT see together; the answer is read from the
-first of them. So treatments of the ViT act in it as they do on images alone, and weights of ViTs, and of ViLT itself
-(`models/vilt.py`), fit. transformers has the same network, but puts the patches in random order.
+first of them. So treatments of the ViT act in it as they do on images alone, and weights of ViTs fit. transformers has
+the same network, but puts the patches in random order.
 
 Shapes: B images, W words, N patches with the class token, D channels, K answers.
 """
