@@ -53,7 +53,7 @@ def same_weights(one, other, tolerance=0.0):
     return all((value - other[name]).abs().max() <= tolerance for name, value in one.items())
 
 
-NOT_SHOWN = pytest.mark.xfail(reason="digits of 8 x 8 pixels are too small to crop: docs/tasks.md", strict=False)
+NOT_SHOWN = pytest.mark.xfail(reason="no gain on digits yet: docs/results/representations.md", strict=False)
 
 
 @pytest.mark.slow
