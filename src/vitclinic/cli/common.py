@@ -158,7 +158,7 @@ def check_recipe(recipe: str | None, changes: list[str], data: str | None = None
 def check_data(source: str | None) -> None:
     """Raise a DataError for data that is not there, before torch is loaded."""
     from vitclinic.data.config import DataConfig
-    from vitclinic.data.dataset import check_source
+    from vitclinic.data.factory import check_source
 
     if source is not None:
         check_source(DataConfig(source=source))

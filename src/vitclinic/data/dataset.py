@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
-from vitclinic._core.io import find_path, fingerprint
+from vitclinic._core.errors import DataError
+from vitclinic._core.io import fingerprint
 from vitclinic.data.annotations.store import AnnotationStore, open_annotations, read_questions
-from vitclinic.data.asked import holds_questions, open_asked
 from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_key, open_cached_images, survey
-from vitclinic.data.coco import open_coco
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
-from vitclinic.data.folder import open_folder
-from vitclinic.data.masks import open_mask_folder, open_mask_parquet
-from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
-from vitclinic.data.scenes import open_scenes
+from vitclinic.data.factory import open_source
+from vitclinic.data.named import find_missing_data
 from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
 from vitclinic.data.split import RECORDS, Split, Store, merge_val
 from vitclinic.data.text import TextSpec
@@ -33,8 +27,6 @@ SMALL_SET_BYTES = 2 * 2**30
 """Sets that decode to no more than this are cached; larger ones are streamed from their files."""
 
 _STATISTICS_FROM = 2000
-
-EMBEDDED = ("digits", "shapes", "scenes")
 
 
 @dataclass(frozen=True)
@@ -250,72 +242,6 @@ def describe_data(
     known = _open_questions(source, config, stores) if named is None else {}
     described = _dataset(source, config, stores, way, DescribedDataset, known)
     return described if named is None else replace(described, text=named.text)
-
-
-def check_source(config: DataConfig) -> None:
-    """Raise a DataError if the path of a source does not exist, without reading anything."""
-    spec = config.source
-    if find_missing_data(spec) is not None:
-        expected = "a folder of class folders, parquet, or torchvision:NAME@FOLDER"
-        if NAMED_DATA[spec].target != "class":
-            expected = "its folder"
-        raise DataError(
-            f"{NAMED_DATA[spec].title} does not come with vitclinic, and there is no folder '{spec}' here: give your"
-            f" copy of it as `data` ({expected})."
-        )
-    if spec == "digits" or spec.partition(":")[0] in ("shapes", "scenes") or spec.startswith(("torchvision:", "hf:")):
-        return
-    path = find_path(spec, DataError, "data")
-    if path is None:
-        raise DataError(f"There is no data at '{spec}'.{_nearby(Path(spec).expanduser())}")
-    if not path.is_dir() and not path.is_file():
-        raise DataError(f"'{spec}' is a device or a pipe; expected a folder with one sub-folder per class, or parquet.")
-
-
-def open_source(config: DataConfig) -> Source:
-    """Open the source that `data=` names, without decoding an image."""
-    check_source(config)
-    spec = config.source
-    if spec == "digits":
-        return open_digits()
-    if spec.partition(":")[0] == "shapes":
-        return open_shapes(spec, config.split_seed)
-    if spec.partition(":")[0] == "scenes":
-        return open_scenes(spec, config.split_seed)
-    if spec.startswith("torchvision:"):
-        return open_torchvision(spec)
-    if spec.startswith("hf:"):
-        return open_hub(spec)
-    path = Path(spec).expanduser()
-    if config.target == "questions" or holds_questions(path):
-        return open_asked(path, config)
-    if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
-        return _open_parquet(path, config)
-    if config.target == "objects":
-        return open_coco(path, config.on_error)
-    if path.is_file():
-        raise DataError(f"'{spec}' is a file; expected a folder with one sub-folder per class, parquet or JSONL.")
-    return open_mask_folder(path) if config.target == "mask" else open_folder(path, config.on_error)
-
-
-def _open_parquet(path: Path, config: DataConfig) -> Source:
-    if find_spec("pyarrow") is None:
-        raise MissingExtraError(f"data={path}", "parquet")
-    from vitclinic.data.parquet import open_parquet
-
-    if config.target == "objects":
-        from vitclinic.data.parquet_objects import open_parquet_objects
-
-        return open_parquet_objects(path, config.on_error)
-    return open_mask_parquet(path) if config.target == "mask" else open_parquet(path)
-
-
-def _nearby(path: Path) -> str:
-    try:
-        siblings = [p.name for p in path.parent.iterdir()]
-    except OSError:
-        siblings = []
-    return did_you_mean(path.name, [*siblings, *EMBEDDED])
 
 
 def _stores(source: Source, config: DataConfig, way: Preprocessing, progress: Progress) -> dict[str, Store]:

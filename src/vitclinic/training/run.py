@@ -273,7 +273,8 @@ class Run:
         if "framed" in facts:
             framed = facts["framed"]
             return Preprocessing((height, width), (framed[0], framed[1]), facts["channels"], facts["whole"])
-        from vitclinic.data.dataset import find_preprocessing, open_source  # a run of 0.2: its data can still tell
+        from vitclinic.data.dataset import find_preprocessing  # a run of 0.2: its data can still tell
+        from vitclinic.data.factory import open_source
 
         try:
             return find_preprocessing(open_source(self.recipe.data), (height, width), facts["channels"])

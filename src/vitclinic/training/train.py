@@ -10,7 +10,7 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.sources import check_model_name
 from vitclinic.data import DataConfig, Dataset
-from vitclinic.data.dataset import check_source
+from vitclinic.data.factory import check_source
 from vitclinic.tasks import LossConfig, Task
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.training.overrides import Overrides, build_recipe, default_base

@@ -14,7 +14,7 @@ from vitclinic._core.errors import DataError, RecipeError, did_you_mean
 from vitclinic._core.io import find_path, parse_yaml, read_text
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.data.cache import survey
-from vitclinic.data.dataset import open_source
+from vitclinic.data.factory import open_source
 from vitclinic.data.named import find_missing_data
 from vitclinic.data.source import training_count
 from vitclinic.experiments.study.schema import Study, parse_study
