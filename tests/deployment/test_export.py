@@ -204,3 +204,11 @@ def test_the_command_says_where(run, tmp_path, monkeypatch, capsys):
         main()
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(tmp_path / "net")
+
+
+@pytest.mark.parametrize(("task", "form"), [("vqa", "onnx"), ("segmentation", "timm")])
+def test_a_task_that_a_form_has_no_place_for_is_one_sentence(task, form, tmp_path):
+    common = {"steps": 1, "batch_size": 8, "workers": 0, "out": tmp_path / "run"}
+    run = vitclinic.train(data="scenes:24", task=task, model=TINY, **common)
+    with pytest.raises(ModelError, match=rf"was trained for {task}, which has no export to {form}"):
+        vitclinic.export(run, form)

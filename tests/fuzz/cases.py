@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -303,6 +304,12 @@ def permissions(place: Place, draw: random.Random) -> Ended:
         ended,
         lambda name: name.startswith(("new", "cache", "stopped", "copies", *WRITTEN)),
     )
+
+
+def is_closed_to_others() -> bool:
+    """Return True if only this user can read the packages or this repository, so that nobody else can run anything."""
+    places = [Path(sys.prefix), Path(__file__).parent]
+    return any(not folder.stat().st_mode & 0o001 for place in places for folder in (place, *place.parents))
 
 
 @contextmanager

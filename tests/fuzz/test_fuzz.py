@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import KINDS, try_case
+from tests.fuzz.cases import KINDS, is_closed_to_others, try_case
 from tests.fuzz.damage import BYTES, change_value
 from tests.fuzz.holding import find_losses, photograph, run_command
 from tests.fuzz.world import build
@@ -35,6 +35,8 @@ def world():
 
 
 def hold(kind, number, world):
+    if "ordinary user" in kind and os.geteuid() == 0 and is_closed_to_others():
+        pytest.skip("an ordinary user cannot read the packages here")
     ended = try_case(kind, number, world / "world", world / "case")
     told = f"{kind}, case {number}: vitclinic {' '.join(ended.words)} ({ended.damage})\n{ended.err}"
     assert not ended.faults, "\n".join([told, *ended.faults])

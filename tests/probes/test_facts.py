@@ -15,9 +15,9 @@ from vitclinic.reports.summary import GROUPS
 OURS = {name: probe for name, probe in known_probes().items() if probe.__module__.startswith("vitclinic.")}
 
 ORDER = [
-    *("anatomy", "accuracy", "errors", "cost", "slices", "norms", "label_errors"),
+    *("anatomy", "vqa", "accuracy", "errors", "cost", "slices", "norms", "label_errors"),
     *("fourier", "variance", "cka", "token_similarity", "token_norms"),
-    "sparsity",
+    *("sparsity", "token_kinds"),
     *("attention_entropy", "softmax_jacobian", "attention_distance", "attention_maps", "cb_scale", "trajectory"),
     *("hessian_spectrum", "sharpness", "train_nll", "corruptions", "landscape", "lesion", "frequency_noise"),
     *("saliency", "shape_bias", "flatness", "fgsm", "occlusion", "missing_rate", "pgd", "ntk", "shift"),

@@ -72,6 +72,11 @@ class _Fails(_Firsts):
             raise ValueError("the last image is too much")
 
 
+def _numbers(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Names stay texts."""
+    return array if array.dtype.kind == "U" else array.astype(float)
+
+
 def plain(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Exception):
         return {"error": f"{type(outcome).__name__}: {outcome}"}
@@ -80,7 +85,7 @@ def plain(outcome: Outcome) -> dict[str, Any]:
     ends = {f"{name} {end}": getattr(scalar, end) for name, scalar in scalars.items() for end in ("value", "low", "n")}
     return {
         **{name: end for name, end in ends.items() if end is not None},
-        **{name: np.asarray(array, dtype=float).ravel().tolist() for name, array in outcome.arrays.items()},
+        **{name: _numbers(array).ravel().tolist() for name, array in outcome.arrays.items()},
     }
 
 

@@ -178,6 +178,7 @@ def _behaviour(rng):
             "scalars": shares(rng, "accuracy", "top5_accuracy", "nll", "confidence", "ece"),
             "arrays": bins,
         },
+        "vqa": _answers(),
         "train_nll": {"scalars": shares(rng, "nll", "target_entropy")},
         "corruptions": {
             "scalars": shares(rng, "accuracy", "clean_accuracy", "drop", *(f"accuracy_{one}" for one in CORRUPTED)),
@@ -209,6 +210,29 @@ def _behaviour(rng):
                 rng, "shape_bias", "shape_decisions", "texture_decisions", *(f"shape_bias_{one}" for one in classes)
             ),
             "arrays": decided,
+        },
+    }
+
+
+def _answers():
+    rng = np.random.default_rng(11)
+    texts = ("what colour is the star", HOSTILE)
+    shown = {
+        "images": rng.integers(0, 256, (2, SIDE, SIDE, 3), dtype=np.uint8),
+        "names": np.array(["a.png", HOSTILE]),
+        "questions": np.array(texts),
+        "given": np.array(["red", HOSTILE]),
+        "truth": np.array(["blue", "yes, no"]),
+        "scores": np.array([0.0, 0.3]),
+        "confidence": np.array([0.9, 0.6]),
+    }
+    beginnings = {"beginnings": np.array(["what colour", HOSTILE]), "beginning_questions": np.array([30, 10])}
+    return {
+        "scalars": shares(rng, "accuracy", "accuracy_yes_no", "accuracy_number", "accuracy_other"),
+        "arrays": {
+            **beginnings,
+            "beginning_accuracy": np.array([0.8, 0.5]),
+            **{f"shown_{name}": values for name, values in shown.items()},
         },
     }
 
@@ -310,6 +334,12 @@ def _attention(rng):
             "scalars": shares(rng, "ratio", "upper_ratio", "class_ratio"),
             "units": entropies,
             "arrays": {"head_entropy": most * rng.random((BLOCKS, 3))},
+        },
+        "token_kinds": {
+            "scalars": shares(
+                np.random.default_rng(12), "text_to_image", "image_to_text", "text_entropy", "image_entropy"
+            ),
+            "units": units({"text_to_image": 0.4, "image_to_text": 0.2}, ("msa",), 0.05),
         },
         "softmax_jacobian": {
             "scalars": shares(rng, "ratio", "nuclear", "frobenius"),

@@ -15,6 +15,7 @@ from tests.training.conftest import tiny  # noqa: F401
 from tests.treatments.passes import Counted, batch, grads, loss_and_gradient, net, sam_gradient, weights
 from vitclinic._core.errors import RecipeError, TreatmentError
 from vitclinic.data import Batch
+from vitclinic.data.annotations.batch import Annotations
 from vitclinic.training import train
 from vitclinic.training.passes import InputAscentStep, choose_step_rule
 from vitclinic.treatments import FastGradientSign, StepRule, Treatment, parse_treatments
@@ -175,11 +176,15 @@ def test_what_does_not_go_together_is_a_sentence():
 
 def test_division_keeps_every_part_of_a_batch_together():
     views = (torch.arange(5.0), torch.arange(5.0, 10.0))
-    part = dataclasses.replace(batch(size=5), patch_targets=torch.arange(10).view(5, 2), crops=views, teacher=views[0])
+    masks = Annotations(masks=torch.arange(20, dtype=torch.uint8).view(5, 2, 2))
+    part = dataclasses.replace(
+        batch(size=5), patch_targets=torch.arange(10).view(5, 2), crops=views, teacher=views[0], annotations=masks
+    )
     pieces = part.split(2)
     assert [len(piece) for piece in pieces] == [2, 2, 1]
-    for name in {field.name for field in dataclasses.fields(Batch)} - {"crops"}:
+    for name in {field.name for field in dataclasses.fields(Batch)} - {"crops", "annotations"}:
         assert torch.equal(torch.cat([getattr(p, name) for p in pieces]), getattr(part, name))
+    assert torch.equal(torch.cat([piece.annotations.masks for piece in pieces]), masks.masks)
     for view, *cut in zip(views, *(piece.crops for piece in pieces), strict=True):
         assert torch.equal(torch.cat(cut), view)
     assert batch().split(None)[0].patch_targets is None

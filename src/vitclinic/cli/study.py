@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
+from vitclinic._core.io import sign
 from vitclinic.cli.common import (
     RUNS_FAILED,
     Quiet,
@@ -108,7 +109,7 @@ def study(
                 callbacks=[display],
             )
         if as_json:
-            typer.echo(json.dumps(found.plain(), indent=2, allow_nan=False))
+            typer.echo(json.dumps(sign(found.plain()), indent=2, allow_nan=False))
         show_result(found, console)
     if found.failures:
         raise typer.Exit(RUNS_FAILED)

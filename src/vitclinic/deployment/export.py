@@ -74,6 +74,7 @@ def export(run: str | Path | Run | Checkpoint, to: Form, out: str | Path | None 
     """
     check_form(to)
     opened, checkpoint = _open(run)
+    _check_task(opened, to)
     network = load_model(opened.path, checkpoint)
     target = Path(out) if out is not None else opened.path / "export" / _FILES.get(to, to)
     name = f"'{opened.path}'"
@@ -95,6 +96,15 @@ def check_form(to: str) -> None:
         raise MissingExtraError("export to hf", "hf")
     if to == "onnx" and any(find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
         raise MissingExtraError("export to onnx", "onnx")
+
+
+def _check_task(run: Run, to: str) -> None:
+    """Raise a ModelError if the task's network takes more than images, or returns what the form has no place for."""
+    task = run.recipe.task
+    if task.target in ("objects", "questions") or (task.target == "mask" and to in ("timm", "hf")):
+        raise ModelError(
+            f"'{run.path}' was trained for {task.name}, which has no export to {to}; load_model returns its network."
+        )
 
 
 def _open(run: str | Path | Run | Checkpoint) -> tuple[Run, str | None]:

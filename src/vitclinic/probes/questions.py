@@ -35,6 +35,13 @@ def find_answerer(subject: Subject) -> Normalized:
     return network
 
 
+def count_questions(subject: Subject) -> int:
+    """Return the number of questions about the subject's images; 0 if the data has none."""
+    if subject.images.annotations is None:
+        return 0
+    return sum(len(annotation.questions) for annotation in subject.images.annotate(np.arange(len(subject))))
+
+
 def ask_questions(subject: Subject) -> Iterator[Asked]:
     """Ask all questions about the subject's images, batch by batch."""
     network = find_answerer(subject)

@@ -45,14 +45,16 @@ def test_a_network_of_one_stage_has_no_step_and_single_units_no_rise() -> None:
 
 
 def _row(depth: int, stage: int, value: float) -> UnitRow:
-    return UnitRow(name=f"u{depth}", kind="conv", stage=stage, depth=depth, values={"v": Scalar(value=value)})
+    values = {name: Scalar(value=value) for name in ("variance", "lambda_max", "delta_log_amplitude")}
+    return UnitRow(name=f"u{depth}", kind="conv", stage=stage, depth=depth, values=values)
 
 
 def test_stages_come_from_the_units_in_the_order_of_depth_and_signs_can_be_dropped() -> None:
     rows = [_row(3, 1, 6.0), _row(0, 0, 1.0), _row(2, 1, -4.0), _row(1, 0, -3.0)]
     found = cast(Measurement, SimpleNamespace(status="ok", units=rows, scalars={}))
-    assert read_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise")) == 3.0
-    assert read_measurement(found, Measure(probe="variance", value="v", over_units="stage_rise", magnitude=True)) == 2.0
+    rise = {"probe": "variance", "value": "variance", "over_units": "stage_rise"}
+    assert read_measurement(found, Measure(**rise)) == 3.0
+    assert read_measurement(found, Measure(**rise, magnitude=True)) == 2.0
 
 
 def test_the_sign_is_dropped_of_units_and_not_of_their_trend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +66,7 @@ def test_the_sign_is_dropped_of_units_and_not_of_their_trend(monkeypatch: pytest
         units=[_row(depth, 0, value) for depth, value in enumerate((-9.0, 5.0, -2.0))],
     )
     monkeypatch.setattr(measures, "examine", lambda *_, **__: {"sharpness": falling})
-    tau = Measure(probe="sharpness", value="v", over_units="trend", magnitude=True)
+    tau = Measure(probe="sharpness", value="lambda_max", over_units="trend", magnitude=True)
     run = _run("finished", at=lambda checkpoint: None)
     assert measure_run(run, DataConfig(), {"tau": tau}).numbers == {"tau": -1.0}
 
@@ -88,7 +90,7 @@ def test_first_units_can_be_left_out() -> None:
         scalars={},
         units=[_row(depth, 0, value) for depth, value in enumerate((9.0, 1.0, 3.0))],
     )
-    assert read_measurement(measurement, Measure(probe="fourier", value="v", skip=1)) == 2.0
+    assert read_measurement(measurement, Measure(probe="fourier", value="delta_log_amplitude", skip=1)) == 2.0
 
 
 def _run(status: str, **more: Any) -> Run:

@@ -22,7 +22,7 @@ from vitclinic.models.tokens import TokenKinds, passing_tokens
 from vitclinic.probes.attention import attention_units
 from vitclinic.probes.attention.entropy import row_entropy
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, mean_scalar, register, unit_row
-from vitclinic.probes.questions import ask_questions, find_answerer
+from vitclinic.probes.questions import ask_questions, count_questions, find_answerer
 from vitclinic.probes.subject import Subject
 
 KINDS = ("text", "image")
@@ -77,7 +77,7 @@ class TokenKindsProbe(OwningProbe):
 
     name = "token_kinds"
     group = "Attention"
-    rank = 92
+    rank = 85
     title = "Words and patches"
     question = "Do words look at patches, and patches at words?"
     paper = "Hyeon-Woo et al. 2023, Sec. 4.7"
@@ -93,8 +93,7 @@ class TokenKindsProbe(OwningProbe):
         find_answerer(subject)
 
     def forwards(self, subject: Subject) -> float:
-        found = subject.images.annotate(np.arange(len(subject)))
-        return 2.0 * sum(len(annotation.questions) for annotation in found)
+        return 2.0 * count_questions(subject)
 
     def measure(self, subject: Subject) -> Result:
         find_answerer(subject)

@@ -16,7 +16,7 @@ from vitclinic.data.split import name_images
 from vitclinic.data.text import split_words
 from vitclinic.probes.behaviour.outcomes import make_thumbnails
 from vitclinic.probes.probe import OwningProbe, Result, register
-from vitclinic.probes.questions import ask_questions, find_answerer
+from vitclinic.probes.questions import ask_questions, count_questions, find_answerer
 from vitclinic.probes.subject import Subject
 from vitclinic.tasks.answers import KINDS, accuracy_interval, find_kind, image_moments, score_answer
 
@@ -43,7 +43,7 @@ class VqaAccuracy(OwningProbe):
 
     name = "vqa"
     group = "Behaviour"
-    rank = 12
+    rank = 5
     title = "Answers to questions"
     question = "How often is the answer to a question about an image right, and which are the worst?"
     paper = "Antol et al. 2015; Hyeon-Woo et al. 2023, Table 10"
@@ -60,8 +60,7 @@ class VqaAccuracy(OwningProbe):
         find_answerer(subject)
 
     def forwards(self, subject: Subject) -> float:
-        found = subject.images.annotate(np.arange(len(subject)))
-        return float(sum(len(annotation.questions) for annotation in found))
+        return float(count_questions(subject))
 
     def measure(self, subject: Subject) -> Result:
         answers = _collect(subject)
