@@ -130,8 +130,9 @@ class WeightsAndBiases(Sink):
         import wandb
 
         settings = wandb.Settings(console="off", silent=True)
-        common = {"project": self.project, "name": self.folder.name, "id": identity, "resume": "allow"}
-        self.run = wandb.init(dir=str(self.folder), config=recipe, mode=mode, settings=settings, **common)
+        options: dict[str, Any] = {"mode": mode, "id": identity, "resume": "allow", "settings": settings}
+        options |= {"project": self.project, "name": self.folder.name, "dir": str(self.folder), "config": recipe}
+        self.run = wandb.init(**options)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self.run.log(dict(numbers), step=step)
