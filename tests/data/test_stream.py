@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitclinic.data import Augment, TrainingStream, evaluation_batches, open_data
-from vitclinic.data.stream import SampleOrder
+from vitclinic.data.randomness import SampleOrder
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from timm.utils.summary import update_summary
 
 import vitclinic
 from vitclinic._core.errors import DataError, RecipeError
-from vitclinic.training.foreign import read_curves
+from vitclinic.training.rows import read_curves
 
 
 def column(rows, kind, key):

@@ -21,7 +21,7 @@ from vitclinic.models.detector import _as_target, _shapes_only, paste_masks
 from vitclinic.tasks.detection import Detection
 from vitclinic.training import Run, build_recipe, load_model, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 SMALL = {"name": "detection", "width": 16, "samples": 16, "proposals": 20}

@@ -20,7 +20,7 @@ from vitclinic.tasks import Vqa
 from vitclinic.tasks.answers import find_kind, score_answer
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 PLAIN = {

@@ -12,7 +12,7 @@ from vitclinic.tasks import Metric, Task, register
 from vitclinic.tasks.task import TASKS
 from vitclinic.training import build_recipe, load_model, plan_run, resume, train
 from vitclinic.training.rates import freeze_units, rate_scales
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 
 
 class Painter(Headed):

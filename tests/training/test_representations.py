@@ -22,7 +22,7 @@ from vitclinic.tasks import Dino
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 DIGITS = {"source": "digits", "limit": 200, "augment": {"level": "light", "flip": False}}

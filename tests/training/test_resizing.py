@@ -23,7 +23,7 @@ from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.budget import measure_cost
 from vitclinic.training.network import create_network
 from vitclinic.training.resizing import ResizingConfig, choose_sizes, shrink
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 
 from vitclinic._core.callback import Callback
 from vitclinic.training import Run, resume, train
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 
 HARD = {
     "data": {"source": "digits", "limit": 200, "augment": "deit"},
@@ -167,7 +167,7 @@ def test_cut_off_before_last_keeps_what_the_epoch_asked_for(tiny, tmp_path, whol
 
 
 def test_metrics_cut_off_in_the_middle_of_a_line(tmp_path):
-    from vitclinic.training.run import cut_back, read_rows
+    from vitclinic.training.rows import cut_back, read_rows
 
     file = Path(tmp_path / "metrics.jsonl")
     file.write_text('{"kind": "train", "step": 1}\n{"kind": "train", "step": 2}\n{"kind": "tra')

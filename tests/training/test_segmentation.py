@@ -25,7 +25,7 @@ from vitclinic.models.pyramid import Pyramid
 from vitclinic.models.segmenter import Segmenter, average_scales, slide
 from vitclinic.tasks.segmentation import pixel_loss
 from vitclinic.training import build_recipe, plan_run, resume, train
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 
 # ------------------------------------------------------------------------------------------------------- the scores
 

@@ -11,7 +11,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic.tasks import Classification, Metric, Task, known_tasks, parse_task, register
 from vitclinic.tasks.task import TASKS
 from vitclinic.training import Run, build_recipe, load_model, resume, train
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 
 
 class Brightness(Task):

@@ -29,62 +29,80 @@ if TYPE_CHECKING:
     from vitclinic.exam.gates import Gate, GateResult
 
 
+Targets = Annotated[list[str], typer.Argument(metavar="TARGET", help="Networks to examine, as in the examples.")]
+Data = Annotated[str | None, typer.Option(metavar="D", help="Images to measure on; default: the run's own.")]
+Probes = Annotated[
+    str | None, typer.Option(metavar="A,B", help="Probes to run; default: all that fit into the budget.")
+]
+Budget = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Time for all targets together, such as 20m; default: 5m.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Only what one pass over the images can measure.")]
+Full = Annotated[bool, typer.Option("--full", help="Every probe that applies, however long it takes.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="Set an option of a probe; can be repeated."),
+]
+Split = Annotated[str, typer.Option(help="Images to measure on: train, val or test.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most this many images, class-balanced.")]
+Size = Annotated[int | None, typer.Option(min=1, help="Pixels a side, for networks that take any size.")]
+BatchSize = Annotated[int, typer.Option(help="Images per batch; halved if memory runs out.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of whatever a probe draws at random.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Untrained weights, instead of published ones.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(parser=named_path, metavar="DIR", help="Folder for results; default: the run's exams/, or ./exams."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is already stored.")]
+Page = Annotated[
+    Path | None,
+    typer.Option(parser=named_path, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."),
+]
+Curves = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Curves of a training elsewhere: CSV, or TensorBoard's events."),
+]
+NoPage = Annotated[bool, typer.Option("--no-report", help="Do not write a page.")]
+NoImages = Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")]
+FailOn = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PROBE.SCALAR<X", help="Exit with code 9 if this is so; can be repeated."),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(metavar="TARGET", help="Exit with code 9 if right on significantly fewer images than this one."),
+]
+JUnit = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write what passed and failed as JUnit's XML.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]
+
+
 @app.command()
 def examine(
-    targets: Annotated[list[str], typer.Argument(metavar="TARGET", help="Networks to examine, as in the examples.")],
-    data: Annotated[str | None, typer.Option(metavar="D", help="Images to measure on; default: the run's own.")] = None,
-    probes: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Probes to run; default: all that fit into the budget.")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time for all targets together, such as 20m; default: 5m.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only what one pass over the images can measure.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Every probe that applies, however long it takes.")] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="PROBE.OPTION=VALUE", help="Set an option of a probe; can be repeated."),
-    ] = None,
-    split: Annotated[str, typer.Option(help="Images to measure on: train, val or test.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many images, class-balanced.")] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Pixels a side, for networks that take any size.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images per batch; halved if memory runs out.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of whatever a probe draws at random.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Untrained weights, instead of published ones.")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_path, metavar="DIR", help="Folder for results; default: the run's exams/, or ./exams."
-        ),
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is already stored.")] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_path, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."
-        ),
-    ] = None,
-    curves: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Curves of a training elsewhere: CSV, or TensorBoard's events."),
-    ] = None,
-    no_report: Annotated[bool, typer.Option("--no-report", help="Do not write a page.")] = False,
-    no_images: Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")] = False,
-    fail_on: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PROBE.SCALAR<X", help="Exit with code 9 if this is so; can be repeated."),
-    ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(metavar="TARGET", help="Exit with code 9 if right on significantly fewer images than this one."),
-    ] = None,
-    junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write what passed and failed as JUnit's XML.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")] = False,
+    targets: Targets,
+    data: Data = None,
+    probes: Probes = None,
+    budget: Budget = None,
+    quick: Quick = False,
+    full: Full = False,
+    settings: Settings = None,
+    split: Split = "test",
+    limit: Limit = None,
+    size: Size = None,
+    batch_size: BatchSize = 64,
+    seed: Seed = 0,
+    device: Device = "auto",
+    random_weights: RandomWeights = False,
+    out: Out = None,
+    fresh: Fresh = False,
+    report: Page = None,
+    curves: Curves = None,
+    no_report: NoPage = False,
+    no_images: NoImages = False,
+    fail_on: FailOn = None,
+    baseline: Baseline = None,
+    junit: JUnit = None,
+    as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -108,39 +126,46 @@ def examine(
     `vitclinic list probes` shows the probes. Results are stored and reused: after
     an interruption, run the same command to continue. More: docs/examine.md.
     """
-    from rich.markup import escape
-
-    from vitclinic._core.callback import say
-    from vitclinic.exam.gates import Gate
-    from vitclinic.exam.request import check_request, check_target
-
-    gates = [Gate.parse(text) for text in fail_on or []]
-    if junit is not None and not gates and baseline is None:
-        raise RecipeError("--junit writes what gates say: give --fail-on or --baseline.")
-    chosen, options = _names(probes), _settings(settings or [])
+    gates, chosen = _read_gates(fail_on, baseline, junit), _names(probes)
     if gates and chosen is None and not (quick or full or budget):  # what the gates need, and no more
         chosen = list(dict.fromkeys(gate.probe for gate in gates))
-    check_request(chosen, budget, quick, full, options)
-    _refuse_typos(targets, data, split)
-    if baseline is not None:
-        check_target(baseline)
-    if curves is not None:
-        _refuse_curves(curves, targets)
+    extent = {"probes": chosen, "budget": budget, "quick": quick, "full": full, "settings": _settings(settings or [])}
+    _refuse_typos(targets, data, split, extent, baseline, curves)
+    images = {"split": split, "limit": limit, "size": size, "batch_size": batch_size, "seed": seed}
+    network = {"device": device, "random_weights": random_weights}
+    request = {**extent, **images, **network, "fresh": fresh, "out": out}
     with resumable():  # the imports, too, are long enough to be interrupted
         console = console_for(verbose, quiet or as_json)
-        extent = {"budget": budget, "quick": quick, "full": full, "fresh": fresh, "out": out, "seed": seed}
-        images = {"split": split, "limit": limit, "size": size, "batch_size": batch_size}
-        network = {"device": device, "random_weights": random_weights}
-        request = {"probes": chosen, "settings": options, **extent, **images, **network}
-        compared = [] if baseline is None else [baseline]
-        exams = _run([*compared, *targets], data, request, console)
+        exams = _run([*([] if baseline is None else [baseline]), *targets], data, request, console)
         results = _check_gates(exams, gates, targets, baseline, data, request, junit)
         if curves is not None:
             exams[-1].add_curves(curves)
         _show(exams, console, as_json, results, whole=chosen is not None)
         if not no_report and not follows():
-            page = exams.report(report or _report_path(exams, out), images=not no_images)
-            say(console, f"report: [bold]{escape(str(page))}[/]")
+            _write_page(exams, report or _report_path(exams, out), not no_images, console)
+    _end(exams, results)
+
+
+def _read_gates(fail_on: list[str] | None, baseline: str | None, junit: Path | None) -> list[Gate]:
+    from vitclinic.exam.gates import Gate
+
+    gates = [Gate.parse(text) for text in fail_on or []]
+    if junit is not None and not gates and baseline is None:
+        raise RecipeError("--junit writes what gates say: give --fail-on or --baseline.")
+    return gates
+
+
+def _write_page(exams: Exams, path: Path, images: bool, console: Console) -> None:
+    from rich.markup import escape
+
+    from vitclinic._core.callback import say
+
+    page = exams.report(path, images=images)
+    say(console, f"report: [bold]{escape(str(page))}[/]")
+
+
+def _end(exams: Exams, results: list[GateResult]) -> None:
+    """Raise for a target that could not be examined, and exit with a code of its own unless all went well."""
     for error in exams.failures.values():
         raise error
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
@@ -184,22 +209,34 @@ def _check_gates(
     return results
 
 
-def _refuse_typos(targets: list[str], data: str | None, split: str) -> None:
-    """Raise for a target, data or a split that is not there, before torch is loaded.
+def _refuse_typos(
+    targets: list[str],
+    data: str | None,
+    split: str,
+    extent: dict[str, Any],
+    baseline: str | None,
+    curves: Path | None,
+) -> None:
+    """Raise for probes, targets, data or a split that are not there, before torch is loaded.
 
     One wrong target of several is told at the end: the others are examined.
     """
-    from vitclinic.exam.request import check_split, check_target
+    from vitclinic.exam.request import check_request, check_split, check_target
 
+    check_request(**extent)
     check_split(split)
     check_data(data)
     if len(targets) == 1:
         check_target(targets[0])
+    if baseline is not None:
+        check_target(baseline)
+    if curves is not None:
+        _refuse_curves(curves, targets)
 
 
 def _refuse_curves(curves: Path, targets: list[str]) -> None:
     """Raise for curves that cannot be those of the target, before anything is measured."""
-    from vitclinic.training.foreign import read_curves
+    from vitclinic.training.rows import read_curves
     from vitclinic.training.run import find_run
 
     if len(targets) > 1:

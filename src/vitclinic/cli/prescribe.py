@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from vitclinic.cli.common import (
     recipe_and_changes,
     resumable,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @app.command()
@@ -75,28 +78,26 @@ def prescribe(
     check_recipe(recipe, changes, data)
     named = _refuse_typos(budget, treatments, examined)
     _refuse_unknown(tried, recipe, changes)
+    asked = {"data": data, "budget": budget, "treatments": named, "remedies": tried or None, "examined": examined}
     with resumable("every trial that has ended is stored"):
-        from vitclinic.experiments.display import PrescriptionDisplay, show_prescription
-        from vitclinic.experiments.prescribe.conduct import prescribe as try_remedies
+        _try_remedies(
+            recipe, changes, {**asked, "seed": seed, "out": out}, console_for(verbose, quiet or as_json), as_json
+        )
 
-        console = console_for(verbose, quiet or as_json)
-        with PrescriptionDisplay(console) as display:
-            found = try_remedies(
-                recipe,
-                changes,
-                data=data,
-                budget=budget,
-                treatments=named,
-                remedies=tried or None,
-                examined=examined,
-                seed=seed,
-                out=out,
-                callbacks=[display],
-            )
-        if as_json:
-            facts = {"folder": str(found.folder), "file": None if found.file is None else str(found.file)}
-            typer.echo(json.dumps({**facts, **found.record()}, indent=2))
-        show_prescription(found, console)
+
+def _try_remedies(
+    recipe: str | None, changes: list[str], asked: dict[str, Any], console: Console, as_json: bool
+) -> None:
+    """Prescribe, and print what was found."""
+    from vitclinic.experiments.display import PrescriptionDisplay, show_prescription
+    from vitclinic.experiments.prescribe.conduct import prescribe as try_remedies
+
+    with PrescriptionDisplay(console) as display:
+        found = try_remedies(recipe, changes, **asked, callbacks=[display])
+    if as_json:
+        facts = {"folder": str(found.folder), "file": None if found.file is None else str(found.file)}
+        typer.echo(json.dumps({**facts, **found.record()}, indent=2))
+    show_prescription(found, console)
 
 
 def _refuse_typos(budget: str, treatments: str | None, examined: Path | None) -> list[Any] | None:

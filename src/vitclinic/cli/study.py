@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,11 @@ from vitclinic.cli.common import (
     recipe_and_changes,
     resumable,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vitclinic.experiments.study.conduct import StudyResult
 
 
 class ScaleChoice(StrEnum):
@@ -83,36 +88,39 @@ def study(
         raise RecipeError("--ray and --slurm are two clusters; choose one.")
     _refuse_typos(name, data)
     with resumable("every run is saved"):
-        from vitclinic.experiments.display import StudyDisplay, show_plan, show_result
-        from vitclinic.experiments.study.conduct import study as conduct
-        from vitclinic.experiments.study.costs import plan_study
-
         console = console_for(verbose, quiet or as_json)
+        asked = {"data": data, "scale": scale.value, "seeds": seeds}
         if dry_run:
-            plan = plan_study(name, changes, data=data, scale=scale.value, seeds=seeds)
-            if as_json:
-                typer.echo(json.dumps(plan.plain(), indent=2))
-            show_plan(plan, console)
+            _plan(name, changes, asked, console, as_json)
             return
-        with StudyDisplay(console) as display:
-            found = conduct(
-                name,
-                changes,
-                data=data,
-                scale=scale.value,
-                seeds=seeds,
-                processes=processes,
-                ray=ray,
-                slurm=slurm,
-                out=out,
-                targets=_parse_targets(target or []),
-                callbacks=[display],
-            )
-        if as_json:
-            typer.echo(json.dumps(sign(found.plain()), indent=2, allow_nan=False))
-        show_result(found, console)
+        where = {"processes": processes, "ray": ray, "slurm": slurm, "out": out}
+        found = _conduct(name, changes, {**asked, **where, "targets": _parse_targets(target or [])}, console, as_json)
     if found.failures:
         raise typer.Exit(RUNS_FAILED)
+
+
+def _plan(name: str, changes: list[str], asked: dict[str, Any], console: Console, as_json: bool) -> None:
+    """Print what a study would train and cost."""
+    from vitclinic.experiments.display import show_plan
+    from vitclinic.experiments.study.costs import plan_study
+
+    plan = plan_study(name, changes, **asked)
+    if as_json:
+        typer.echo(json.dumps(plan.plain(), indent=2))
+    show_plan(plan, console)
+
+
+def _conduct(name: str, changes: list[str], asked: dict[str, Any], console: Console, as_json: bool) -> StudyResult:
+    """Conduct a study and print its result."""
+    from vitclinic.experiments.display import StudyDisplay, show_result
+    from vitclinic.experiments.study.conduct import study as conduct
+
+    with StudyDisplay(console) as display:
+        found = conduct(name, changes, **asked, callbacks=[display])
+    if as_json:
+        typer.echo(json.dumps(sign(found.plain()), indent=2, allow_nan=False))
+    show_result(found, console)
+    return found
 
 
 def _parse_targets(words: list[str]) -> dict[str, list[str]]:

@@ -78,15 +78,9 @@ def train(
     from vitclinic.training import resume as resume_run
     from vitclinic.training import train as train_run
     from vitclinic.training.overrides import WHY_DEFAULT, default_base
-    from vitclinic.training.train import NOTHING_TO_TRAIN
 
     recipe, changes = recipe_and_changes(words or [])
-    if resume is not None and recipe is not None:
-        raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
-    if resume is None and not words:
-        raise RecipeError(NOTHING_TO_TRAIN)
-    if dry_run and resume is not None:
-        raise RecipeError("--dry-run is for a run that has not started; remove --resume.")
+    _refuse_contradictions(words, recipe, resume, dry_run)
     if dry_run:
         _plan(recipe, changes, console_for(verbose, quiet or as_json), as_json)
         return
@@ -105,6 +99,18 @@ def train(
         else:
             run = train_run(recipe, changes, callbacks=[display])
     finish(run, console, as_json)
+
+
+def _refuse_contradictions(words: list[str] | None, recipe: str | None, resume: Path | None, dry_run: bool) -> None:
+    """Raise for words and options that do not go together."""
+    from vitclinic.training.train import NOTHING_TO_TRAIN
+
+    if resume is not None and recipe is not None:
+        raise RecipeError(f"--resume takes the run's own recipe; remove '{recipe}'.")
+    if resume is None and not words:
+        raise RecipeError(NOTHING_TO_TRAIN)
+    if dry_run and resume is not None:
+        raise RecipeError("--dry-run is for a run that has not started; remove --resume.")
 
 
 @contextmanager

@@ -5,8 +5,6 @@ is in `entry.json`) and `kept.npy` (the records that it holds). It is published 
 disk, so a killed build leaves nothing half done. Opening one compares its content with its digest (0.1 s for CIFAR-10);
 a damaged one is built again. When the entries together exceed `VITCLINIC_CACHE_SIZE`, the least recently used ones are
 deleted.
-
-A survey of the headers says how large the decoded images will be, before any of them is decoded.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -31,8 +28,8 @@ from PIL import Image
 
 from vitclinic._core.errors import DamagedFileError, DataError
 from vitclinic._core.io import fingerprint, is_unchanged, read_record, refuse_special, sign, sync
-from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_grey, is_photo, pixels
-from vitclinic.data.source import LEAVE_OUT, ComputedRecords, Records, Source, describe_unreadable
+from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_photo, pixels
+from vitclinic.data.source import LEAVE_OUT, ComputedRecords, Records, describe_unreadable
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how many are done, how many there are)."""
@@ -163,7 +160,7 @@ def write_atomically(path: Path, text: str) -> None:
             staging.unlink(missing_ok=True)
 
 
-def _read_stored(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any] | None:
+def read_stored(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any] | None:
     """Read a small file of the cache; None if it is not there or damaged, and has to be made again."""
     with _cache_errors(path.parent):
         if not path.exists():
@@ -294,7 +291,7 @@ class StreamedImages:
     def _problems(self, progress: Progress) -> dict[int, str]:
         """Return an error message for each unreadable image, by its index."""
         stored = cache_folder() / "skipped" / f"{self.digest[:32]}.json"
-        found = _read_stored(stored, {})
+        found = read_stored(stored, {})
         if found is None or not all(index.isdecimal() and isinstance(why, str) for index, why in found.items()):
             found = {str(index): why for index, why in self._check_images(progress) if why is not None}
             write_atomically(stored, json.dumps(sign(found)))
@@ -337,54 +334,3 @@ class OnDemand(Sequence[Pixels]):
         if isinstance(index, slice):
             return OnDemand(self.images, self.rows[index])
         return self.images.decode(int(self.rows[index]))
-
-
-LARGEST_DEFAULT, STEP, SMALLEST_VARIED = 224, 16, 32
-"""Unless a size is asked for: images of one size keep it up to 224; of different sizes they are brought to the largest
-multiple of 16, from 32 to 224, that is not above the median shorter side."""
-
-_AT_MOST = 50_000
-_SURVEY_FORMAT = 2
-
-
-@dataclass(frozen=True)
-class Survey:
-    """Default size and channels, and the median shorter side of the images."""
-
-    size: Size
-    channels: int
-    shorter_side: float
-
-
-def survey(source: Source, progress: Progress) -> Survey:
-    """Return the survey of a source, which is made once per machine."""
-    if source.uniform is not None:
-        size, channels = source.uniform
-        return Survey(size, channels, float(min(size)))
-    stored = cache_folder() / "surveys" / f"{source.fingerprint[:32]}-{_SURVEY_FORMAT}.json"
-    values = _read_stored(stored, {"size": list, "channels": int, "shorter_side": (int, float)})
-    if values is not None and len(values["size"]) == 2 and all(isinstance(side, int) for side in values["size"]):
-        return Survey((values["size"][0], values["size"][1]), values["channels"], values["shorter_side"])
-    made = _survey(source, progress)
-    write_atomically(stored, json.dumps(sign(asdict(made))))
-    return made
-
-
-def _survey(source: Source, progress: Progress) -> Survey:
-    """Read the headers of the main images (50,000 of them, evenly spaced, if there are more)."""
-    sizes: list[tuple[int, int]] = []
-    grey = True
-    records = source.main
-    chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _AT_MOST)).astype(int))
-    for number, index in enumerate(chosen):
-        progress("looking at", number + 1, len(chosen))
-        try:
-            with records.read(int(index)) as image:
-                sizes.append(image.size)
-                grey = grey and is_grey(image)
-        except UNREADABLE:
-            continue  # decoding it will say so, with the file's name
-    shorter = float(np.median([min(size) for size in sizes] or [LARGEST_DEFAULT]))
-    varied = len(set(sizes)) != 1
-    side = min(max(SMALLEST_VARIED, int(shorter) // STEP * STEP) if varied else int(shorter), LARGEST_DEFAULT)
-    return Survey((side, side), 1 if grey and sizes else 3, shorter)

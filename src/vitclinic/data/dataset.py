@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint
 from vitclinic.data.annotations.store import AnnotationStore, open_annotations, read_questions
-from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_key, open_cached_images, survey
+from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_key, open_cached_images
 from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
-from vitclinic.data.factory import open_source
+from vitclinic.data.factory import open_source, survey
 from vitclinic.data.named import find_missing_data
 from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
 from vitclinic.data.split import RECORDS, Split, Store, merge_val
@@ -307,9 +307,9 @@ def _dataset(
     if "train" in labels and not len(labels["train"]):
         raise DataError(f"'{source.name}' has no readable training image.")
     splits: dict[str, Split] = {}
-    groups = None if config.group is None else _read_column(source, stores, config.group, "group")
+    groups = None if config.group is None else source.read_column(config.group, "group")
     for split, (origin, rows) in _assign(source, config, stores, labels).items():
-        of_split = None if groups is None else groups[origin][rows]
+        of_split = None if groups is None else groups[origin][stores[origin].kept][rows]
         splits[split] = Split(stores[origin], rows, labels[origin][rows], of_split, annotations.get(origin))
     if config.train_on_val:
         splits |= merge_val(splits["train"], splits["val"])
@@ -340,18 +340,8 @@ def _assign(
     """Return the source split and rows of each split, by class or by whole values of `split_by`."""
     if config.split_by is None or "train" not in labels:
         return assign(labels, config.split_seed, config.held_out)
-    by_label = config.split_by == "label"
-    values = labels if by_label else _read_column(source, stores, config.split_by, "split_by")
-    return assign_values(labels, values["train"], config.split_seed, config.held_out)
-
-
-def _read_column(source: Source, stores: Mapping[str, Store], name: str, key: str) -> dict[str, NDArray[np.int64]]:
-    """Return a column of all splits, for the images that can be read."""
-    found = {}
-    for split, store in stores.items():
-        columns: Mapping[str, NDArray[np.int64]] = getattr(source.splits[split], "columns", {})
-        if name not in columns:
-            known = ", ".join(columns) or "none: only parquet has columns"
-            raise DataError(f"'data.{key}': '{source.name}' has no column '{name}' ({known}).")
-        found[split] = columns[name][store.kept]
-    return found
+    if config.split_by == "label":
+        values = labels["train"]
+    else:
+        values = source.read_column(config.split_by, "split_by")["train"][stores["train"].kept]
+    return assign_values(labels, values, config.split_seed, config.held_out)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vitclinic.data.randomness import generator
-from vitclinic.data.stream import SampleOrder
+from vitclinic.data.randomness import SampleOrder, generator
 
 
 class IdentityOrder(SampleOrder):

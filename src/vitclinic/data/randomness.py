@@ -1,4 +1,4 @@
-"""Random numbers that belong to a sample, not to a process.
+"""Random numbers that belong to a sample, not to a process, and the order of the samples.
 
 All randomness of a sample derives from (seed, epoch, sample index), so that a run draws the same numbers with any
 number of workers, any batch size and any number of processes, and resumes without saving generator states.
@@ -71,3 +71,40 @@ def torch_seed(*names: int | str) -> int:
 def _digest_words(names: Sequence[int | str]) -> NDArray[np.uint64]:
     text = "/".join(str(name) for name in names)
     return np.frombuffer(hashlib.sha256(text.encode()).digest()[:16], dtype=np.uint64)
+
+
+class SampleOrder:
+    """Order of the images in the training stream.
+
+    With `repeats` r, an epoch shows n / r of the images r times each (repeated augmentation). Copies are two
+    places apart, so that neighbours, which are mixed with each other, are different images.
+    """
+
+    def __init__(self, count: int, seed: int, repeats: int = 1) -> None:
+        self.count, self.seed, self.repeats = count, seed, repeats
+        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def __call__(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the image at each place, and the count of its showing (epoch and copy as one integer)."""
+        epochs, offsets = places // self.count, places % self.count
+        images, showings = np.empty_like(places), np.empty_like(places)
+        for epoch in np.unique(epochs):
+            rows = epochs == epoch
+            order, copies = self._epoch(int(epoch))
+            images[rows] = order[offsets[rows]]
+            showings[rows] = epoch * self.repeats + copies[offsets[rows]]
+        return images, showings
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if epoch not in self._epochs:
+            self._epochs = {e: drawn for e, drawn in self._epochs.items() if e == epoch - 1}
+            self._epochs[epoch] = self._draw_epoch(epoch)
+        return self._epochs[epoch]
+
+    def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        order = generator("order", self.seed, epoch).permutation(self.count)
+        if self.repeats == 1:
+            return order, np.zeros(self.count, np.int64)
+        place = np.arange(self.count)
+        pair, within = place // (2 * self.repeats), place % (2 * self.repeats)
+        return order[np.minimum(2 * pair + within % 2, self.count - 1)], within // 2

@@ -106,6 +106,25 @@ class Source:
             )
         return classes
 
+    def read_column(self, name: str, key: str) -> dict[str, NDArray[np.int64]]:
+        """Return a column of all splits, as a number for each value.
+
+        Args:
+            name: The column.
+            key: The key of the section `data` that names it, for errors.
+
+        Raises:
+            DataError: There is no such column.
+        """
+        found = {}
+        for split, records in self.splits.items():
+            columns: Mapping[str, NDArray[np.int64]] = getattr(records, "columns", {})
+            if name not in columns:
+                known = ", ".join(columns) or "none: only parquet has columns"
+                raise DataError(f"'data.{key}': '{self.name}' has no column '{name}' ({known}).")
+            found[split] = columns[name]
+        return found
+
     @property
     def main(self) -> Records:
         """Training images, or the first split of a set that has none."""

@@ -29,7 +29,7 @@ from vitclinic.data.cache import StreamedImages
 from vitclinic.data.config import Augment
 from vitclinic.data.dataset import Dataset
 from vitclinic.data.decoding import Images, Size, centre_view
-from vitclinic.data.randomness import Keys, generator, sample_keys, view_keys
+from vitclinic.data.randomness import Keys, SampleOrder, sample_keys, view_keys
 from vitclinic.data.split import Split
 
 
@@ -113,43 +113,6 @@ class Batch:
 
 
 Places = range
-
-
-class SampleOrder:
-    """Order of the images in the training stream.
-
-    With `repeats` r, an epoch shows n / r of the images r times each (repeated augmentation). Copies are two
-    places apart, so that neighbours, which are mixed with each other, are different images.
-    """
-
-    def __init__(self, count: int, seed: int, repeats: int = 1) -> None:
-        self.count, self.seed, self.repeats = count, seed, repeats
-        self._epochs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-
-    def __call__(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the image at each place, and the count of its showing (epoch and copy as one integer)."""
-        epochs, offsets = places // self.count, places % self.count
-        images, showings = np.empty_like(places), np.empty_like(places)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            order, copies = self._epoch(int(epoch))
-            images[rows] = order[offsets[rows]]
-            showings[rows] = epoch * self.repeats + copies[offsets[rows]]
-        return images, showings
-
-    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if epoch not in self._epochs:
-            self._epochs = {e: drawn for e, drawn in self._epochs.items() if e == epoch - 1}
-            self._epochs[epoch] = self._draw_epoch(epoch)
-        return self._epochs[epoch]
-
-    def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        order = generator("order", self.seed, epoch).permutation(self.count)
-        if self.repeats == 1:
-            return order, np.zeros(self.count, np.int64)
-        place = np.arange(self.count)
-        pair, within = place // (2 * self.repeats), place % (2 * self.repeats)
-        return order[np.minimum(2 * pair + within % 2, self.count - 1)], within // 2
 
 
 class View(Protocol):

@@ -17,8 +17,7 @@ from vitclinic.exam.reporting import CURVES, view_exam
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.summary import summarize
 from vitclinic.training import Run
-from vitclinic.training.foreign import read_curves
-from vitclinic.training.run import write_rows
+from vitclinic.training.rows import read_curves, write_rows
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
@@ -22,14 +21,13 @@ from vitclinic._core.time import format_duration
 from vitclinic.exam.commands import Origin
 from vitclinic.exam.exam import Exam, Exams
 from vitclinic.exam.planner import Entry, Plan, Planner
-from vitclinic.exam.request import parse_request
+from vitclinic.exam.request import check_count, parse_request
 from vitclinic.exam.store import ExamRecord, Store, draw
-from vitclinic.exam.targets import ExamData, Target, open_subject
+from vitclinic.exam.targets import ExamData, Target, name_target, open_subject
 from vitclinic.exam.timing import Schedule, Step, TimeBudget
 from vitclinic.probes import Probe, StreamingProbe, Subject, find_normalization, measure
 from vitclinic.probes.loading import Data
 from vitclinic.probes.output import OutputFunction
-from vitclinic.training import Run
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +148,7 @@ class Examination:
         callbacks: Iterable[Callback] = (),
     ) -> None:
         for name, count in (("limit", limit), ("size", size), ("batch_size", batch_size)):
-            _check_count(name, count)
+            check_count(name, count)
         self.probes, self.budget = parse_request(
             [probes] if isinstance(probes, str) else probes, budget, quick, full, settings or {}
         )
@@ -214,8 +212,8 @@ class Examination:
             try:
                 subjects.append(self.open(target))
             except VitclinicError as error:  # one target's mistake does not hide the others' results
-                failures[_name(target)] = error
-                log.warning("%s was not examined: %s", _name(target), error)
+                failures[name_target(target)] = error
+                log.warning("%s was not examined: %s", name_target(target), error)
         if not subjects:
             raise next(iter(failures.values()))
         exams = self.run(subjects)
@@ -349,18 +347,3 @@ def _total(seconds: Sequence[float]) -> float:
 
 def _explain_no_time(seconds: float) -> str:
     return f"there was no time for it: at least {format_duration(max(1, seconds))}."
-
-
-def _name(target: Target) -> str:
-    if isinstance(target, nn.Module):
-        return type(target).__name__
-    return str(target.path if isinstance(target, Run) else target)
-
-
-def _check_count(name: str, count: Any) -> None:
-    if count is None:
-        return
-    if isinstance(count, bool) or not isinstance(count, Integral):
-        raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
-    if int(count) < 1:
-        raise RecipeError(f"'{name}' must be at least 1 (got {count}).")

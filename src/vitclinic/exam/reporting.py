@@ -27,7 +27,8 @@ from vitclinic.probes.digest import network_digest
 from vitclinic.reports.figure import ExamView
 from vitclinic.tasks import headlines
 from vitclinic.training import Run
-from vitclinic.training.run import find_run, read_rows
+from vitclinic.training.rows import read_rows
+from vitclinic.training.run import find_run
 
 log = logging.getLogger(__name__)
 

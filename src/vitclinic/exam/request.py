@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,16 @@ def check_split(split: str) -> None:
     """Raise a RecipeError for a split that no data has."""
     if split not in SPLITS:
         raise RecipeError(f"There is no split '{split}': choose {', '.join(SPLITS[:-1])} or {SPLITS[-1]}.")
+
+
+def check_count(name: str, count: Any) -> None:
+    """Raise a RecipeError for a number of images or pixels that is none."""
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, Integral):
+        raise RecipeError(f"'{name}' must be a whole number (got {count!r}).")
+    if int(count) < 1:
+        raise RecipeError(f"'{name}' must be at least 1 (got {count}).")
 
 
 def check_features_file(path: str) -> None:

@@ -289,3 +289,10 @@ class ExamData:
 
 def _is_same_place(one: str, other: str) -> bool:
     return one == other or Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def name_target(target: Target) -> str:
+    """Return the name by which a target is told, before it is opened."""
+    if isinstance(target, nn.Module):
+        return type(target).__name__
+    return str(target.path if isinstance(target, Run) else target)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from vitclinic._core.config import validate
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.time import seconds as in_seconds
@@ -39,7 +41,7 @@ class Pace:
     @cached_property
     def forward(self) -> float:
         """Seconds of an image in a forward pass."""
-        return self._run_timing(self.subject, self.subject.seconds_per_image)
+        return self._run_timing(self.subject, lambda: _seconds_of_an_image(self.subject))
 
     def of(self, probe: Probe) -> float:
         """Return the seconds of a probe's own work, at most its own budget; 0 if it does not apply."""
@@ -82,6 +84,18 @@ class Pace:
         finally:
             subject.batch_size, subject.distributed = size, distributed
         return seconds
+
+
+def _seconds_of_an_image(subject: Subject) -> float:
+    """Return the time of a forward pass per image, measured on one batch after a warm-up."""
+    images = next(subject.batches()).images
+    with preserve_state(subject.network, subject.seed), torch.no_grad():
+        subject.logits(images)
+        start = time.perf_counter()
+        subject.logits(images)
+        if subject.device.type == "cuda":
+            torch.cuda.synchronize(subject.device)
+        return (time.perf_counter() - start) / len(images)
 
 
 def _seconds_of_a_pass(subject: Subject, probes: dict[str, StreamingProbe]) -> float:

@@ -1,4 +1,4 @@
-"""What a pass of a network costs: floating-point operations, and the memory of its tensors."""
+"""What a pass of a network costs: floating-point operations, and the memory of its tensors and of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -134,3 +135,44 @@ def _unfuse_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace all weights and buffers of a module by fake ones of the same shapes."""
+    with _overwritten_parameters():
+        module._apply(mode.from_tensor)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _overwritten_parameters() -> Iterator[None]:
+    """Let a conversion put new parameters into modules: fake numbers cannot go into the real ones."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+
+def count_state(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state after a step, from a step on parameters with one element each.
+
+    The optimizer has these parameters from then on.
+    """
+    counts: dict[Tensor, int] = {}
+
+    def shrink(parameter: nn.Parameter) -> nn.Parameter:
+        small = nn.Parameter(torch.zeros([1] * parameter.ndim, dtype=parameter.dtype))
+        small.grad = torch.ones_like(small)
+        counts[small] = parameter.numel()
+        return small
+
+    for group in optimizer.param_groups:
+        group["params"] = [shrink(parameter) for parameter in group["params"]]
+    optimizer.step()
+    return sum(
+        value.element_size() * (counts[parameter] if value.shape == parameter.shape else value.numel())
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )

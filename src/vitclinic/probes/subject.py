@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -282,31 +281,22 @@ class Subject:
     @property
     def returns_probabilities(self) -> bool:
         """True if the network returns probabilities, the softmax of its logits, judged by several images."""
-        return self._origin._returns_probabilities
-
-    @cached_property
-    def _returns_probabilities(self) -> bool:
-        scores = self._judged_scores
-        return scores is not None and are_probabilities(scores.detach())
+        return self._origin._judged[0]
 
     @property
     def returns_sigmoids(self) -> bool:
         """True if the network returns the probability of each class by itself, judged by several images."""
-        return self._origin._returns_sigmoids
+        return self._origin._judged[1]
 
     @cached_property
-    def _returns_sigmoids(self) -> bool:
-        scores = self._judged_scores
-        return scores is not None and are_sigmoids(scores)
-
-    @property
-    def _judged_scores(self) -> Tensor | None:
-        """Scores of several images, with their graph; None if the first image's cannot be probabilities."""
+    def _judged(self) -> tuple[bool, bool]:
+        """Whether the scores of several images are probabilities, and whether they are sigmoids."""
         if not self._output.in_unit_interval:
-            return None
+            return False, False
         images = next(evaluation_batches(self.dataset, self.split, _JUDGED)).to(self.device, self.dtype).images
         with preserve_state(self.network, self.seed), torch.enable_grad():
-            return self.logits(images.requires_grad_())
+            scores = self.logits(images.requires_grad_())
+            return are_probabilities(scores.detach()), are_sigmoids(scores)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -338,17 +328,6 @@ class Subject:
         """SHA-256 of the images, their labels and their size."""
         rows = hashlib.sha256(self.images.rows.tobytes() + self.images.labels.tobytes()).hexdigest()
         return fingerprint(self.dataset.digest, self.dataset.size, self.dataset.channels, self.split, rows)
-
-    def seconds_per_image(self) -> float:
-        """Return the time of a forward pass per image, measured on one batch after a warm-up."""
-        images = next(self.batches()).images
-        with preserve_state(self.network, self.seed), torch.no_grad():
-            self.logits(images)
-            start = time.perf_counter()
-            self.logits(images)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return (time.perf_counter() - start) / len(images)
 
 
 def _limit(dataset: Dataset, split: str, limit: int | None) -> Dataset:

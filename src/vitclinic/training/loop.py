@@ -30,7 +30,8 @@ from vitclinic.training.callbacks import SampleRecorder, TrajectoryRecorder
 from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.optimizer import Duration, in_steps
 from vitclinic.training.recipe import LoggingConfig, Recipe
-from vitclinic.training.run import MetricsFile, Row, Run, cut_back
+from vitclinic.training.rows import MetricsFile, Row, cut_back
+from vitclinic.training.run import Run
 from vitclinic.training.signals import Interrupt, listen_for_signals
 from vitclinic.training.sinks import make_sinks
 from vitclinic.training.trainer import Trainer

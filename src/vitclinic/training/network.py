@@ -90,6 +90,23 @@ def _put_head(network: Normalized, recipe: Recipe, spec: ImageSpec) -> None:
         network.put_head(recipe.task.attach(network.backbone, spec))
 
 
+def build_objectives(recipe: Recipe, network: Normalized, spec: ImageSpec) -> dict[str, Objective]:
+    """Return the losses that treatments add, with weights that depend on the recipe's seed alone."""
+    objectives: dict[str, Objective] = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(torch_seed("objectives", recipe.seed))
+        for treatment in recipe.treatments:
+            objectives.update(treatment.objectives(network.trunk, spec))
+    return objectives
+
+
+def build_criterion(recipe: Recipe, network: Normalized, spec: ImageSpec) -> Criterion | None:
+    """Return the losses of the task if they have a state, with weights that depend on the recipe's seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(torch_seed("criterion", recipe.seed))
+        return recipe.resolved_task.criterion(network, spec)
+
+
 def check_memory(images: int, shape: tuple[int, int, int]) -> None:
     """Raise a RecipeError if a micro-batch of images [C, H, W] alone needs more memory than the machine has."""
     if not hasattr(os, "sysconf"):

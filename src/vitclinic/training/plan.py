@@ -7,7 +7,6 @@ with torch's fake tensors, which have shapes and no numbers: it takes no memory 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from vitclinic.data.annotations import Annotations
 from vitclinic.data.augment import PatchMixing
 from vitclinic.data.dataset import describe_data
 from vitclinic.data.named import find_missing_data
-from vitclinic.models.cost import count_flops, peak_bytes
+from vitclinic.models.cost import count_flops, count_state, make_fake, peak_bytes
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training.budget import fit_size_to_images, image_counts, total_steps
 from vitclinic.training.init import InitialWeights, read_initial_weights, settle
@@ -239,9 +238,9 @@ def _trace(trainer: Trainer) -> tuple[Memory, int | None, str | None]:
     images = min([trainer.micro_batch, *(t.pass_images(trainer.micro_batch) for t in recipe.treatments)])
     weights, gradients = _bytes_of(learner), sum(parameter.nbytes for parameter in trainer.parameters)
     averaged = 0 if trainer.ema is None else _bytes_of(trainer.ema.module)
-    state = _count_state(trainer.optimizer)
+    state = count_state(trainer.optimizer)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    _make_fake(learner, mode)
+    make_fake(learner, mode)
     flops, activations, obstacle = None, None, None
     with mode:
         batch = _make_batch(trainer, images)
@@ -314,47 +313,6 @@ def _tensors_of(batch: Batch) -> list[Tensor]:
     known = [] if batch.annotations is None else batch.annotations.tensors()
     parts = (batch.images, batch.targets, batch.patch_targets, batch.teacher, *batch.crops, *known)
     return [tensor for tensor in parts if tensor is not None]
-
-
-def _make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace all weights and buffers of a module by fake ones of the same shapes."""
-    with _overwritten_parameters():
-        module._apply(mode.from_tensor)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _overwritten_parameters() -> Iterator[None]:
-    """Let a conversion put new parameters into modules: fake numbers cannot go into the real ones."""
-    before = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(before)
-
-
-def _count_state(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's state after a step, from a step on parameters with one element each.
-
-    The optimizer has these parameters from then on.
-    """
-    counts: dict[Tensor, int] = {}
-
-    def shrink(parameter: nn.Parameter) -> nn.Parameter:
-        small = nn.Parameter(torch.zeros([1] * parameter.ndim, dtype=parameter.dtype))
-        small.grad = torch.ones_like(small)
-        counts[small] = parameter.numel()
-        return small
-
-    for group in optimizer.param_groups:
-        group["params"] = [shrink(parameter) for parameter in group["params"]]
-    optimizer.step()
-    return sum(
-        value.element_size() * (counts[parameter] if value.shape == parameter.shape else value.numel())
-        for parameter, state in optimizer.state.items()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
 
 
 def _bytes_of(module: nn.Module) -> int:

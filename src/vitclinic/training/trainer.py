@@ -17,18 +17,24 @@ from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data import Batch, Dataset
-from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training.init import InitialWeights
-from vitclinic.training.network import Learner, adapt_augmentation, build_network, check_memory
+from vitclinic.training.network import (
+    Learner,
+    adapt_augmentation,
+    build_criterion,
+    build_network,
+    build_objectives,
+    check_memory,
+)
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
 from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
-from vitclinic.training.run import Row
-from vitclinic.treatments import Losses, MixedSteps, Objective, StepRule
+from vitclinic.training.rows import Row
+from vitclinic.treatments import Losses, MixedSteps, StepRule
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +42,12 @@ EXPLODED = 10.0
 """A loss this many times that of the first step counts as divergence."""
 STUCK = 50
 """This many steps in a row without a finite gradient count as divergence; a loss scaler needs a few to adapt."""
+
+
+SCORES_VAL = (
+    "The data has no test images and none are held out: test scores are of val, on which the best checkpoint is"
+    " selected, and the last is not."
+)
 
 
 class Trainer:
@@ -66,11 +78,7 @@ class Trainer:
         network = network.to(device, self.dtype)
         # Copy before any objective adds hooks to the network.
         self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
-        objectives: dict[str, Objective] = {}
-        with torch.random.fork_rng():
-            torch.manual_seed(torch_seed("objectives", recipe.seed))
-            for treatment in treatments:
-                objectives.update(treatment.objectives(network.trunk, spec))
+        objectives = build_objectives(recipe, network, spec)
         self.rule = choose_step_rule(treatments)
         self.early_rule = choose_early_rule(treatments)
         self.rule_start = max((t.step_rule_start() for t in treatments if t.step_rule() is not None), default=0.0)
@@ -82,9 +90,7 @@ class Trainer:
 
         self.network: Normalized = network
         self.task = recipe.resolved_task
-        with torch.random.fork_rng():
-            torch.manual_seed(torch_seed("criterion", recipe.seed))
-            self.criterion = self.task.criterion(network, spec)
+        self.criterion = build_criterion(recipe, network, spec)
         self.learner = Learner(network, self.task, objectives, self.criterion).to(device, self.dtype).train()
         freeze_units(recipe, network, spec)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
@@ -112,10 +118,7 @@ class Trainer:
         if resizing.shares:
             self.notices.append(self.sizes.describe())
         if recipe.test and dataset.scores_val:
-            self.notices.append(
-                "The data has no test images and none are held out: test scores are of val, on which the best"
-                " checkpoint is selected, and the last is not."
-            )
+            self.notices.append(SCORES_VAL)
         self.samples: Tensor | None = None
         """Some images of the last step as the network saw them, if the recipe wants a picture of such."""
         self._batches: Iterator[Batch] | None = None

@@ -15,7 +15,7 @@ import pytest
 from vitclinic._core.callback import Callback
 from vitclinic.experiments import runner
 from vitclinic.experiments.runner import Pool, run_all
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 
 from .networks import long, tiny
 

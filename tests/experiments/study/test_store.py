@@ -11,7 +11,7 @@ from vitclinic.experiments.runner import Pool, drop_weights
 from vitclinic.experiments.study.store import keep_result, report_studies
 from vitclinic.reports.study_result import read_result
 from vitclinic.training import build_recipe
-from vitclinic.training.run import drop_timing
+from vitclinic.training.rows import drop_timing
 
 from .networks import tiny
 

@@ -11,12 +11,12 @@ from tests.probes.subjects import subject
 from vitclinic.data import Batch
 from vitclinic.probes import Errors, LabelErrors, ProbeCollection, Slices, measure
 from vitclinic.probes.behaviour.errors import PER_PAIR, choose_shown, class_scalars, count_pairs
-from vitclinic.probes.behaviour.outcomes import KEPT, OutcomeTally
+from vitclinic.probes.behaviour.outcomes import KEPT, OutcomeSum
 
 
 def outcomes_of(logits, labels, numbers=None):
     """Return the outcomes of images with these logits."""
-    tally = OutcomeTally()
+    tally = OutcomeSum()
     count = len(labels)
     numbers = torch.arange(count) if numbers is None else numbers
     tally.add(
@@ -84,7 +84,7 @@ def test_a_network_without_errors_shows_nothing():
 def test_outcomes_do_not_depend_on_batches_or_processes():
     logits, labels = (torch.as_tensor(each) for each in drawn(2, classes=14))
     whole = outcomes_of(logits, labels)
-    first, second = OutcomeTally(), OutcomeTally()
+    first, second = OutcomeSum(), OutcomeSum()
     for tally, part in ((second, slice(0, 25)), (first, slice(25, 60))):  # the leading process may have the later part
         numbers = torch.arange(60)[part]
         batch = Batch(torch.zeros(len(numbers), 1, 1, 1), labels[part], numbers, numbers)

@@ -16,9 +16,9 @@ from vitclinic._core.errors import AnatomyError
 from vitclinic._core.statistics import paired_share_interval, share_interval
 from vitclinic.anatomy import Anatomy
 from vitclinic.anatomy.families import recognise
+from vitclinic.anatomy.removal import Replay, stretches
 from vitclinic.probes import Lesion, measure, parse_probes
 from vitclinic.probes.features import lesion
-from vitclinic.probes.features.lesion import Replay, stretches
 from vitclinic.probes.output import read_output
 
 

@@ -72,6 +72,24 @@ class Step:
         """Places of all arguments that have them."""
         return [found for value in pytree.tree_leaves((self.args, self.kwargs)) if (found := self.of(value))]
 
+    @property
+    def written(self) -> list[Tensor]:
+        """Arguments that the operation writes to."""
+        schema: Any = self.func._schema  # type: ignore[attr-defined]
+        if not schema.is_mutable:
+            return []
+        named = {
+            **dict(zip((argument.name for argument in schema.arguments), self.args, strict=False)),
+            **self.kwargs,
+        }
+        mutable = [argument.name for argument in schema.arguments if argument.is_write]
+        return [value for name in mutable if isinstance(value := named.get(name), Tensor)]
+
+    @property
+    def adds_nothing(self) -> bool:
+        """True for 0 + x, with which Python's `sum` begins."""
+        return self.name == "add" and not any(isinstance(x, Tensor) for x in self.args[1:]) and self.args[1] == 0
+
 
 Outcome = tuple[Sequence[Places], Mixing | None]
 

@@ -248,15 +248,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         parents = tuple(dict.fromkeys(self.index(tensor) for tensor in _tensors((args, kwargs))))
-        written = _written(func, args, kwargs)
         name = func.overloadpacket.__name__
         step = Step(name, func, args, kwargs, [], self._places, self.record.images, self._tokens)
+        written = step.written
         result = func(*args, **kwargs)
         step.outputs.extend(written or _tensors(result))
         places, mixing = follow(step)
         for number, output in enumerate(step.outputs):
             old = self._known.get(id(output))
-            value = self._add("alias" if _adds_nothing(step) else step.name.removesuffix("_"), parents, output)
+            value = self._add("alias" if step.adds_nothing else step.name.removesuffix("_"), parents, output)
             value.places = places[number] if number < len(places) else None
             value.mixing = mixing
             value.tensor = output if "softmax" in value.op else None
@@ -337,20 +337,6 @@ class _Functions(TorchFunctionMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    named = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
-    mutable = [argument.name for argument in func._schema.arguments if argument.is_write]
-    return [value for name in mutable if isinstance(value := named.get(name), Tensor)]
-
-
-def _adds_nothing(step: Step) -> bool:
-    """Return True for 0 + x, with which Python's `sum` begins."""
-    return step.name == "add" and not any(isinstance(value, Tensor) for value in step.args[1:]) and step.args[1] == 0
 
 
 def _storage(tensor: Tensor) -> int:

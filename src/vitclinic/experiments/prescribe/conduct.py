@@ -158,10 +158,7 @@ def prescribe(
     suggested = [] if examined is None else read_reasons(examined, resolved)
     early = [*(remedy for remedy, _ in suggested), *(find_remedy(entry, resolved) for entry in first)]
     arms = list_candidates(resolved, treatments, remedies, early)
-    dataset = open_data(
-        resolved.data, size=resolved.image_size, channels=resolved.model.in_chans, progress=callback.on_progress
-    )
-    check_data(dataset)
+    dataset = _open_enough(resolved, callback)
     resolved = fit_size_to_images(resolved, len(dataset.train))
     identity = {
         "recipe": resolved.digest(dataset.digest),
@@ -174,6 +171,15 @@ def prescribe(
         most = MOST if treatments is None and remedies is None else len(arms)
         question = _Question(resolved, dataset, arms, most, [reason for _, reason in suggested], time, seed)
         return _Prescriber(folder, question, callback, identity).prescribe()
+
+
+def _open_enough(recipe: Recipe, callback: Callback) -> Dataset:
+    """Open the data of a recipe; raises a DataError if it has too few images to compare remedies on."""
+    dataset = open_data(
+        recipe.data, size=recipe.image_size, channels=recipe.model.in_chans, progress=callback.on_progress
+    )
+    check_data(dataset)
+    return dataset
 
 
 @dataclass(frozen=True)

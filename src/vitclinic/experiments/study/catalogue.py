@@ -13,8 +13,7 @@ from typing import Any
 from vitclinic._core.errors import DataError, RecipeError, did_you_mean
 from vitclinic._core.io import find_path, parse_yaml, read_text
 from vitclinic.data import DataConfig, ImageSpec
-from vitclinic.data.cache import survey
-from vitclinic.data.factory import open_source
+from vitclinic.data.factory import open_source, survey
 from vitclinic.data.named import find_missing_data
 from vitclinic.data.source import training_count
 from vitclinic.experiments.study.schema import Study, parse_study

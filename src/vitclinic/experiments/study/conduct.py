@@ -167,21 +167,10 @@ def study(
     changes = tuple(word for word in to_words(overrides) if word.partition("=")[0] not in ("data", "data.source"))
     changes += to_words({f"target {arm}": names for arm, names in (targets or {}).items()})
     file = folder / f"{name_result(chosen, scale, changes, recipes.values())}.json"
-    places = [(arm, seed) for seed in numbers for arm in recipes]
-    outcomes = run_all(
-        [_set_seed(recipes[arm], seed) for arm, seed in places],
-        Pool(folder / "pool"),
-        processes=processes,
-        ray=ray,
-        slurm=slurm,
-        after=partial(measure_run, measures=chosen.measures),
-        callbacks=callbacks,
-    )
-    ended = dict(zip(places, outcomes, strict=True))
+    where = {"processes": processes, "ray": ray, "slurm": slurm, "callbacks": callbacks}
+    ended = _train_arms(chosen, recipes, numbers, Pool(folder / "pool"), **where)
     for base in examined:
         ended |= _measure_targets(chosen, numbers, base, folder / "exams")
-    if recipes and all(outcome.status == "failed" for outcome in outcomes):
-        raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
     result = StudyResult(
         study=chosen,
         scale=scale,
@@ -194,6 +183,22 @@ def study(
     )
     keep_result(result.file, result.plain())
     return result
+
+
+def _train_arms(
+    chosen: Study, recipes: Mapping[str, Recipe], seeds: Sequence[int], pool: Pool, **where: Any
+) -> dict[Place, Outcome]:
+    """Train every arm with every seed and measure the runs; `where` are further arguments of `run_all`.
+
+    Raises:
+        RunError: Every run failed.
+    """
+    places = [(arm, seed) for seed in seeds for arm in recipes]
+    runs = [_set_seed(recipes[arm], seed) for arm, seed in places]
+    outcomes = run_all(runs, pool, after=partial(measure_run, measures=chosen.measures), **where)
+    if recipes and all(outcome.status == "failed" for outcome in outcomes):
+        raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
+    return dict(zip(places, outcomes, strict=True))
 
 
 def _judge_outcomes(chosen: Study, seeds: Sequence[int], ended: Mapping[Place, Outcome]) -> dict[str, Any]:

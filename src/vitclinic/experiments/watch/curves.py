@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vitclinic.training.run import Row, parse_row
+from vitclinic.training.rows import Row, parse_row
 
 CHUNK = 2**23
 """Bytes that are read at a time; a larger file takes several looks."""

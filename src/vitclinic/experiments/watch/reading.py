@@ -24,7 +24,7 @@ from vitclinic._core.errors import DamagedFileError
 from vitclinic._core.io import read_record, read_text, read_yaml
 from vitclinic.experiments.watch.curves import Curves, is_number, is_score
 from vitclinic.training.recipe import Recipe
-from vitclinic.training.run import Row, parse_row
+from vitclinic.training.rows import Row, parse_row
 
 DEPTH = 4
 """Levels of folders below the watched one in which runs are looked for."""

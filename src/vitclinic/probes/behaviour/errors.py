@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import share_interval
-from vitclinic.data import Batch
 from vitclinic.probes.behaviour import share
 from vitclinic.probes.behaviour.outcomes import Numbers, Outcomes, OutcomeTally, rank_within, show_images
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally, register
+from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
 
 PER_PAIR = 6
@@ -57,17 +54,7 @@ class Errors(StreamingProbe):
         return _Tally(subject, self.shown)
 
 
-class _Tally(Tally):
-    def __init__(self, subject: Subject, shown: int) -> None:
-        self.subject, self.shown = subject, shown
-        self.outcomes = OutcomeTally()
-
-    def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        self.outcomes.add(batch, logits, self.subject.name)
-
-    def sums(self) -> Mapping[str, Sum]:
-        return {"outcomes": self.outcomes}
-
+class _Tally(OutcomeTally):
     def finish(self) -> Result:
         outcomes, names = self.outcomes.collect(), self.subject.classes
         images = np.bincount(outcomes.labels, minlength=len(names))

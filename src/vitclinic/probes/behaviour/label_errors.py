@@ -13,22 +13,19 @@ off-diagonal of C, each row scaled to the number of images with that label.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
-from torch import Tensor
 
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import share_interval
-from vitclinic.data import Batch
 from vitclinic.data.split import name_images
 from vitclinic.probes.behaviour import share
 from vitclinic.probes.behaviour.outcomes import Floats, Numbers, Outcomes, OutcomeTally, show_images
-from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Sum, Tally, register
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
 
 LISTED = 1000
@@ -80,17 +77,7 @@ class LabelErrors(StreamingProbe):
         return _Tally(subject, self.shown)
 
 
-class _Tally(Tally):
-    def __init__(self, subject: Subject, shown: int) -> None:
-        self.subject, self.shown = subject, shown
-        self.outcomes = OutcomeTally()
-
-    def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        self.outcomes.add(batch, logits, self.subject.name)
-
-    def sums(self) -> Mapping[str, Sum]:
-        return {"outcomes": self.outcomes}
-
+class _Tally(OutcomeTally):
     def finish(self) -> Result:
         outcomes, names = self.outcomes.collect(), self.subject.classes
         check_better_than_guessing(outcomes)

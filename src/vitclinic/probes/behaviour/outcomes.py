@@ -5,6 +5,7 @@ Shapes: B images of a batch, K classes, n images, m classes kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,6 +17,7 @@ from vitclinic.data import Batch
 from vitclinic.data.split import name_images
 from vitclinic.probes.attention.maps import as_bytes
 from vitclinic.probes.behaviour import check_logits
+from vitclinic.probes.probe import Sum, Tally
 from vitclinic.probes.subject import Subject
 
 KEPT = 10
@@ -69,7 +71,7 @@ class Outcomes:
         return Outcomes(*(getattr(self, field.name)[places] for field in fields(self)))
 
 
-class OutcomeTally:
+class OutcomeSum:
     """Outcomes that arrive batch by batch; a `Sum` of a tally."""
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class OutcomeTally:
         found = (batch.indices.cpu(), y_b, order_bm, p_bk.gather(1, order_bm), own)
         self._parts.append(Outcomes(*(tensor.numpy() for tensor in found)))
 
-    def merge(self, other: OutcomeTally) -> None:
+    def merge(self, other: OutcomeSum) -> None:
         """Add the images of another process."""
         self._parts += other._parts
 
@@ -93,6 +95,20 @@ class OutcomeTally:
         names = [field.name for field in fields(Outcomes)]
         together = Outcomes(*(np.concatenate([getattr(part, name) for part in self._parts]) for name in names))
         return together.take(np.argsort(together.numbers, kind="stable"))
+
+
+class OutcomeTally(Tally):
+    """Base of the tallies that conclude from the outcomes of all images: `finish` is theirs."""
+
+    def __init__(self, subject: Subject, shown: int) -> None:
+        self.subject, self.shown = subject, shown
+        self.outcomes = OutcomeSum()
+
+    def end_batch(self, batch: Batch, logits: Tensor) -> None:
+        self.outcomes.add(batch, logits, self.subject.name)
+
+    def sums(self) -> Mapping[str, Sum]:
+        return {"outcomes": self.outcomes}
 
 
 def rank_within(groups: Numbers, order: Numbers) -> Numbers:

@@ -98,17 +98,17 @@ class Features:
         return {"brightness": ordered[:, 0], "contrast": ordered[:, 1]}
 
 
-class _Tally(Tally):
+class _Tally(OutcomeTally):
     def __init__(self, subject: Subject, least: int, shown: int) -> None:
-        self.subject, self.least, self.shown = subject, least, shown
-        self.outcomes, self.features = OutcomeTally(), Features()
+        super().__init__(subject, shown)
+        self.least, self.features = least, Features()
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
-        self.outcomes.add(batch, logits, self.subject.name)
+        super().end_batch(batch, logits)
         self.features.add(batch)
 
     def sums(self) -> Mapping[str, Sum]:
-        return {"outcomes": self.outcomes, "features": self.features}
+        return {**super().sums(), "features": self.features}
 
     def finish(self) -> Result:
         outcomes = self.outcomes.collect()

@@ -1,173 +1,30 @@
 """Lesion study: the accuracy lost when each unit is removed [park2022 Fig. 10b, D.4].
 
-The part of the network before the removed unit is replayed: recorded outputs of its blocks for the same images.
+The part of the network before the removed unit is replayed (`anatomy.removal`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from vitclinic._core.errors import ModelError
 from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.anatomy import Anatomy, Unit
-from vitclinic.anatomy.forward import eager
+from vitclinic.anatomy.removal import Replay, stretches
 from vitclinic.data import Batch
 from vitclinic.probes.behaviour import Correct, drop, mean_over, share_correct
 from vitclinic.probes.guards import Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject
-
-
-class Stretch(NamedTuple):
-    """A module on the path through the network, and the depth of its last unit."""
-
-    module: nn.Module
-    last: int
-
-
-class Replay:
-    """Context in which a network can skip everything before a unit, by replaying a recorded pass.
-
-        with Replay(anatomy) as replay:
-            with replay.record():
-                network(images)
-            with replay.skip_before(unit.depth), anatomy.remove(unit):
-                network(images)  # computes only from the unit's block on
-
-    The outputs are those of the full computation, bit for bit. Blocks, stems and pools can be skipped; modules that run
-    several times in a pass, or return more than tensors and plain values, are computed again. Recorded outputs are
-    returned as copies, since the network may write into them.
-    """
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self.stretches = stretches(anatomy)
-        self._kept: dict[nn.Module, Any] = {}
-        self._unfit: set[nn.Module] = set()
-        self._recording = False
-        self._skipping_before = 0
-        self._undo = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._undo.enter_context(eager())
-        for stretch in self.stretches:
-            self._replace_forward(stretch)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-        self._kept.clear()
-
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        """Record the outputs of the modules during one pass of the network."""
-        self._kept.clear()
-        self._unfit.clear()
-        self._recording = True
-        try:
-            yield
-        finally:
-            self._recording = False
-
-    @contextmanager
-    def skip_before(self, depth: int) -> Iterator[None]:
-        """Replay the modules whose units all come before `depth`."""
-        self._skipping_before = depth
-        try:
-            yield
-        finally:
-            self._skipping_before = 0
-
-    @property
-    def recorded_bytes(self) -> int:
-        """Memory of the recorded outputs."""
-        return sum(tensor.nbytes for value in self._kept.values() for tensor in _tensors(value))
-
-    def _replace_forward(self, stretch: Stretch) -> None:
-        # A hook sees inputs and outputs, but cannot keep a module from computing.
-        module: Any = stretch.module
-        own: Callable[..., Any] = module.forward
-        before = vars(module).get("forward")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if stretch.last < self._skipping_before and module in self._kept:
-                return _copy(self._kept[module])
-            output = own(*args, **kwargs)
-            if self._recording:
-                self._keep(module, output)
-            return output
-
-        def restore() -> None:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-
-        module.forward = forward
-        self._undo.callback(restore)
-
-    def _keep(self, module: nn.Module, output: Any) -> None:
-        if module in self._kept or not _is_plain(output):
-            self._unfit.add(module)
-        if module in self._unfit:
-            self._kept.pop(module, None)
-        else:
-            self._kept[module] = _copy(output)
-
-
-def stretches(anatomy: Anatomy) -> list[Stretch]:
-    """Return the blocks, stems and pools of the network that contain no part of a later unit.
-
-    There are none of an observed network: its blocks may hand on more than their outputs, such as features kept aside.
-    """
-    if anatomy.observed:
-        return []
-    found = [Stretch(unit.module, unit.depth) for unit in anatomy.of_kind("stem", "pool") if unit.module is not None]
-    paths = dict(anatomy.network.named_modules())
-    found += [Stretch(paths[block.name], block.units[-1].depth) for block in anatomy.blocks if block.name in paths]
-    return [stretch for stretch in found if not _reaches_beyond(stretch, anatomy)]
-
-
-def _reaches_beyond(stretch: Stretch, anatomy: Anatomy) -> bool:
-    inside = set(stretch.module.modules())
-    return any(unit.module in inside for unit in anatomy.units[stretch.last + 1 :])
-
-
-def _is_plain(value: Any) -> bool:
-    """Return True if `value` consists of tensors, numbers and strings only, so that a copy shares nothing with it."""
-    if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, Tensor | bool | int | float | str | torch.Size)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) in (tuple, list):
-        return type(value)(map(_copy, value))
-    if type(value) is dict:
-        return {key: _copy(item) for key, item in value.items()}
-    return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
-
 
 KEPT_BYTES = 2**29
 """Maximum memory for recorded block outputs; beyond that, fewer images go through at a time."""

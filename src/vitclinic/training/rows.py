@@ -1,4 +1,10 @@
-"""Curves of trainings by other libraries, as rows of our metrics: CSV files and TensorBoard's events.
+"""Rows of metrics: the file that a run writes, and the curves of trainings by other libraries.
+
+`metrics.jsonl` has one JSON object per line, in order. Every row has `kind` (train, val, test), `step`, `epoch`,
+`loss`, `losses`, `lr` and `grad_norm`. Values that depend on the clock are under `timing` and do not count when runs
+are compared. Numbers that are not finite become null, since JSON cannot express them.
+
+Curves of other libraries are read from CSV files and from TensorBoard's events:
 
 timm         summary.csv: epoch, train_loss, eval_loss, eval_top1, eval_top5, lr
 Lightning    metrics.csv: epoch, step, train_loss_step, val_loss, lr-AdamW, ... with empty cells
@@ -10,16 +16,92 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import logging
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vitclinic._core.errors import DataError, MissingExtraError
-from vitclinic._core.io import find_path, read_text
-from vitclinic.training.run import Row
+from vitclinic._core.errors import DamagedFileError, DataError, MissingExtraError
+from vitclinic._core.io import find_path, read_text, refuse_special, write_errors, write_text
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """The open `metrics.jsonl` of a run, for appending rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with write_errors(path):
+            self._file = path.open("a", encoding="utf-8")
+
+    def append(self, row: Row) -> None:
+        """Write one row."""
+        with write_errors(self.path):
+            self._file.write(json.dumps(_replace_nonfinite(row), allow_nan=False) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Flush everything to the disk."""
+        with write_errors(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _replace_nonfinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace_nonfinite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read all complete rows; a last line truncated by a kill is ignored, damaged ones are left out with a warning."""
+    if not path.exists():
+        return []
+    try:
+        refuse_special(path)
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise DamagedFileError(f"'{path}' cannot be read: {error.strerror}.") from error
+    rows = [row for line in lines if (row := parse_row(line)) is not None]
+    if len(rows) < len(lines):
+        log.warning("'%s' has %d damaged rows, which are left out.", path, len(lines) - len(rows))
+    return rows
+
+
+def parse_row(line: bytes) -> Row | None:
+    """Return the row in a line; None if it is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)
+    return row if whole else None
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop rows after `step`, and the final test, which will run again."""
+    write_rows(path, [row for row in read_rows(path) if row["step"] <= step and row["kind"] != "test"])
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Replace a file of rows."""
+    write_text(path, "".join(json.dumps(_replace_nonfinite(row), allow_nan=False) + "\n" for row in rows))
+
+
+def drop_timing(rows: list[Row]) -> list[Row]:
+    """Return the rows without `timing`: equal runs then have equal rows."""
+    return [{key: value for key, value in row.items() if key != "timing"} for row in rows]
+
 
 Table = dict[str, list[tuple[int, float]]]
 """Numbers with their steps, by the name of their column or tag."""
