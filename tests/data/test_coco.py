@@ -8,7 +8,7 @@ from PIL import Image
 
 from vitclinic._core.errors import DataError
 from vitclinic.data import DataConfig, open_data
-from vitclinic.data.outlines import decode_runs, draw_outline, read_counts
+from vitclinic.data.coco import decode_runs, draw_outline, read_counts
 
 CATEGORIES = [{"id": 7, "name": "cat"}, {"id": 3, "name": "dog"}]
 SQUARE = [[4, 2, 12, 2, 12, 10, 4, 10]]

@@ -298,7 +298,7 @@ def test_samples_are_what_the_network_saw(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_beside_a_training_ends_with_it(tmp_path):
-    from vitclinic.experiments.watch.beside import watch_beside
+    from vitclinic.experiments.watch.server import watch_beside
 
     write_run(tmp_path / "a", [row(1)])
     with watch_beside(tmp_path) as address:

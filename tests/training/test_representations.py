@@ -17,7 +17,7 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError
 from vitclinic.data import open_data
-from vitclinic.data.identities import IdentityOrder
+from vitclinic.data.randomness import IdentityOrder
 from vitclinic.tasks import Dino
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training import Run, build_recipe, load_model, resume, train

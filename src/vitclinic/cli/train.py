@@ -121,7 +121,7 @@ def _watched(
     if not wanted or follows():
         yield changes
         return
-    from vitclinic.experiments.watch.beside import watch_beside
+    from vitclinic.experiments.watch.server import watch_beside
     from vitclinic.training import build_recipe
 
     out = resume or build_recipe(recipe, changes).out

@@ -137,8 +137,7 @@ def _find_image(root: Path, row: Row) -> tuple[str, str]:
 
 
 def _open_table(paths: Sequence[Path], skip: bool) -> tuple[Records, list[str]]:
-    from vitclinic.data.asked_table import AskedRows
-    from vitclinic.data.parquet import read_table
+    from vitclinic.data.parquet import AskedRows, read_table
 
     table: pa.Table = read_table(list(paths))
     if missing := {"image", "question"}.difference(table.column_names):

@@ -23,6 +23,7 @@ from PIL import Image
 
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint, sync
+from vitclinic.data.annotations.annotation import Question
 from vitclinic.data.cache import cache_folder
 from vitclinic.data.source import SPLITS, NumberedRecords, Source
 
@@ -63,6 +64,30 @@ class TableRecords(NumberedRecords):
     def contents(self) -> list[Any]:
         lengths = [pc.binary_length(pc.struct_field(chunk, "bytes")) for chunk in self.images.chunks]
         return [length for chunk in lengths for length in chunk.to_pylist()]
+
+
+class AskedRows(TableRecords):
+    """Images in some rows of a table, with the questions of all rows that have the same image."""
+
+    def __init__(
+        self, source: str, images: pa.ChunkedArray, rows: Sequence[int], questions: Sequence[tuple[Question, ...]]
+    ) -> None:
+        super().__init__(source, images, np.zeros(len(rows), np.int64))
+        self._rows, self._questions = rows, questions
+
+    def name(self, index: int) -> str:
+        return super().name(self._rows[index])
+
+    def read(self, index: int) -> Image.Image:
+        return super().read(self._rows[index])
+
+    def contents(self) -> list[int]:
+        lengths = super().contents()
+        return [lengths[row] for row in self._rows]
+
+    def questions(self, index: int) -> tuple[Question, ...]:
+        """Return the questions about an image."""
+        return self._questions[index]
 
 
 def open_parquet(path: Path) -> Source:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitclinic._core import neighbours, reranking
+from vitclinic._core import neighbours
 from vitclinic.functional.checks import check_labels, check_same, check_shape, widen
 from vitclinic.probes.features import embeddings
 
@@ -184,7 +184,7 @@ def rerank(distances: Tensor, k: int = 20, expansion: int = 6, weight: float = 0
         [1, 2, 0, 3, 4]
     """
     check_shape(distances, "N N", "distances")
-    return reranking.rerank(widen(distances), k, expansion, weight)
+    return neighbours.rerank(widen(distances), k, expansion, weight)
 
 
 def effective_rank(features: Tensor) -> float:

@@ -218,9 +218,7 @@ def breakable(name: str) -> Markup:
 @cache
 def _programs() -> dict[str, Markup]:
     """Return our own style and script, and the policy by which the browser runs nothing else."""
-    folder = files("vitclinic.reports") / "templates"
-    style, script = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "page.js"))
-    themes = json.dumps({name: template(name == "dark") for name in ("light", "dark")})
+    style, script = _read("style.css"), _read("page.js")
     policy = (
         f"default-src 'none'; script-src '{checksum(script)}' '{plotly_checksum()}' 'unsafe-eval';"
         " style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -228,7 +226,7 @@ def _programs() -> dict[str, Markup]:
     return {
         "style": Markup(style),
         "script": Markup(script),
-        "themes": Markup(themes.replace("<", "\\u003c")),
+        "themes": _themes(),
         "policy": Markup(policy),
     }
 
@@ -237,3 +235,34 @@ def _embed(drawings: Drawings) -> dict[str, Markup]:
     """Return what the page carries as base64, with plotly's script where there is something to draw."""
     program = {"plotly": compress_plotly()} if any(name.startswith("plot-") for name in drawings.packed) else {}
     return {name: Markup(content) for name, content in {**program, **drawings.packed}.items()}
+
+
+WATCH_POLICY = (
+    "default-src 'none'; script-src 'self' 'unsafe-eval'; style-src 'unsafe-inline'; img-src 'self' data: blob:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""What the browser may load for the live page: nothing but from its own server. plotly makes functions, hence
+`unsafe-eval`."""
+
+
+def render_watch_page(folder: str) -> str:
+    """Return the live page of the runs in a folder, whose name is escaped: a shell that asks its server."""
+    styles = Markup("\n".join(_read(name) for name in ("style.css", "watch.css")))
+    return fill_shell("watch.html", folder=folder, style=styles, themes=_themes())
+
+
+@cache
+def read_script(name: str) -> str:
+    """Return a script of the live page: `watch.js`, or `plotly.js` of the installed package."""
+    return read_plotly() if name == "plotly.js" else _read(name)
+
+
+def _themes() -> Markup:
+    """Return both themes of plots as JSON that can stand in a script."""
+    themes = json.dumps({name: template(name == "dark") for name in ("light", "dark")})
+    return Markup(themes.replace("<", "\\u003c"))
+
+
+@cache
+def _read(name: str) -> str:
+    return (files("vitclinic.reports") / "templates" / name).read_text(encoding="utf-8")

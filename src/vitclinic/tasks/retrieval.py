@@ -75,7 +75,7 @@ class Retrieval(Representation):
 
     def stream(self, dataset: Dataset, augment: Augment, seed: int, network: nn.Module) -> TrainingStream:
         from vitclinic.data import TrainingStream
-        from vitclinic.data.identities import IdentityOrder
+        from vitclinic.data.randomness import IdentityOrder
 
         stream = TrainingStream(dataset, augment, seed)
         stream.order = IdentityOrder(dataset.train.labels, seed, self.instances)

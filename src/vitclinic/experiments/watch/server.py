@@ -2,23 +2,30 @@
 
 It listens at 127.0.0.1, answers GET and HEAD, and refuses names of other hosts, by which a web page elsewhere could
 make a browser ask for us (DNS rebinding). Addresses hold ids of runs and no paths: there is no way out of the folder.
+
+Beside a training it runs in a process of its own, which ends with the training.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import re
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from vitclinic._core.errors import RunError
+from vitclinic._core.errors import RunError, VitclinicError
 from vitclinic.experiments.watch.reading import WatchedFolder
-from vitclinic.reports.watch_page import POLICY, read_script, render_watch_page
+from vitclinic.reports.frame import WATCH_POLICY, read_script, render_watch_page
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Content-Type": kind,
             "Content-Length": str(len(content)),
             "Cache-Control": "private, max-age=3600" if self.path in _SCRIPTS else "no-store",
-            "Content-Security-Policy": POLICY,
+            "Content-Security-Policy": WATCH_POLICY,
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
@@ -172,3 +179,52 @@ def serve(folder: Path, port: int | None, started: Callable[[str], None]) -> Non
             server.serve_forever(poll_interval=0.5)
         except KeyboardInterrupt:
             return
+
+
+_PATIENCE = 60.0
+"""Seconds until the page must answer."""
+
+
+@contextmanager
+def watch_beside(folder: Path) -> Iterator[str]:
+    """Serve the live page of a folder while the context lasts, and give its address.
+
+    The process ends with this one, however that ends: it waits for the end of a pipe that nobody writes to.
+
+    Args:
+        folder: The folder with the runs; it need not be there yet.
+
+    Raises:
+        RunError: The page cannot be served.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(folder, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv() if ours.poll(_PATIENCE) else RunError("The live page did not start.")
+        if isinstance(answer, VitclinicError):
+            raise answer
+        yield answer
+    except EOFError as error:
+        raise RunError("The live page did not start; train without it.") from error
+    finally:
+        ours.close()
+        process.join(5)
+        if process.is_alive():
+            process.terminate()
+
+
+def _serve(folder: Path, connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training, which saves and then ends this
+    try:
+        server = WatchServer(folder)
+    except RunError as error:
+        connection.send(error)
+        return
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    connection.send(server.address)
+    with suppress(EOFError, OSError):
+        connection.recv()
+    server.shutdown()
