@@ -248,7 +248,7 @@ class AttentionMap:
 
     @property
     def seen(self) -> SeenMap | None:
-        """What an observed network's pass showed of the map."""
+        """The map as the pass of an observed network showed it."""
         return None if self.unit.attention is None else self.unit.attention.seen
 
     @property

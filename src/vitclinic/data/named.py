@@ -125,7 +125,7 @@ class NamedData:
 
     @property
     def text(self) -> TextSpec | None:
-        """How its questions become numbers; the words themselves are not known."""
+        """The numbers that its questions become; the words themselves are not known."""
         if not self.tokens:
             return None
         return TextSpec((*SPECIAL, *(str(number) for number in range(self.tokens - len(SPECIAL)))), MOST_TOKENS)

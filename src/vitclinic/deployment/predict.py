@@ -211,7 +211,7 @@ class Predictor:
 
     @cached_property
     def temperature(self) -> float:
-        """What logits are divided by."""
+        """The divisor of the logits."""
         if self._given is not None or self.target.run is None:
             return 1.0 if self._given is None else self._given
         return float(calibrate(self.target, self.network, self.device, self.callback)["temperature"])

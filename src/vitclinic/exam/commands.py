@@ -46,7 +46,7 @@ class Origin:
 
     @property
     def is_shell(self) -> bool:
-        """Whether the exam can be repeated by a command."""
+        """True if the exam can be repeated by a command."""
         return self.target is not None and self.named
 
     def examine(self, probes: Sequence[str], treated: str | None = None) -> str:
@@ -68,7 +68,7 @@ class Origin:
 
     @property
     def treated(self) -> str | None:
-        """Where the treated run goes; None if no command trains it."""
+        """The folder of the treated run; None if no command trains it."""
         if not self.is_shell or self._base() is None:
             return None
         if self.run is not None:

@@ -38,7 +38,7 @@ from vitclinic.data.decoding import Size
 from vitclinic.exam.request import advise, check_target
 from vitclinic.models import Normalized
 from vitclinic.models.calling import check_ready
-from vitclinic.models.libraries import fixed_seed, open_library
+from vitclinic.models.libraries import fix_seed, open_library
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import Data, is_loader, name_classes
 from vitclinic.training import Checkpoint, Run, load_model
@@ -180,7 +180,7 @@ def _call(text: str, module: str, function: str) -> nn.Module:
     if not hasattr(imported, function):
         raise RecipeError(f"'{text}': the module {module} has no '{function}'.")
     try:
-        with fixed_seed():
+        with fix_seed():
             network = getattr(imported, function)()
     except Exception as error:  # the user's own code may raise anything
         raise ModelError(f"'{text}' raised {type(error).__name__}: {error}.") from error

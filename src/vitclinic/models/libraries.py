@@ -167,7 +167,7 @@ def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> 
     transformers = import_transformers(f"hf:{name}")
     only = {"local_files_only": _is_offline()}
     lacking: Sequence[str] = ()
-    with _published(f"hf:{name}", keywords), fixed_seed():
+    with _published(f"hf:{name}", keywords), fix_seed():
         config: Any = transformers.AutoConfig.from_pretrained(name, **only, **keywords)
         has_head = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
         auto: Any = transformers.AutoModelForImageClassification if has_head else transformers.AutoModel
@@ -225,7 +225,7 @@ def _build(target: str, build: Callable[[bool], N], pretrained: bool, keywords: 
     if pretrained:
         with _published(target, keywords, lambda: _build(target, build, False, keywords)):
             return build(True)
-    with fixed_seed():
+    with fix_seed():
         return catch_keywords(target, lambda: build(False))
 
 
@@ -242,8 +242,8 @@ def catch_keywords(target: str, build: Callable[[], N]) -> N:
 
 
 @contextmanager
-def fixed_seed() -> Iterator[None]:
-    """Random weights, the same at every call: what was measured of them can be found again."""
+def fix_seed() -> Iterator[None]:
+    """Make random weights the same at every call: what was measured of them can be found again."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield

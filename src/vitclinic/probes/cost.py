@@ -17,7 +17,7 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import median_interval
 from vitclinic.models.cost import count_flops, peak_bytes
-from vitclinic.probes.digest import packed_weights
+from vitclinic.probes.digest import find_packed_weights
 from vitclinic.probes.probe import Cheaper, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
@@ -78,7 +78,7 @@ class Cost(OwningProbe):
         images = _repeat(next(subject.batches()).images, batch)
         seconds = self._times(subject, images)
         rates = batch / seconds[:, 1]
-        parameters = [*subject.network.parameters(), *packed_weights(subject.network)]
+        parameters = [*subject.network.parameters(), *find_packed_weights(subject.network)]
         held = sum(tensor.nbytes for tensor in (*parameters, *subject.network.buffers(), images))
         scalars = {
             "parameters": Scalar(value=float(sum(p.numel() for p in parameters))),

@@ -118,7 +118,7 @@ class _Identity:
         yield from _hooks(module)
         tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
         yield from (part for item in sorted(tensors.items()) for part in item)
-        yield from (tensor.dequantize() for tensor in packed_in(module))
+        yield from (tensor.dequantize() for tensor in unpack_weights(module))
         yield from (part for item in module.named_children() for part in item)
 
 
@@ -212,17 +212,17 @@ def _hook_attributes(hook: Callable[..., Any]) -> set[str]:
     return set()
 
 
-def packed_weights(network: nn.Module) -> list[Tensor]:
+def find_packed_weights(network: nn.Module) -> list[Tensor]:
     """Return the weights and biases that quantized layers keep in a packed form, which `parameters()` does not list.
 
     Example:
-        >>> packed_weights(nn.Linear(2, 2))
+        >>> find_packed_weights(nn.Linear(2, 2))
         []
     """
-    return [tensor for module in network.modules() for tensor in packed_in(module)]
+    return [tensor for module in network.modules() for tensor in unpack_weights(module)]
 
 
-def packed_in(module: nn.Module) -> list[Tensor]:
+def unpack_weights(module: nn.Module) -> list[Tensor]:
     """Return the weight and the bias of a quantized layer; nothing for any other module."""
     # Recognised by name: importing torch.ao takes a second, and it is being retired.
     if not any(base.__name__ == "WeightedQuantizedModule" for base in type(module).__mro__):

@@ -15,7 +15,7 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Anatomy, Site
 from vitclinic.anatomy.table import parameters_by_unit
-from vitclinic.probes.digest import packed_weights
+from vitclinic.probes.digest import find_packed_weights
 from vitclinic.probes.probe import Result, StreamingProbe, Tally, check_finite, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject
 
@@ -68,7 +68,7 @@ class _Tally(Tally):
         return self.norms
 
     def finish(self) -> Result:
-        everything = [*self.subject.network.parameters(), *packed_weights(self.subject.network)]
+        everything = [*self.subject.network.parameters(), *find_packed_weights(self.subject.network)]
         if self.anatomy is None:
             return Result({"weight_norm": _exact(everything)})
         owned = parameters_by_unit(self.anatomy)

@@ -66,7 +66,7 @@ class _Place(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells places in one module apart: of a branch without a module of its own, which addition it is."""
+        """Key that tells places in one module apart: of a branch without a module of its own, which addition it is."""
         return (self.site.end, self.site.addition, self.site.call) if self.branch else (self.site.end,)
 
 

@@ -74,7 +74,7 @@ class Stage:
 
     @property
     def final(self) -> bool:
-        """Whether it is the final comparison."""
+        """True for the final comparison."""
         return self.name == FINAL
 
     @property

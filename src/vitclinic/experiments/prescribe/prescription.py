@@ -207,7 +207,7 @@ class Prescription:
 
     @property
     def changes(self) -> list[str]:
-        """What changes from the plain recipe to the one to train with, in words."""
+        """The changes from the plain recipe to the one to train with, in words."""
         return describe_changes(self.plain, self.recipe)
 
     @property

@@ -193,6 +193,6 @@ class Condition(Config):
             raise ValueError("match names its arms itself: remove arms")
         return self
 
-    def named_arms(self) -> list[str]:
+    def list_arms(self) -> list[str]:
         """Return the arms that it names."""
         return self.match or self.arms or []

@@ -161,7 +161,7 @@ class Study(Config):
             _check(match.measure, self.measures, f"the matched arm '{name}'")
         for condition in self.conditions:
             _check(condition.measure, self.measures, f"the condition '{condition.says}'")
-            for arm in condition.named_arms():
+            for arm in condition.list_arms():
                 _check(arm, compared, f"the condition '{condition.says}'")
         for expected in self.expectations:
             self._check_expectation(expected, compared)

@@ -81,7 +81,7 @@ def judge(study: Study, values: Values, seeds: Sequence[int]) -> Verdict:
 
 def check_condition(condition: Condition, study: Study, values: Values, seeds: Sequence[int]) -> Checked:
     """Return whether a condition holds in every run that it names, with the number that is farthest out."""
-    arms = condition.named_arms() or [arm for arm, _ in study.all_arms()]
+    arms = condition.list_arms() or [arm for arm, _ in study.all_arms()]
     log = study.measures[condition.measure].log
     margins: list[tuple[float, str]] = []
     for seed in seeds:

@@ -79,7 +79,7 @@ class WatchedRun:
     _status: dict[str, Any] = field(default_factory=dict)
     _tail: list[Row] = field(default_factory=list)
 
-    def changed(self, file: str) -> bool:
+    def has_changed(self, file: str) -> bool:
         """Return True if a file is not the one that was asked about last."""
         now = stamp(self.path / file)
         if file in self._seen and self._seen[file] == now:
@@ -102,9 +102,9 @@ class WatchedRun:
 
     def view(self) -> dict[str, Any]:
         """Return the run as a row of the table."""
-        if self.changed("status.json"):
+        if self.has_changed("status.json"):
             self._status = self._read_status()
-        if self.changed("metrics.jsonl"):
+        if self.has_changed("metrics.jsonl"):
             self._tail = read_tail(self.path / "metrics.jsonl") if self._seen["metrics.jsonl"] else []
         status = self._status
         train = [row for row in self._tail if row["kind"] == "train"]
@@ -232,7 +232,7 @@ class WatchedFolder:
             for run in self._runs.values():
                 if time.monotonic() > deadline:
                     unread += not run.keys and not run.problem
-                elif run.changed("recipe.yaml"):
+                elif run.has_changed("recipe.yaml"):
                     run.read_recipe()
             rows = [{"id": name, **run.view()} for name, run in self._runs.items()]
         return {"folder": str(self.root), "runs": _without_common_keys(rows), "unread": unread, "cut": cut}

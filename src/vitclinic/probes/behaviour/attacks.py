@@ -36,7 +36,7 @@ from vitclinic.probes.behaviour import (
     share,
     share_correct,
 )
-from vitclinic.probes.digest import packed_weights
+from vitclinic.probes.digest import find_packed_weights
 from vitclinic.probes.output import read_output
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, register
 from vitclinic.probes.subject import Subject
@@ -157,7 +157,7 @@ class AttackProbe(BehaviourProbe):
         return Ball(self.norm, _EPSILON[self.norm] if self.epsilon is None else self.epsilon)
 
     def check(self, subject: Subject) -> None:
-        if packed_weights(subject.network):
+        if find_packed_weights(subject.network):
             raise DoesNotApply("the network has quantized layers, which let no gradient through to the image.")
 
     @property

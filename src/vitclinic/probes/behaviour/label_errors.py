@@ -70,7 +70,7 @@ class LabelErrors(StreamingProbe):
             )
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
-        """Where the images are: the list has their files."""
+        """Return the source of the images: the list has their files."""
         return {"source": subject.dataset.name}
 
     def begin(self, subject: Subject) -> Tally:

@@ -63,7 +63,7 @@ class Outcomes:
 
     @property
     def is_wrong(self) -> NDArray[np.bool_]:
-        """Whether the most probable class is not the label, [n]."""
+        """True where the most probable class is not the label, [n]."""
         return np.asarray(self.predicted != self.labels)
 
     def take(self, places: Numbers) -> Outcomes:
