@@ -124,6 +124,20 @@ def test_estimates_are_corrected_by_what_was_seen() -> None:
     assert clock.allow(step("flatness", 10), [step("lesion", 10)]) == pytest.approx(20 + 20)
 
 
+def test_a_probe_is_corrected_by_what_it_took_on_another_network() -> None:
+    clock = Clockwork(100, left=60)
+    clock.note(step("lesion", 10), 10.0)
+    clock.note(step("sharpness", 10), 30.0)
+    assert clock.allow(step("sharpness", 10), [step("lesion", 10)]) == pytest.approx(30 + 20)
+
+
+def test_what_was_cut_has_the_time_until_nothing_more_is_begun() -> None:
+    clock = Clockwork(100, left=-10)
+    assert clock.resume(step("sharpness", 10), []) == 40
+    assert clock.resume(step("sharpness", 10), [step("flatness", 30)]) == 10
+    assert clock.resume(step("sharpness", math.nan), [step("flatness", 30)]) == 20
+
+
 def test_a_plan_is_followed_somewhat_beyond_its_budget() -> None:
     assert not Clockwork(100, left=-49).is_over
     assert Clockwork(100, left=-50).is_over

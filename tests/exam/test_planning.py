@@ -17,7 +17,7 @@ from vitclinic._core.callback import Callback
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.records import Scalar
 from vitclinic._core.time import Time
-from vitclinic.exam.timing import Pace
+from vitclinic.exam.timing import Pace, TimeBudget
 from vitclinic.probes import OwningProbe, Result
 from vitclinic.probes.curvature import Clock
 from vitclinic.probes.guards import Partial
@@ -233,7 +233,7 @@ class Cheap(Slow):
 def test_what_overruns_is_cut_and_goes_on_last_and_nothing_cheap_is_skipped_for_it() -> None:
     told = Told()
     probes = [Overrunning(), Slow(), Cheap()]
-    exam = vitclinic.examine(network(), noise(), probes=probes, budget=6, callbacks=[told])
+    exam = vitclinic.examine(network(), noise(), probes=probes, budget=3, callbacks=[told])
     assert told.measured == ["slow", "cheap", "overrunning", "overrunning"] or told.measured == [
         "slow",
         "cheap",
@@ -242,6 +242,24 @@ def test_what_overruns_is_cut_and_goes_on_last_and_nothing_cheap_is_skipped_for_
     assert exam.left_out == {}
     assert exam["overrunning"].status == "not_converged"
     assert (exam["slow"].status, exam["cheap"].status) == ("ok", "ok")
+
+
+class Resumed(Endless):
+    """Is cut once, and comes to its end when it goes on."""
+
+    name = "resumed"
+
+    def measure(self, subject: Any) -> Result:
+        partial = Partial(subject.scratch.get(self.name))
+        begun = partial.read() is not None
+        partial.write({"begun": np.array(1)})
+        return Result({"x": Scalar(value=1.0)}).unless(None if begun else "the budget ended.")
+
+
+def test_what_was_cut_comes_to_its_end_somewhat_after_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TimeBudget, "left", property(lambda self: -0.1 * self.budget))
+    exam = vitclinic.examine(network(), noise(), probes=[Resumed()], budget=10)
+    assert exam["resumed"].status == "ok"
 
 
 def test_accuracy_is_measured_on_all_images_where_the_shared_pass_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,7 +280,7 @@ class Examination:
             elif not self._take(records[step.place], step, allowed, clock):
                 cut.append(step)
         for number, step in enumerate(cut):
-            left = self.distributed.leader_only(lambda: clock.left / (len(cut) - number))  # noqa: B023
+            left = self.distributed.leader_only(lambda: clock.resume(step, cut[number + 1 :]))  # noqa: B023
             if left >= clock.LEAST:
                 self._take(records[step.place], step, left, clock)
 

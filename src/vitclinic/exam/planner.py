@@ -37,7 +37,7 @@ LIMITS = (64, 256, 1024, 4096)
 
 PLANNED = 0.8
 """Share of the budget that is planned."""
-FIRST = 0.4
+FIRST = 0.6
 """Share of what is planned that the probes with `on_all_images` may take."""
 
 DEAR = 0.1

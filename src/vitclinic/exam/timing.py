@@ -174,12 +174,18 @@ class Schedule:
         return sum(step.seconds for step in self.steps)
 
 
+def _bound(correction: float) -> float:
+    """Return a correction of estimates that one odd step does not throw off."""
+    return min(8.0, max(0.25, correction))
+
+
 class TimeBudget:
     """Shares an exam's time out among its steps, so that what was planned is measured.
 
-    Estimates are corrected by what finished steps took. A step that can be cut gets its corrected estimate, and its
-    share of what the others leave; if it is cut, it goes on last, with what is left by then. Steps that cannot be cut
-    are taken as long as the exam is not far beyond its budget: a plan's word counts more than its last seconds.
+    Estimates are corrected by what finished steps took: those of the same probe on another subject if there are such,
+    else all. A step that can be cut gets its corrected estimate, and its share of what the others leave; if it is cut,
+    it goes on last. Steps that cannot be cut, and what was cut, are taken as long as the exam is not far beyond its
+    budget: a plan's word counts more than its last seconds.
     """
 
     OVERTIME = 1.5
@@ -191,19 +197,22 @@ class TimeBudget:
         self.budget = budget
         self.started = time.monotonic()
         self._estimated = self._taken = 0.0
+        self._own: dict[str, float] = {}
+        """The time that a step took, relative to its estimate, by its label."""
 
     def note(self, step: Step, seconds: float) -> None:
         """Learn from a step that was done, and not cut."""
         if math.isfinite(step.seconds) and step.seconds > 0:
             self._estimated += step.seconds
             self._taken += seconds
+            self._own[step.label] = _bound(seconds / step.seconds)
 
     @property
     def correction(self) -> float:
         """The time that steps took so far, relative to their estimates."""
         if not self._estimated:
             return 1.0
-        return min(8.0, max(0.25, self._taken / self._estimated))
+        return _bound(self._taken / self._estimated)
 
     @property
     def left(self) -> float:
@@ -211,9 +220,24 @@ class TimeBudget:
         return math.inf if self.budget is None else self.started + self.budget - time.monotonic()
 
     @property
+    def left_at_most(self) -> float:
+        """Seconds until nothing more is done, which is somewhat after the budget has ended."""
+        return math.inf if self.budget is None else self.left + (self.OVERTIME - 1) * self.budget
+
+    @property
     def is_over(self) -> bool:
         """Tell whether nothing more is to be begun."""
-        return self.budget is not None and self.left <= -(self.OVERTIME - 1) * self.budget
+        return self.left_at_most <= 0
+
+    def resume(self, step: Step, rest: Iterable[Step]) -> float:
+        """Return the seconds that a step may take which was cut, the `rest` of those still being to do.
+
+        The time is divided in the ratio of the estimates: networks differ in what the same probe takes.
+        """
+        own, others = step.seconds, [other.seconds for other in rest]
+        claims = own + sum(others)
+        known = math.isfinite(claims) and claims > 0
+        return self.left_at_most * (own / claims if known else 1 / (1 + len(others)))
 
     def allow(self, step: Step, rest: Iterable[Step]) -> float | None:
         """Return the seconds that a step may take, the `rest` still being to do; None: whatever it takes.
@@ -232,4 +256,5 @@ class TimeBudget:
         return max(self.LEAST, own + share)
 
     def _expected(self, step: Step) -> float:
-        return self.correction * step.seconds if math.isfinite(step.seconds) else 0.0
+        correction = self._own.get(step.label, self.correction)
+        return correction * step.seconds if math.isfinite(step.seconds) else 0.0

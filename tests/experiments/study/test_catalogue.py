@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from timm.models import is_model
 
 import vitclinic.models  # noqa: F401  (registers our networks)
 from tests.reports.made_studies import stored
+from vitclinic._core.io import parse_yaml, read_our_yaml
 from vitclinic.data import ImageSpec, shapes
 from vitclinic.data.augment import check_magnitude
 from vitclinic.experiments.study.catalogue import open_study, shipped_studies
@@ -42,6 +44,12 @@ FEW = {
     "steps": 2,
 }
 """Options of probes that say how much is done, and little enough of it."""
+
+
+def test_what_we_ship_is_sound_yaml_so_that_it_may_be_read_without_checks() -> None:
+    bases = resources.files("vitclinic.experiments.study") / "claims" / "bases"
+    for text in (*shipped_studies().values(), *(file.read_text(encoding="utf-8") for file in bases.iterdir())):
+        assert read_our_yaml(text) == parse_yaml(text, "a study")
 
 
 def epochs_measured(asked):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import DataError, RecipeError, did_you_mean
-from vitclinic._core.io import find_path, parse_yaml, read_text
+from vitclinic._core.io import find_path, parse_yaml, read_our_yaml, read_text
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.data.factory import open_source, survey
 from vitclinic.data.named import find_missing_data
@@ -83,8 +83,10 @@ def read_study(name: str | Path) -> Any:
         RecipeError: Where there is none of that name.
     """
     shipped = shipped_studies()
-    text = shipped.get(str(name))
-    if text is None and (path := find_path(str(name), RecipeError, "a study")) is not None and not path.is_dir():
+    if str(name) in shipped:
+        return _fill_in_bases(read_our_yaml(shipped[str(name)]))
+    text = None
+    if (path := find_path(str(name), RecipeError, "a study")) is not None and not path.is_dir():
         text = read_text(path, RecipeError)
     if text is not None:
         return _fill_in_bases(parse_yaml(text, f"'{name}'"))
@@ -121,4 +123,4 @@ def _bases() -> dict[str, Any]:
     """Return the recipes that studies are built on, by name."""
     folder = resources.files("vitclinic.experiments.study") / "claims" / "bases"
     names = {file.name.removesuffix(".yaml"): file for file in folder.iterdir()}
-    return {name: parse_yaml(file.read_text(encoding="utf-8"), f"the base '{name}'") for name, file in names.items()}
+    return {name: read_our_yaml(file.read_text(encoding="utf-8")) for name, file in names.items()}
