@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import vitclinic
-from vitclinic.exam import planner
+from vitclinic.exam import request
 
 BUDGET = "10s"
 """Of an exam that a page does not give a budget for."""
@@ -131,7 +131,13 @@ def _pictures(label: int, count: int) -> Iterator[np.ndarray[Any, np.dtype[np.ui
         yield pixels
 
 
-if __name__ == "__main__":
-    os.chdir(sys.argv[1])
-    planner.BUDGET = BUDGET
-    run_page(Path(sys.argv[2]))
+def run_page_apart(page: Path, folder: Path, errors: Path) -> None:
+    """Run all blocks of the page in a process of their own, whose target this is; leave its traceback in a file."""
+    os.chdir(folder)
+    request.BUDGET = BUDGET
+    torch.set_num_threads(1)
+    try:
+        run_page(page)
+    except BaseException:
+        errors.write_text(traceback.format_exc())
+        raise

@@ -1,11 +1,9 @@
 """Every Python block of the README and of docs/ runs as written."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests import snippets
+from tests.processes import SERVER
 from tests.snippets import ROOT, blocks_of
 
 PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if blocks_of(page)]
@@ -21,11 +19,12 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_blocks_of_a_page_run_in_order(page, place, monkeypatch):
+def test_the_blocks_of_a_page_run_in_order(page, place, monkeypatch, tmp_path):
     if snippets.registers(page):
-        command = [sys.executable, "-m", "tests.snippets", str(place), str(page)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        process = SERVER.Process(target=snippets.run_page_apart, args=(page, place, tmp_path / "errors"))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, (tmp_path / "errors").read_text()
         return
     monkeypatch.chdir(place)
     monkeypatch.setattr("vitclinic.exam.request.BUDGET", snippets.BUDGET)

@@ -46,8 +46,8 @@ def _other_modules() -> list[str]:
 OTHERS = _other_modules()
 SAMPLE = sample(OTHERS, 16)
 
-LARGE = 30e6
-"""Parameters; an anatomy of a larger network takes gigabytes."""
+LARGE = 12e6
+"""Parameters; an anatomy of a larger network takes seconds, or gigabytes."""
 
 
 @pytest.mark.parametrize(

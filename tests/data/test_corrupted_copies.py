@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.processes import Command
 from vitclinic._core.errors import DataError, RecipeError, RunError
 from vitclinic._core.lock import hold_lock
 from vitclinic.cli import main
@@ -123,8 +123,7 @@ def test_what_was_interrupted_goes_on(source, tmp_path, form, monkeypatch):
 
 
 def test_a_killed_command_goes_on(source, tmp_path):
-    command = [sys.executable, "-m", "vitclinic", "corrupt", str(source), "--out", str(tmp_path / "c")]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Command(["corrupt", str(source), "--out", str(tmp_path / "c")])
     ends = time.monotonic() + 60
     while process.poll() is None and not list((tmp_path / "c").glob("*_noise-2")) and time.monotonic() < ends:
         time.sleep(0.01)

@@ -6,27 +6,19 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.processes import Command
+
 VIT = "timm:vit_tiny_patch16_224?img_size=32&patch_size=8&embed_dim=24&depth=2&num_heads=2&num_classes=10"
 WORDS = [VIT, "--random-weights", "--data", "shapes:120", "--budget", "15s", "--json", "--no-report"]
 
 
-def command(folder: Path) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "vitclinic", "examine", *WORDS, "--out", str(folder)]
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Whoever runs the tests in the background of a script may ignore Ctrl-C, and this would be inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def command(folder: Path) -> Command:
+    return Command(["examine", *WORDS, "--out", str(folder)])
 
 
 def stored(folder: Path) -> dict[str, bytes]:

@@ -1,32 +1,28 @@
-"""`vitclinic examine` in two processes of torchrun."""
+"""`vitclinic examine` in two processes, as torchrun starts them."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.training.test_distributed import free_port
+from tests.processes import run_ranks
 
 VIT = "timm:vit_tiny_patch16_224?img_size=16&patch_size=8&embed_dim=12&depth=2&num_heads=2&num_classes=10"
 PROBES = ["--set", "flatness.draws=3", "--set", "hessian_spectrum.batches=3", "--set", "sharpness.components=false"]
 WORDS = [VIT, "--random-weights", "--data", "shapes:120", "--probes", "norms,flatness,hessian_spectrum,sharpness"]
 
 
-def examined(folder: Path, *launcher: str) -> tuple[str, list[Path]]:
-    words = [sys.executable, "-m", *launcher, "vitclinic", "examine", *WORDS, *PROBES, "--json", "--out", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+def examined(folder: Path, processes: int) -> tuple[str, list[Path]]:
+    done = run_ranks("examine", *WORDS, *PROBES, "--json", "--out", str(folder), processes=processes)
     assert done.returncode == 0, done.stderr
     return done.stdout, sorted(path.relative_to(folder) for path in folder.rglob("*.*"))
 
 
 def test_two_processes_print_and_store_what_one_does(tmp_path: Path) -> None:
-    start = ["--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m"]
-    alone, alone_files = examined(tmp_path / "alone")
-    both, files = examined(tmp_path / "both", "torch.distributed.run", *start)
+    alone, alone_files = examined(tmp_path / "alone", 1)
+    both, files = examined(tmp_path / "both", 2)
     assert files == alone_files
     (one,), (two,) = json.loads(alone), json.loads(both)
     for probe, expected in one["measurements"].items():
@@ -34,6 +30,6 @@ def test_two_processes_print_and_store_what_one_does(tmp_path: Path) -> None:
         assert found["status"] == expected["status"], found["reason"]
         values = [{name: scalar["value"] for name, scalar in each["scalars"].items()} for each in (found, expected)]
         assert values[0] == pytest.approx(values[1], rel=1e-3)
-    again, _ = examined(tmp_path / "both", "torch.distributed.run", *start)
+    again, _ = examined(tmp_path / "both", 2)
     (third,) = json.loads(again)
     assert all(measurement["reused"] for measurement in third["measurements"].values())

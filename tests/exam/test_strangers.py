@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import run_command
 from vitclinic.probes import known_probes
 
 OWN = '''
@@ -53,12 +52,12 @@ SMALL = {
 
 def examined(folder: Path, *words: str, probes: set[str]) -> dict[str, Any]:
     """The exam of one target by a real command, in small: nothing in it depends on the clock."""
-    command = [sys.executable, "-m", "vitclinic", "examine", *words, "--data", "shapes:60", "--limit", "32", "--json"]
+    command = ["examine", *words, "--data", "shapes:60", "--limit", "32", "--json"]
     command += ["--probes", ",".join(sorted(probes))]
     for probe in sorted(probes & SMALL.keys()):
         for option, value in SMALL[probe].items():
             command += ["--set", f"{probe}.{option}={value}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    done = run_command(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     (exam,) = json.loads(done.stdout)
     assert (folder / "exams" / "report.html").stat().st_size > 10_000

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 
-from tests.training.test_distributed import torchrun
+from tests.processes import run_ranks
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError
@@ -302,9 +302,8 @@ def test_two_processes_make_the_steps_of_one(tmp_path):
     alone = train({**recipe, "out": str(tmp_path / "alone")})
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**recipe, "out": str(tmp_path / "both")}))
-    process = torchrun(["-q", str(file)])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = run_ranks("train", "-q", str(file))
+    assert done.returncode == 0, done.stderr
     both = Run(tmp_path / "both")
     ours, theirs = (run.checkpoints.read_model("last") for run in (alone, both))
     assert all((value - theirs[name]).abs().max() < 1e-9 for name, value in ours.items())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.training.test_distributed import torchrun
+from tests.processes import run_ranks
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
@@ -175,9 +175,8 @@ def test_two_processes_make_the_steps_of_one(make, tmp_path):
     alone = train({**plain, "out": str(tmp_path / "alone")})
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**plain, "out": str(tmp_path / "both")}))
-    process = torchrun(["-q", str(file)])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = run_ranks("train", "-q", str(file))
+    assert done.returncode == 0, done.stderr
     both = Run(tmp_path / "both")
     assert same_weights(alone.checkpoints.read_model("last"), both.checkpoints.read_model("last"), 1e-10)
     for ours, theirs in zip(alone.metrics, both.metrics, strict=True):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,17 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import free_port, run_ranks
 from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import RecipeError
 from vitclinic.data import open_data
 from vitclinic.training import Run, build_recipe, resume, train
 from vitclinic.training.trainer import Trainer
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def torchrun(arguments, processes=2, meeting=None):
@@ -68,9 +62,8 @@ def test_two_processes_make_the_steps_of_one(recipe, tmp_path, changes, toleranc
     alone = train(recipe(**changes, out=str(tmp_path / "alone")))
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(recipe(**changes, out=str(tmp_path / "both"))))
-    process = torchrun(["-q", str(file)])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = run_ranks("train", "-q", str(file))
+    assert done.returncode == 0, done.stderr
     both = Run(tmp_path / "both")
     theirs = both.checkpoints.read_model("last")
     for name, value in alone.checkpoints.read_model("last").items():
@@ -91,15 +84,15 @@ def test_scores_of_two_processes_are_those_of_the_network_they_store(recipe, tmp
     model = {"name": "resnet18", "channels": [4, 4, 8, 8]}
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(recipe(model=model, ema=0.9, steps=12)))
-    process = torchrun(["-q", str(file)])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = run_ranks("train", "-q", str(file))
+    assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "run")
     score = Classification().evaluate(load_model(run.path), open_data(run.recipe.data), "val", ALONE)
     assert score["correct"] == run.results["val"]["correct"]
     assert score["nll"] == pytest.approx(run.results["val"]["nll"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_error_is_one_sentence_also_from_many_processes(tmp_path):
     process = torchrun([f"data={tmp_path / 'nowhere'}"])
     output, _ = process.communicate(timeout=120)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.test_distributed import torchrun
+from tests.processes import run_ranks
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
@@ -112,9 +112,8 @@ def test_two_processes_make_the_steps_of_one_also_with_sam(make, task, tmp_path)
     alone = train({**plain, "out": str(tmp_path / "alone")})
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**plain, "out": str(tmp_path / "both")}))
-    process = torchrun(["-q", str(file)])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = run_ranks("train", "-q", str(file))
+    assert done.returncode == 0, done.stderr
     both = Run(tmp_path / "both")
     (weights, state), (others, theirs) = alone.checkpoints.read("last"), both.checkpoints.read("last")
     tolerance = 1e-10 if task in ("contrastive", "retrieval") else 1e-8
@@ -331,9 +330,8 @@ def test_two_processes_keep_what_is_frozen(tiny, frozen, tmp_path):
     alone = train({**plain, "out": str(tmp_path / "alone")})
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**plain, "out": str(tmp_path / "both")}))
-    process = torchrun(["-q", str(file)])
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = run_ranks("train", "-q", str(file))
+    assert done.returncode == 0, done.stderr
     one, two = (run.checkpoints.read_model("last") for run in (alone, Run(tmp_path / "both")))
     assert same_weights(one, two, 1e-10)
     start = trainer_of(plain).network.state_dict()

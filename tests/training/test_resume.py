@@ -4,14 +4,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import Command, run_command
 from vitclinic._core.callback import Callback
 from vitclinic.training import Run, resume, train
 from vitclinic.training.rows import drop_timing
@@ -28,8 +27,7 @@ HARD = {
 
 def start(arguments):
     """In a process group of its own, as a terminal would: signals then reach its workers, too."""
-    command = [sys.executable, "-m", "vitclinic", "train", "-q", *arguments]
-    return subprocess.Popen(command, env=os.environ, process_group=0)
+    return Command(["train", "-q", *arguments])
 
 
 def wait_for_step(run, step, process):
@@ -127,14 +125,7 @@ def test_a_damaged_last_checkpoint_resumes_from_the_previous_one_to_the_same_bit
     process.wait()
     state = run.path / "checkpoints" / "last" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:1000])
-    done = subprocess.run(
-        [sys.executable, "-m", "vitclinic", "train", "--resume", str(run.path)],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        check=True,
-    )
-    assert "damaged" in done.stderr
+    assert "damaged" in run_command("train", "--resume", str(run.path)).stderr
     same(whole, run)
 
 

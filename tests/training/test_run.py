@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.processes import holding
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.training import Run, load_model, resume, train
 
@@ -69,18 +70,8 @@ def test_not_a_run(tmp_path):
 
 
 def test_two_processes_in_one_directory(tiny, tmp_path):
-    code = (
-        "import sys, time\nfrom pathlib import Path\nfrom vitclinic.training import Run\n"
-        "with Run(Path(sys.argv[1])).lock():\n    print('held', flush=True)\n    time.sleep(60)\n"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match="Another process is working"):
-            train(tiny())
-    finally:
-        holder.kill()
-        holder.wait()
+    with holding(tmp_path / "run"), pytest.raises(RunError, match="Another process is working"):
+        train(tiny())
     assert train(tiny()).status["status"] == "finished"  # a killed owner's lock is gone
 
 

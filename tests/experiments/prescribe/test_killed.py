@@ -4,31 +4,22 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.processes import Command, run_command
 from vitclinic.experiments.prescribe import plan
 from vitclinic.experiments.prescribe.conduct import prescribe
 from vitclinic.treatments.treatment import TREATMENTS
 
 from .made import RECIPE, louder
 
-PROGRAM = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
-from tests.experiments.prescribe.made import louder
-from vitclinic.treatments.treatment import TREATMENTS
-TREATMENTS.register(louder("tenfold", 10.0))
-from vitclinic.experiments.prescribe import plan
-plan.SELECTION_SEEDS, plan.FINAL_SEEDS, plan.LARGEST_UNSEEN = 1, (3, 3), 1.0
-from vitclinic.cli import main
-main()
-"""
-"""The command with few seeds: a trial here is mostly the making of its directory."""
+
+def with_few_seeds():
+    """Prepare the command: a trial here is mostly the making of its directory."""
+    TREATMENTS.register(louder("tenfold", 10.0))
+    plan.SELECTION_SEEDS, plan.FINAL_SEEDS, plan.LARGEST_UNSEEN = 1, (3, 3), 1.0
 
 
 @pytest.fixture
@@ -39,13 +30,9 @@ def command(tmp_path):
     options = ["--budget", "10m", "--treatments", "tenfold", "--try", "optimizer.lr=0.001"]
 
     def make(out):
-        return [sys.executable, "-c", PROGRAM, "prescribe", str(recipe), *options, "--out", str(tmp_path / out)]
+        return Command(["prescribe", str(recipe), *options, "--out", str(tmp_path / out)], before=with_few_seeds)
 
     return make
-
-
-def start(command):
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
 
 
 def kill_when(process, out, runs, how):
@@ -66,9 +53,9 @@ def answer(folder):
 def finish(command, tmp_path, out):
     """Let the interrupted command go on, and compare it with a call that was not, by the same measured costs."""
     assert not (out / "prescription.json").exists()
-    done = subprocess.run(command(out.name), capture_output=True, text=True, check=True)
-    assert "Selection (optimistic)" in done.stdout
-    assert "fresh seeds" in done.stdout
+    said, _ = command(out.name).communicate()
+    assert "Selection (optimistic)" in said
+    assert "fresh seeds" in said
     (tmp_path / "whole").mkdir()
     shutil.copy(out / "plan.json", tmp_path / "whole" / "plan.json")
     with pytest.MonkeyPatch.context() as patch:
@@ -88,20 +75,20 @@ def finish(command, tmp_path, out):
 def test_killed_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path):
     out = tmp_path / "killed"
     # In the middle of a trial: the ones before have ended, and a checkpoint may be half written.
-    kill_when(start(command("killed")), out, 4, signal.SIGKILL)
+    kill_when(command("killed"), out, 4, signal.SIGKILL)
     finish(command, tmp_path, out)
 
 
 @pytest.mark.slow
 def test_killed_in_every_trial_it_goes_on_to_the_table_that_it_would_have_had(command, tmp_path):
     for runs in range(1, 9):
-        kill_when(start(command("killed")), tmp_path / "killed", runs, signal.SIGKILL)
-    error = kill_when(start(command("killed")), tmp_path / "killed", 9, signal.SIGINT)
+        kill_when(command("killed"), tmp_path / "killed", runs, signal.SIGKILL)
+    error = kill_when(command("killed"), tmp_path / "killed", 9, signal.SIGINT)
     assert error.strip() == "interrupted; every trial that has ended is stored, and the same command goes on"
     finish(command, tmp_path, tmp_path / "killed")
 
 
 def test_without_data_it_asks_for_it():
-    done = subprocess.run([sys.executable, "-m", "vitclinic", "prescribe"], capture_output=True, text=True, check=False)
+    done = run_command("prescribe")
     assert done.returncode == 2
     assert done.stderr.strip() == "error: Which data? Give --data D, or a recipe that names it."

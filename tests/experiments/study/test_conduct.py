@@ -5,13 +5,12 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import yaml
 
+from tests.processes import Command
 from vitclinic._core.errors import DataError, RecipeError, RunError
 from vitclinic._core.io import is_unchanged
 from vitclinic.data import DataConfig
@@ -66,8 +65,7 @@ def test_killed_anywhere_it_goes_on_to_the_identical_table(tmp_path, rows):
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump(STUDY))
     killed = tmp_path / "killed"
-    command = [sys.executable, "-m", "vitclinic", "study", str(file), "--out", str(killed)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Command(["study", str(file), "--out", str(killed)])
     while process.poll() is None and written_rows(killed) < rows:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
@@ -83,8 +81,7 @@ def written_rows(folder):
 def test_two_commands_at_a_time_share_their_runs_and_find_the_same(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump(STUDY))
-    command = [sys.executable, "-m", "vitclinic", "study", str(file), "--out", str(tmp_path / "out"), "--json"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [Command(["study", str(file), "--out", str(tmp_path / "out"), "--json"]) for _ in range(2)]
     said = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     one, other = (json.loads(out) for out, _ in said)
@@ -95,8 +92,7 @@ def test_two_commands_at_a_time_share_their_runs_and_find_the_same(tmp_path):
 def test_interrupted_it_says_one_sentence_and_the_same_command_goes_on(tmp_path):
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump({**STUDY, "base": {**TINY, "steps": 300}}))
-    command = [sys.executable, "-m", "vitclinic", "study", str(file), "--out", str(tmp_path), "--seeds", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    process = Command(["study", str(file), "--out", str(tmp_path), "--seeds", "1"])
     while process.poll() is None and written_rows(tmp_path) < 10:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
@@ -141,6 +137,7 @@ def test_another_measure_trains_nothing(tmp_path):
     assert 0 < second.values["fast"][0]["alike"] < 1
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_table_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(runner.os, "cpu_count", lambda: 2)  # a thread each, as these tests have
     arms = {**STUDY["arms"], "absurd": DIVERGING, "impossible": IMPOSSIBLE}

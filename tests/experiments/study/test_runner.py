@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from threading import Timer
 
 import pytest
 
+from tests.processes import holding
 from vitclinic._core.callback import Callback
 from vitclinic.experiments import runner
 from vitclinic.experiments.runner import Pool, run_all
@@ -80,29 +80,7 @@ def test_a_signal_that_comes_too_late_to_stop_one_run_stops_those_after_it(tmp_p
     assert not pool.path(tiny(seed=1)).exists()
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from vitclinic.training import Run
-with Run(Path(sys.argv[1])).lock():
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-@contextmanager
-def holding(path):
-    """Another process that is at a run, and does not get on."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_another_process_is_at_comes_last_and_is_ours_when_that_dies(tmp_path, monkeypatch, processes):
     monkeypatch.setattr(runner, "LOOK_AGAIN", 0.05)
     pool = Pool(tmp_path)
@@ -127,7 +105,7 @@ def heard():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_workers_of_a_study_may_have_workers_for_their_data(tmp_path, processes):
     recipe = tiny(steps=2, workers=1, data={"source": "digits", "limit": 60, "augment": "deit"})
     outcomes = run_all([recipe, recipe.model_copy(update={"seed": 1})], Pool(tmp_path), processes=processes, threads=1)
@@ -148,6 +126,7 @@ def test_waiting_for_another_process_can_be_interrupted(tmp_path, processes):
         run_all(recipes, pool, processes=processes, threads=1, callbacks=[Stopping()])
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_another_speaks_loses_its_own_run_only(tmp_path):
     pool = Pool(tmp_path)
 
