@@ -13,14 +13,14 @@ from tests.deployment.conftest import TINY
 from vitclinic._core.errors import DataError, RecipeError
 from vitclinic._core.segmentation import count_pixels, mean_iou
 from vitclinic.data import DataConfig, evaluation_batches, open_data
-from vitclinic.data.coco import decode_runs, encode_runs
-from vitclinic.deployment.annotate import restore_boxes, restore_mask
+from vitclinic.data.coco import decode_runs, encode_runs, open_coco
+from vitclinic.deployment.annotate import Boxes, FoundObjects, restore_boxes, restore_mask
 from vitclinic.tasks.answers import score_answer
 from vitclinic.training import load_model
 
 TASKS = {
     "mask": {"name": "segmentation", "head": "linear", "auxiliary": 0, "crop": 48},
-    "objects": {"name": "detection", "width": 8, "samples": 4, "proposals": 6},
+    "objects": {"name": "detection", "width": 8, "samples": 4, "proposals": 6, "masks": False},
     "questions": "vqa",
 }
 
@@ -80,21 +80,35 @@ def test_boxes_and_masks_move_back_to_the_image():
     assert restore_boxes(np.array([[1.0, 0.0, 3.0, 4.0]]), (4, 4), (8, 20)).tolist() == [[8, 0, 12, 8]]
 
 
-def test_objects_written_as_coco_are_read_back_as_data(trained, tmp_path):
-    run, folder, _ = trained("objects")
-    found = vitclinic.predict(run, folder, min_score=0)
-    assert sum(map(len, found.objects)) > 3
+def test_objects_written_as_coco_are_read_back_as_data(tmp_path):
+    Image.new("RGB", (8, 6)).save(tmp_path / "a.png")
+    views = np.zeros((2, 6, 8), bool)
+    views[0, 1:3, 2:5] = views[1, 4:, 7:] = True
+    boxes, labels = np.array([[2.0, 1.0, 5.0, 3.0], [6.5, 4.0, 8.0, 6.0]]), np.array([1, 0])
+    found = Boxes(
+        [str(tmp_path / "a.png")], ("star", "disc"), [FoundObjects((6, 8), boxes, labels, np.array([0.9, 0.4]), views)]
+    )
     found.write(tmp_path / "new.json")
-    read = open_data(DataConfig(source=str(tmp_path / "new.json"), target="objects", on_error="skip"))
-    assert read.classes == found.classes
     contents = json.loads((tmp_path / "new.json").read_text())
-    assert [each["score"] for each in contents["annotations"]] == [s for one in found.objects for s in one.scores]
-    one = next(each for each in contents["annotations"] if each["area"])
-    mine = found.objects[one["image_id"] - 1]
-    number = int(np.abs(mine.scores - one["score"]).argmin())
-    assert one["bbox"][:2] == mine.boxes[number, :2].tolist()
-    outline = one["segmentation"]
-    assert np.array_equal(decode_runs(outline["counts"], tuple(outline["size"])), mine.mask(number))
+    assert [(each["score"], each["area"]) for each in contents["annotations"]] == [(0.9, 6), (0.4, 2)]
+    source = open_coco(tmp_path / "new.json", "raise")
+    read = source.splits["train"].objects(0)
+    assert source.targets["objects"] == found.classes
+    assert np.array_equal(read.boxes, boxes)
+    assert np.array_equal(read.labels, labels)
+    assert np.array_equal(read.masks, views)
+
+
+def test_boxes_are_those_of_the_network_in_the_pixels_of_the_image(trained):
+    run, folder, batch = trained("objects")
+    image = Image.open(folder / "00.png")
+    large = image.resize((3 * image.width, 3 * image.height), Image.Resampling.NEAREST)
+    found = vitclinic.predict(run, [image, large], min_score=0)
+    (own,) = load_model(run.path)(batch.images[:1])
+    assert found.objects[0].boxes == pytest.approx(own["boxes"].numpy(), abs=1e-5)
+    assert found.objects[0].scores == pytest.approx(own["scores"].numpy())
+    (seen,) = load_model(run.path)(large)
+    assert found.objects[1].boxes == pytest.approx(3 * seen["boxes"].numpy(), abs=1e-3)
 
 
 @pytest.mark.parametrize("mask", [[[0]], [[1]], [[0, 1], [1, 1]], [[1, 0], [0, 0]]])
@@ -137,13 +151,6 @@ def test_a_question_is_asked_of_each_image_and_may_be_given_to_the_network(train
     assert list(found.rows(top_k=1)[0]) == ["file", "question", "answer", "score"]
     logits = load_model(run.path)(Image.open(folder / "01.png"), questions[1]).detach().double()
     assert found.scores[3] == pytest.approx(logits.sigmoid().numpy()[0], abs=1e-6)
-
-
-def test_loaded_networks_of_other_tasks_take_images(trained):
-    run, folder, batch = trained("objects")
-    network = load_model(run.path)
-    (one,), (other,) = network(Image.open(folder / "00.png")), network(batch.images[:1])
-    assert torch.equal(one["boxes"], other["boxes"])
 
 
 @pytest.mark.parametrize(
