@@ -59,16 +59,18 @@ def predict(
 
     \b
     vitclinic predict runs/photos new/ -o new.csv      a folder of images
-    vitclinic predict runs/photos cat.jpg 'new/*.png'  files and patterns, to stdout
+    vitclinic predict runs/photos cat.jpg 'new/*.png'  files, patterns, to stdout
     find new -name '*.jpg' | vitclinic predict runs/photos - -o new.jsonl
     vitclinic predict runs/photos@last new/ --top-k 3 -o new.parquet
-    vitclinic predict runs/roads new/ -o new.csv       task segmentation: new_masks/*.png, too
-    vitclinic predict runs/boats new/ -o new.json      task detection: COCO's JSON, or a table
-    vitclinic predict runs/vqa new/ --ask 'is it day'  task vqa; or a table of image and question
+    vitclinic predict runs/roads new/ -o new.csv       segmentation: new_masks/
+    vitclinic predict runs/boats new/ -o new.json      detection: COCO's JSON
+    vitclinic predict runs/vqa new/ --ask 'is it day'  vqa
+    vitclinic predict runs/vqa asked.csv -o new.csv    columns image and question
 
-    Images are prepared as the run's test images were. Probabilities are calibrated
-    by a temperature that fits the run's val images. Images that cannot be read are
-    told, left out and counted; the exit code is then 8. More: docs/predict.md.
+    Images are prepared as the run's test images were. Probabilities are
+    calibrated by a temperature that fits the run's val images. Images that
+    cannot be read are told, left out and counted; the exit code is then 8.
+    More: docs/predict.md.
     """
     from vitclinic.deployment.images import COCO, SUFFIXES, check_output, find_inputs
     from vitclinic.exam.request import check_target

@@ -90,7 +90,7 @@ def _list(place: int, name: str, one: Measurement, found: Measurements) -> Figur
     listed = [
         Row(
             mark_up("{}: {}", row[0], row[1]) + (" (weak)" if row[-1] < SIGNIFICANT else ""),
-            f"{row[3]:.0%} ({row[4]:.0%} to {row[5]:.0%}) of {row[2]}, the rest {row[6]:.0%}; p\u00a0{_format_p(row[-1])}",
+            f"{row[3]:.0%} ({row[4]:.0%} to {row[5]:.0%}) of {row[2]}, the rest {row[6]:.0%}; {_format_p(row[-1])}",
             groups.get((row[0], row[1]), []),
             row[3],
         )
@@ -129,4 +129,4 @@ def _group_images(one: Measurement, most: int) -> tuple[list[Shown], dict[tuple[
 
 
 def _format_p(p: float) -> str:
-    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
+    return f"p\u00a0{p:.2g}" if p >= 1e-4 else "p\u00a0<\u00a00.0001"
