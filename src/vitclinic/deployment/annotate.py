@@ -23,8 +23,8 @@ from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.io import staged, write_errors, write_json
 from vitclinic.data.annotations.annotation import VOID, Mask
 from vitclinic.data.annotations.geometry import Window, choose_window
-from vitclinic.data.decoding import Size
 from vitclinic.data.coco import encode_runs
+from vitclinic.data.decoding import Size
 from vitclinic.deployment.images import COCO, SUFFIXES, Row, check_output, make_rows
 from vitclinic.deployment.predictor import TOP_K, Decoded, ImagePredictor, Results
 from vitclinic.exam.targets import Target
