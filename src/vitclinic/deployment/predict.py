@@ -139,20 +139,20 @@ def open_predictor(
     **common: Any,
 ) -> ImagePredictor[Any]:
     """Return what predicts images of a target, by its task; arguments are those of `predict`."""
-    task = _find_task(target)
+    task, name = _find_task(target), target.path if isinstance(target, Run) else target
     kind = "class" if task is None else task.target
     if isinstance(task, Representation):
         raise RecipeError(
-            f"'{target}' was trained for {task.name}, so that it returns features and no classes: `vitclinic features"
-            f" {target} --data IMAGES -o FILE.parquet` writes them."
+            f"'{name}' was trained for {task.name}, so that it returns features and no classes: `vitclinic features"
+            f" {name} --data IMAGES -o FILE.parquet` writes them."
         )
     if task is not None and kind == "class" and task.name != "classification":
-        raise RecipeError(f"'{target}' was trained for {task.name}, of which predict knows nothing: use load_model.")
+        raise RecipeError(f"'{name}' was trained for {task.name}, of which predict knows nothing: use load_model.")
     given = {"temperature": temperature, "min_score": min_score, "ask": ask}
-    for name, value in given.items():
-        if value is not None and _OPTIONS.get(kind) != name:
+    for option, value in given.items():
+        if value is not None and _OPTIONS.get(kind) != option:
             what = "is no run" if task is None else f"was trained for {task.name}"
-            raise RecipeError(f"'{name}' is for runs of the task {_FITTING[name]}, and '{target}' {what}; remove it.")
+            raise RecipeError(f"'{option}' is for runs of the task {_FITTING[option]}, and '{name}' {what}; remove it.")
     if kind == "mask":
         return MaskPredictor(target, **common)
     if kind == "objects":
