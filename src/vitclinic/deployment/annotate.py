@@ -53,7 +53,8 @@ def restore_mask(view: Mask, size: Size, outside: int = VOID) -> Mask:
 def restore_boxes(boxes: NDArray[np.float64], view: Size, size: Size) -> NDArray[np.float64]:
     """Return boxes [n, 4] of a network's view in the pixels of the image."""
     left, top, right, bottom = choose_window(size, view).shown
-    return boxes * np.tile([(right - left) / view[1], (bottom - top) / view[0]], 2) + np.tile([left, top], 2)
+    scale = np.array([(right - left) / view[1], (bottom - top) / view[0]] * 2)
+    return np.asarray(boxes * scale + np.array([left, top] * 2), np.float64)
 
 
 @dataclass
@@ -161,8 +162,9 @@ class MaskPredictor(ImagePredictor[Masks]):
         run, views = self.target.run, []
         height, width = self.preprocessing.size
         window = run.recipe.task.frame(run.spec).img_size
-        for images in decoded.images.split(max(1, _PIXELS // (height * width))) if decoded.names else ():
-            scores = slide(self.network, images.to(self.device), window)
+        at_once = max(1, _PIXELS // (height * width))
+        for start in range(0, len(decoded.names), at_once):
+            scores = slide(self.network, decoded.images[start : start + at_once].to(self.device), window)
             if not bool(scores.isfinite().all()):
                 raise ModelError(f"'{self.target.name}' returns scores that are not finite (NaN or infinity).")
             views += list(scores.argmax(1).to(torch.uint8).cpu().numpy())
@@ -282,8 +284,8 @@ class BoxPredictor(ImagePredictor[Boxes]):
     @torch.inference_mode()
     def read(self, decoded: Decoded) -> Boxes:
         objects: list[FoundObjects] = []
-        for images in decoded.images.split(_DETECTED) if decoded.names else ():
-            for found in self.network(images.to(self.device)):
+        for start in range(0, len(decoded.names), _DETECTED):
+            for found in self.network(decoded.images[start : start + _DETECTED].to(self.device)):
                 objects.append(self._restore(found, decoded.sizes[len(objects)]))
         return Boxes(decoded.names, self.classes, objects, decoded.skipped)
 
