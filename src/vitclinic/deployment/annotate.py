@@ -126,7 +126,7 @@ class Masks(Results):
             short = [path.relative_to(root).with_name(f"{path.name}.png") for path in whole]
         folder = _mask_folder(out)
         if taken := set(whole).intersection(Path(os.path.abspath(folder / name)) for name in short):
-            raise RecipeError(f"The masks would replace the images, such as '{min(taken)}'; give another FILE by -o.")
+            raise RecipeError(f"The masks would replace the images, such as '{min(taken)}'; choose another file.")
         return {file: folder / name for file, name in zip(files, short, strict=True)}
 
 
@@ -154,7 +154,7 @@ class MaskPredictor(ImagePredictor[Masks]):
     results = Masks
 
     def describe(self, rows: int, out: Path | None) -> str:
-        return f"masks in {_mask_folder(out)}" if out else "shares of classes; -o FILE also writes masks"
+        return f"masks in {_mask_folder(out)}" if out else "shares of classes; masks are written beside a file"
 
     @torch.inference_mode()
     def read(self, decoded: Decoded) -> Masks:
@@ -272,7 +272,7 @@ class BoxPredictor(ImagePredictor[Boxes]):
         return {"min_score": self.min_score}
 
     def describe(self, rows: int, out: Path | None) -> str:
-        less = f"; --min-score {self.min_score / 10:g} shows less certain ones" if not rows else ""
+        less = "; a lower least score shows less certain ones" if not rows else ""
         return f"{rows} object{'s' * (rows != 1)} of score {self.min_score:g} or more{less}"
 
     def __init__(self, target: Target, *, min_score: float | None = None, **common: Any) -> None:

@@ -79,7 +79,7 @@ class AnswerPredictor(ImagePredictor[Answers]):
         self._questions = [one.questions if isinstance(one, Asked) else self.ask for one in images]
         if not all(self._questions):
             raise RecipeError(
-                f"'{self.target.name}' answers questions: give one by `ask` (--ask), or a table, .csv or .jsonl, with"
+                f"'{self.target.name}' answers questions: give one by `ask`, or a table, .csv or .jsonl, with"
                 " the columns image and question."
             )
 

@@ -143,8 +143,8 @@ def open_predictor(
     kind = "class" if task is None else task.target
     if isinstance(task, Representation):
         raise RecipeError(
-            f"'{name}' was trained for {task.name}, so that it returns features and no classes: `vitclinic features"
-            f" {name} --data IMAGES -o FILE.parquet` writes them."
+            f"'{name}' was trained for {task.name}, so that it returns features and no classes; the verb features"
+            " writes them."
         )
     if task is not None and kind == "class" and task.name != "classification":
         raise RecipeError(f"'{name}' was trained for {task.name}, of which predict knows nothing: use load_model.")
