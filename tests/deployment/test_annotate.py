@@ -183,7 +183,7 @@ def test_tables_of_questions_are_read_with_care(trained, run, tmp_path):
 def test_features_are_no_classes_and_the_verb_that_writes_them_is_named(tmp_path):
     keys = {"data": "digits", "model": TINY, "steps": 1, "batch_size": 8, "workers": 0}
     run = vitclinic.train(task="retrieval", **keys, out=tmp_path / "run")
-    with pytest.raises(RecipeError, match="was trained for retrieval, .* the verb features writes them"):
+    with pytest.raises(RecipeError, match=r"was trained for retrieval, .* the verb features writes them"):
         vitclinic.predict(run.path, [])
 
 
