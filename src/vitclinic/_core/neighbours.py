@@ -125,15 +125,22 @@ class Ranking(NamedTuple):
 
 
 def rank_leave_one_out(
-    features_nd: Tensor, labels_n: Tensor, groups_n: Tensor | None = None, reranked: bool = False
+    features_nd: Tensor,
+    labels_n: Tensor,
+    groups_n: Tensor | None = None,
+    reranked: bool = False,
+    queries_n: Tensor | None = None,
 ) -> Ranking:
-    """Rank all other images for each image by cosine similarity; matches are those with the same label.
+    """Rank all other images for each image, or the gallery for each query, by cosine similarity.
+
+    Matches are those with the same label.
 
     Args:
         features_nd: Features of all images.
         labels_n: Their labels.
         groups_n: Images of the same label and group, such as a camera, are left out besides the image itself.
         reranked: Rank by `rerank`, which compares the neighbours of images, too; it holds N x N numbers.
+        queries_n: True for queries, False for the gallery; every image is a query and in the gallery unless given.
 
     Example:
         >>> ranking = rank_leave_one_out(torch.eye(3)[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 1]))
@@ -144,9 +151,11 @@ def rank_leave_one_out(
     groups = torch.arange(len(labels_n), device=labels_n.device) if groups_n is None else groups_n
     changed = -rerank((2 - 2 * unit @ unit.T).clamp(min=0)) if reranked else None
     precisions, ranks = [], []
-    for rows in torch.split(torch.arange(len(labels_n)), _CHUNK):
+    every = torch.ones_like(labels_n, dtype=torch.bool)
+    asked, gallery = (every, every) if queries_n is None else (queries_n, ~queries_n)
+    for rows in torch.split(asked.nonzero()[:, 0], _CHUNK):
         same = labels_n[rows, None] == labels_n[None]
-        valid = ~(same & (groups[rows, None] == groups[None]))
+        valid = gallery[None] & ~(same & (groups[rows, None] == groups[None]))
         scores = unit[rows] @ unit.T if changed is None else changed[rows]
         precisions.append(average_precision(scores, same, valid))
         ranks.append(match_rank(scores, same, valid))

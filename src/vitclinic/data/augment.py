@@ -34,8 +34,9 @@ from torch import Tensor
 
 from vitclinic._core.errors import RecipeError
 from vitclinic.data.config import Augment
-from vitclinic.data.decoding import Images, Pixels, Size, as_image, centre_view, is_photo, with_channels
+from vitclinic.data.decoding import Images, Pixels, Size, as_image, centre_boxes, centre_view, is_photo, with_channels
 from vitclinic.data.randomness import Keys, uniforms
+from vitclinic.data.token_labels import Frames
 
 
 class Augmenter:
@@ -53,20 +54,33 @@ class Augmenter:
         return self.randaugment is not None or (self.config.level != "none" and is_photo(self.size))
 
     def __call__(self, images: Images, keys: Keys) -> Tensor:
-        x_bhwc = self._frame(images, keys)
+        return self._change(self._frame(images, keys)[0], keys)
+
+    def augment(self, images: Images, keys: Keys) -> tuple[Tensor, Frames]:
+        """Return the images of a batch, and what they show of the stored ones.
+
+        RandAugment may turn and shift an image a little further, which the frames do not tell.
+        """
+        x_bhwc, boxes = self._frame(images, keys)
+        boxes = centre_boxes(images, self.size) if boxes is None else boxes
+        mirrored = is_mirrored(keys) if self.config.flip else np.zeros(len(keys), bool)
+        return self._change(x_bhwc, keys), Frames(boxes, mirrored)
+
+    def _frame(self, images: Images, keys: Keys) -> tuple[NDArray[np.uint8], NDArray[np.float64] | None]:
+        """Return the framed images, and what they show as `Frames.boxes`, or None for the centre."""
+        if self.config.level == "none":
+            return centre_view(images, self.size), None
+        if is_photo(self.size):
+            cropped, boxes = crop_and_resize(images, keys, self.size)
+        else:
+            padding = self.size[0] // 8
+            cropped, boxes = shift_crop(np.asarray(images), keys, padding), shift_boxes(keys, padding, self.size)
+        return flip(cropped, keys) if self.config.flip else cropped, boxes
+
+    def _change(self, x_bhwc: NDArray[np.uint8], keys: Keys) -> Tensor:
         if self.randaugment is not None:
             x_bhwc = self.randaugment(x_bhwc, keys)
-        x_bchw = to_unit_interval(x_bhwc)
-        return erase(x_bchw, keys, self.config.erasing or 0.0)
-
-    def _frame(self, images: Images, keys: Keys) -> NDArray[np.uint8]:
-        if self.config.level == "none":
-            return centre_view(images, self.size)
-        if is_photo(self.size):
-            cropped = random_resized_crop(images, keys, self.size)
-        else:
-            cropped = shift_crop(np.asarray(images), keys, padding=self.size[0] // 8)
-        return flip(cropped, keys) if self.config.flip else cropped
+        return erase(to_unit_interval(x_bhwc), keys, self.config.erasing or 0.0)
 
 
 def to_unit_interval(x_bhwc: NDArray[np.uint8] | NDArray[np.float32]) -> Tensor:
@@ -79,25 +93,52 @@ def to_unit_interval(x_bhwc: NDArray[np.uint8] | NDArray[np.float32]) -> Tensor:
 def shift_crop(x_bhwc: NDArray[np.uint8], keys: Keys, padding: int) -> NDArray[np.uint8]:
     """Pad by zeros on all sides and crop back to the old size at a random place."""
     b, h, w, _ = x_bhwc.shape
-    offset = (uniforms(keys, "shift", 2) * (2 * padding + 1)).astype(np.int64)
+    offset = _shifts(keys, padding)
     padded = np.pad(x_bhwc, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (h, w), axis=(1, 2))  # [B, y, x, C, h, w]
     return windows[np.arange(b), offset[:, 0], offset[:, 1]].transpose(0, 2, 3, 1)
 
 
+def _shifts(keys: Keys, padding: int) -> NDArray[np.int64]:
+    """Return where `shift_crop` cuts the padded images, (top, left)."""
+    return (uniforms(keys, "shift", 2) * (2 * padding + 1)).astype(np.int64)
+
+
+def shift_boxes(keys: Keys, padding: int, size: Size) -> NDArray[np.float64]:
+    """Return what `shift_crop` leaves of images of `size`, as `Frames.boxes`."""
+    top, left = (_shifts(keys, padding) - padding).T
+    height, width = size
+    return np.stack([left / width, top / height, left / width + 1, top / height + 1], axis=1)
+
+
 def flip(x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
     """Mirror half of the images left to right."""
-    mirrored = uniforms(keys, "flip", 1)[:, 0] < 0.5
-    return np.where(mirrored[:, None, None, None], x_bhwc[:, :, ::-1], x_bhwc)
+    return np.where(is_mirrored(keys)[:, None, None, None], x_bhwc[:, :, ::-1], x_bhwc)
+
+
+def is_mirrored(keys: Keys) -> NDArray[np.bool_]:
+    """Return which images `flip` mirrors."""
+    mirrored: NDArray[np.bool_] = uniforms(keys, "flip", 1)[:, 0] < 0.5
+    return mirrored
 
 
 def random_resized_crop(
     images: Images, keys: Keys, size: Size, scale: tuple[float, float] = (0.08, 1.0)
 ) -> NDArray[np.uint8]:
     """Crop a share of the area within `scale` at an aspect ratio of 3/4 to 4/3, and resize to `size`."""
-    draws = uniforms(keys, "resized crop", 4)
-    boxes = [_crop_box(image.shape, draw, scale) for image, draw in zip(images, draws, strict=True)]
-    return np.stack([_resize(image, box, size) for image, box in zip(images, boxes, strict=True)])
+    return crop_and_resize(images, keys, size, scale)[0]
+
+
+def crop_and_resize(
+    images: Images, keys: Keys, size: Size, scale: tuple[float, float] = (0.08, 1.0)
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Return what `random_resized_crop` does, and what it left of the images, as `Frames.boxes`."""
+    crops, boxes = [], []
+    for image, draw in zip(images, uniforms(keys, "resized crop", 4), strict=True):
+        box = _crop_box(image.shape, draw, scale)
+        crops.append(_resize(image, box, size))
+        boxes.append(np.divide(box, (image.shape[1], image.shape[0]) * 2))
+    return np.stack(crops), np.stack(boxes)
 
 
 def _crop_box(

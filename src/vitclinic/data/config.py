@@ -141,6 +141,9 @@ class DataConfig(Settings):
         None,
         description="column of a parquet source, or `label`: held-out splits get whole values of it",
     )
+    split_column: str | None = Field(
+        None, description="column of a parquet source that names the split of a row: train, val, test, query or gallery"
+    )
     split_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of held-out splits and subsets, and of `shapes` and `scenes`"
     )

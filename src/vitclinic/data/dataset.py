@@ -310,14 +310,18 @@ def _dataset(
     groups = None if config.group is None else source.read_column(config.group, "group")
     for split, (origin, rows) in _assign(source, config, stores, labels).items():
         of_split = None if groups is None else groups[origin][stores[origin].kept][rows]
-        splits[split] = Split(stores[origin], rows, labels[origin][rows], of_split, annotations.get(origin))
+        asked = None if source.queries is None or origin != "test" else source.queries[stores[origin].kept][rows]
+        of_origin = stores[origin], rows, labels[origin][rows], of_split, annotations.get(origin)
+        splits[split] = Split(*of_origin, queries=asked)
     if config.train_on_val:
         splits |= merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
     if annotations:
         contents.append([config.target, *(annotations[s].digest for s in SPLITS if s in annotations)])
-    skipped = [*source.notes, *(sentence for store in stores.values() for sentence in store.skipped)]
+    if source.queries is not None:
+        contents.append(["queries", *np.flatnonzero(source.queries).tolist()])
+    skipped = [*source.notes, *(note for store in stores.values() for note in store.skipped)]
     facts = (way.size, way.channels, splits, fingerprint(*contents), skipped)
     text = _read_text(config, splits["train"])
     return kind(source.name, classes, *facts, preprocessing=way, target=config.target, text=text)

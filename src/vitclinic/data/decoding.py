@@ -121,6 +121,18 @@ def centre_view(images: Images, size: Size) -> NDArray[np.uint8]:
     return images[:, top : top + size[0], left : left + size[1]]
 
 
+def centre_boxes(images: Images, size: Size) -> NDArray[np.float64]:
+    """Return what `centre_view` shows of the images: left, top, right, bottom as shares of width and height, [B, 4]."""
+    whole = isinstance(images, np.ndarray)
+    framed = images.shape[1:3] if isinstance(images, np.ndarray) else images.framed
+    boxes = []
+    for shape in [framed] * len(images) if whole else [image.shape for image in images]:
+        scale = max(framed[0] / shape[0], framed[1] / shape[1])  # to cover `framed`
+        shares = [size[axis] / (scale * shape[axis]) for axis in (1, 0)]
+        boxes.append([(1 - share) / 2 for share in shares] + [(1 + share) / 2 for share in shares])
+    return np.array(boxes)
+
+
 def _fit(image: Pixels, size: Size) -> Pixels:
     """Resize pixels to cover `size`, and crop them to it at the centre."""
     if image.shape[:2] == size:

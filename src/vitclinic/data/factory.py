@@ -83,7 +83,7 @@ def _open_parquet(path: Path, config: DataConfig) -> Source:
         from vitclinic.data.parquet_objects import open_parquet_objects
 
         return open_parquet_objects(path, config.on_error)
-    return open_mask_parquet(path) if config.target == "mask" else open_parquet(path)
+    return open_mask_parquet(path) if config.target == "mask" else open_parquet(path, config.split_column)
 
 
 def _nearby(path: Path) -> str:

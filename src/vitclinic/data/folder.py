@@ -16,7 +16,7 @@ from PIL import Image
 
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint, read_json, read_text
-from vitclinic.data.source import LEAVE_OUT, Source
+from vitclinic.data.source import LEAVE_OUT, ROLES, Source
 
 CLASSES_FILE = "classes.json"
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -87,14 +87,39 @@ class LeftOut:
 def _open(path: Path, left_out: LeftOut) -> Source:
     stated = _read_classes(path)
     roots = _split_roots(path, stated is not None, left_out)
+    parts = _find_roles(path, roots)
     classes = _classes(path, roots, left_out) if stated is None else tuple(stated.values())
+    if parts and stated is None:  # identities to find need not be those to learn from
+        classes = tuple(sorted({*classes, *(folder.name for part in parts for folder in _folders(part))}))
     folders = classes if stated is None else tuple(stated)
     splits = {split: _records(root, folders, left_out) for split, root in roots.items()}
+    queries = None
+    if parts:
+        query, gallery = (_records(part, folders, left_out) for part in parts)
+        splits["test"] = _join(path, query, gallery)
+        queries = np.arange(len(query) + len(gallery)) < len(query)
     listing = [
         (split, name, *_stamp(records.root / name)) for split, records in splits.items() for name in records.paths
     ]
     identity = fingerprint("folder", str(path.resolve()), classes, listing)
-    return Source(str(path), classes, splits, identity, notes=tuple(dict.fromkeys(left_out.notes)))
+    return Source(str(path), classes, splits, identity, notes=tuple(dict.fromkeys(left_out.notes)), queries=queries)
+
+
+def _find_roles(path: Path, roots: dict[str, Path]) -> list[Path]:
+    """Return the folders `query` and `gallery` beside a train folder, of data for retrieval; none if it has neither."""
+    parts = [path / role for role in ROLES if (path / role).is_dir()]
+    if not parts or roots.get("train") == path:
+        return []
+    if len(parts) < len(ROLES) or "test" in roots:
+        other = "a test folder as well" if len(parts) == len(ROLES) else "not both of query and gallery"
+        raise DataError(f"'{path}' has '{parts[0].name}' and {other}; queries and their gallery are the test images.")
+    return parts
+
+
+def _join(path: Path, first: FileRecords, second: FileRecords) -> FileRecords:
+    """Return the images of two folders in `path` as one set."""
+    paths = [str(records.root.relative_to(path) / name) for records in (first, second) for name in records.paths]
+    return FileRecords(path, paths, [*first.labels.tolist(), *second.labels.tolist()])
 
 
 def _read_classes(path: Path) -> dict[str, str] | None:

@@ -2,7 +2,8 @@
 
 The image column is a struct of `bytes` and `path`, the label column holds integers (or strings); class names come from
 the `huggingface` metadata of the schema if it has them. A folder's files are assigned to splits by their names:
-`train.parquet`, `test-00000-of-00002.parquet`; without a training file the set can only be examined.
+`train.parquet`, `test-00000-of-00002.parquet`; without a training file the set can only be examined. Files or rows of
+`query` and `gallery` are together the test split of a set for retrieval.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint, sync
 from vitclinic.data.annotations.annotation import Question
 from vitclinic.data.cache import cache_folder
-from vitclinic.data.source import SPLITS, NumberedRecords, Source
+from vitclinic.data.source import ROLES, SPLITS, NumberedRecords, Source
 
 IN_MEMORY_BYTES = 2**30
 """Files of more than this together are read through a memory-mapped copy in the cache."""
@@ -90,10 +91,13 @@ class AskedRows(TableRecords):
         return self._questions[index]
 
 
-def open_parquet(path: Path) -> Source:
-    """Open a parquet file, or a folder of them, as a source."""
-    files = files_by_split(path)
+def open_parquet(path: Path, split_column: str | None = None) -> Source:
+    """Open a parquet file, or a folder of them, as a source; `split_column` names the column that has splits."""
+    files = files_by_split(path, (*SPLITS, *ROLES))
     tables = {split: read_table(paths) for split, paths in files.items()}
+    if split_column is not None:
+        tables = _divide(pa.concat_tables(tables.values()), split_column, path)
+    tables, queries = _join_queries(tables, path)
     first = next(iter(tables.values()))
     image_column = find_image_column(first, path)
     label_column = _label_column(first, path)
@@ -106,7 +110,7 @@ def open_parquet(path: Path) -> Source:
     columns, values = _code_columns(tables, {image_column, label_column})
     splits = {
         split: TableRecords(
-            str(path if path.is_file() else files[split][0].parent / split),
+            str(path if path.is_file() else path / split),
             table.column(image_column),
             _codes(table.column(label_column), code, path),
             columns[split],
@@ -115,16 +119,44 @@ def open_parquet(path: Path) -> Source:
         for split, table in tables.items()
     }
     stamps = {split: stamp_files(paths) for split, paths in files.items()}
-    return Source(str(path), classes, splits, fingerprint("parquet", stamps))
+    identity = ("parquet", stamps) if split_column is None else ("parquet", stamps, split_column)
+    return Source(str(path), classes, splits, fingerprint(*identity), queries=queries)
 
 
-def files_by_split(path: Path) -> dict[str, list[Path]]:
+def _divide(table: pa.Table, column: str, path: Path) -> dict[str, pa.Table]:
+    """Return the rows of each split that a column names."""
+    if column not in table.column_names:
+        raise DataError(f"'data.split_column': '{path}' has no column '{column}'; it has {table.column_names}.")
+    names, known = table.column(column).to_pylist(), (*SPLITS, *ROLES)
+    if other := sorted({str(name) for name in names}.difference(known)):
+        raise DataError(
+            f"'data.split_column': '{column}' of '{path}' has '{other[0]}'; write {', '.join(known)} for each row."
+        )
+    rows = {split: np.flatnonzero([name == split for name in names]) for split in known}
+    return {split: table.take(of_split) for split, of_split in rows.items() if len(of_split)}
+
+
+def _join_queries(tables: dict[str, pa.Table], path: Path) -> tuple[dict[str, pa.Table], NDArray[np.bool_] | None]:
+    """Return the tables with queries and gallery as the test split, and which of its rows are queries."""
+    found = [role for role in ROLES if role in tables]
+    if not found:
+        return tables, None
+    if len(found) < len(ROLES) or "test" in tables:
+        missing = next((role for role in ROLES if role not in found), None)
+        other = "a test split as well" if missing is None else f"no {missing}"
+        raise DataError(f"'{path}' has a {found[0]} and {other}; queries and their gallery are the test images.")
+    query, gallery = (tables[role] for role in ROLES)
+    rest = {split: table for split, table in tables.items() if split not in ROLES}
+    return {**rest, "test": pa.concat_tables([query, gallery])}, np.arange(len(query) + len(gallery)) < len(query)
+
+
+def files_by_split(path: Path, splits: Sequence[str] = SPLITS) -> dict[str, list[Path]]:
     if path.is_file():
         return {"train": [path]}
     found: dict[str, list[Path]] = {}
     for file in sorted(path.glob("*.parquet")):
         stem = file.stem.lower()
-        split = next((s for s in SPLITS if stem.startswith(s)), None)
+        split = next((s for s in splits if stem.startswith(s)), None)
         if split:
             found.setdefault(split, []).append(file)
     if not found:
@@ -132,7 +164,7 @@ def files_by_split(path: Path) -> dict[str, list[Path]]:
         if not unnamed:
             raise DataError(f"'{path}' is a folder without parquet files.")
         return {"train": unnamed}
-    return {split: found[split] for split in SPLITS if split in found}
+    return {split: found[split] for split in splits if split in found}
 
 
 def read_table(paths: list[Path]) -> pa.Table:

@@ -22,6 +22,10 @@ from vitclinic.data.randomness import generator
 SPLITS = ("train", "val", "test")
 
 
+ROLES = ("query", "gallery")
+"""Parts of the test split of data for retrieval."""
+
+
 class Records(Protocol):
     """Protocol of the labelled images of one split, not yet decoded. Picklable, so that workers can read it."""
 
@@ -83,6 +87,8 @@ class Source:
     targets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """What images come with beside a class (`mask`, `objects`, `questions`), with the classes of each: those of pixels,
     of objects, or the answers. Records then have a method of that name (`annotations.annotation`)."""
+    queries: NDArray[np.bool_] | None = None
+    """True for the test images that are queries, False for those in the gallery; None if they are not told apart."""
 
     def __post_init__(self) -> None:
         for split, records in self.splits.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,6 +15,9 @@ from vitclinic.data.annotations.annotation import Annotation
 from vitclinic.data.annotations.store import AnnotationStore, JoinedAnnotations
 from vitclinic.data.decoding import UNREADABLE, Images
 from vitclinic.data.source import ComputedRecords, Records
+
+if TYPE_CHECKING:
+    from vitclinic.data.token_labels import LabelMaps
 
 
 class Store(Protocol):
@@ -46,6 +49,10 @@ class Split:
     """The group of each image (`data.group`), such as its camera."""
     annotations: AnnotationStore | None = None
     """What the store's images come with beside a class (`data.target`)."""
+    label_maps: LabelMaps | None = None
+    """Soft labels of the parts of each image (`task.token_labels`)."""
+    queries: NDArray[np.bool_] | None = None
+    """True for queries, False for the gallery in which they look, where the data tells them apart."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -53,7 +60,9 @@ class Split:
     def take(self, rows: NDArray[np.int64]) -> Split:
         """Return some of the images."""
         groups = None if self.groups is None else self.groups[rows]
-        return Split(self.images, self.rows[rows], self.labels[rows], groups, self.annotations)
+        queries = None if self.queries is None else self.queries[rows]
+        maps = None if self.label_maps is None else self.label_maps.take(rows)
+        return Split(self.images, self.rows[rows], self.labels[rows], groups, self.annotations, maps, queries)
 
     def read(self, indices: NDArray[np.int64]) -> Images:
         """Return the pixels of the images at `indices` in this split, uint8 [B, height, width, C]."""

@@ -1,4 +1,4 @@
-"""Batches, and the endless stream of training samples that they are cut from.
+"""The endless stream of training samples that batches are cut from, and the images of a split in order.
 
 Epoch after epoch of shuffled images, one after the other: place p of the stream is in epoch p // n. A step
 takes the next `batch_size` places; no image is ever dropped, and a batch may span two epochs. The sample at
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -25,92 +24,14 @@ from vitclinic.data.annotations.batch import Annotations
 from vitclinic.data.annotations.geometry import fit_annotated
 from vitclinic.data.annotations.view import AnnotatedView
 from vitclinic.data.augment import Augmenter, Mixing, PatchMixing, soft_targets, to_unit_interval
+from vitclinic.data.batch import Batch
 from vitclinic.data.cache import StreamedImages
 from vitclinic.data.config import Augment
 from vitclinic.data.dataset import Dataset
 from vitclinic.data.decoding import Images, Size, centre_view
 from vitclinic.data.randomness import Keys, SampleOrder, sample_keys, view_keys
 from vitclinic.data.split import Split
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Images with their targets.
-
-    Shapes: B images, C channels, K classes, N patches.
-
-    Example:
-        >>> rows = torch.arange(4)
-        >>> batch = Batch(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1]), rows, rows)
-        >>> [len(part) for part in batch.split(3)]
-        [3, 1]
-    """
-
-    images: Tensor
-    """[B, C, height, width], float, in [0, 1]."""
-    targets: Tensor
-    """Class indices [B], or shares of the classes [B, K] after mixing or smoothing."""
-    indices: Tensor
-    """[B], which image of its split each one is."""
-    keys: Tensor
-    """[B], the sample's random key (see `randomness`) as a signed integer: what a batch transform draws from."""
-    patch_targets: Tensor | None = None
-    """[B, N, K], where the patches of one image have targets of their own."""
-    crops: tuple[Tensor, ...] = ()
-    """Further views of the same images, each [B, C, height, width], of any size."""
-    teacher: Tensor | None = None
-    """[B, ...], what a teacher says of each image."""
-    annotations: Annotations | None = None
-    """Masks, objects or questions of the images, where the data has them as its target."""
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-        """Return the batch with images and targets on `device`; indices and keys stay on the CPU.
-
-        Args:
-            device: The device to move to.
-            dtype: The dtype of floating-point images and targets; class indices keep theirs.
-        """
-
-        def move(tensor: Tensor) -> Tensor:
-            kind = dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(device, kind, non_blocking=True)
-
-        return replace(
-            self,
-            images=move(self.images),
-            targets=move(self.targets),
-            patch_targets=None if self.patch_targets is None else move(self.patch_targets),
-            crops=tuple(move(crop) for crop in self.crops),
-            annotations=None if self.annotations is None else self.annotations.to(device, dtype),
-        )
-
-    def split(self, size: int | None) -> list[Batch]:
-        """Return the batch in parts of `size` images, in order.
-
-        Args:
-            size: Images per part; the last part may be smaller. None returns the batch as a single part.
-        """
-        if size is None or size >= len(self):
-            return [self]
-        parts: list[Batch] = []
-        for start in range(0, len(self), size):
-            rows = slice(start, start + size)
-            values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "crops"}
-            part = {name: value[rows] for name, value in values.items() if value is not None}
-            parts.append(replace(self, **part, crops=tuple(crop[rows] for crop in self.crops)))
-        return parts
-
-    def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory; torch's DataLoader calls this method by name."""
-        patch = None if self.patch_targets is None else self.patch_targets.pin_memory()
-        images, targets = self.images.pin_memory(), self.targets.pin_memory()
-        crops = tuple(crop.pin_memory() for crop in self.crops)
-        known = None if self.annotations is None else self.annotations.pin_memory()
-        return replace(self, images=images, targets=targets, patch_targets=patch, crops=crops, annotations=known)
-
+from vitclinic.data.token_labels import TokenLabels, mix_labels
 
 Places = range
 
@@ -138,6 +59,7 @@ class TrainingStream(TorchDataset[Batch]):
         views: What makes each view of an image: the first makes a batch's images, the others its crops. By default
             there is one view, by `augment`; mixing and label smoothing remain those of `augment`.
         annotated: What makes the view of an annotated image. By default it mirrors images as `augment` does.
+        token_labels: What makes the targets of patches.
 
     Raises:
         DataError: The data set has no training images.
@@ -157,6 +79,7 @@ class TrainingStream(TorchDataset[Batch]):
         seed: int,
         views: Sequence[View] = (),
         annotated: AnnotatedView | None = None,
+        token_labels: TokenLabels | None = None,
     ) -> None:
         dataset.check_trainable()
         self.split: Split = dataset.train
@@ -168,6 +91,7 @@ class TrainingStream(TorchDataset[Batch]):
         self.order = SampleOrder(len(self.split), seed, config.repeats or 1)
         self.mixing = _mixing(config, dataset.size)
         self.views: Sequence[View] = views or [self.augmenter]
+        self.token_labels = token_labels
         self.annotated: AnnotatedView | None = None
         if dataset.target != "class":
             self.annotated = annotated or AnnotatedView(dataset.size, flip=bool(config.flip))
@@ -175,19 +99,23 @@ class TrainingStream(TorchDataset[Batch]):
     @property
     def has_soft_targets(self) -> bool:
         """True if targets are shares of the classes [B, K]."""
-        return self.mixing is not None or self.smoothing > 0
+        taught = self.token_labels is not None and self.token_labels.class_targets != "labels"
+        return self.mixing is not None or self.smoothing > 0 or taught
+
+    @property
+    def patch_grid(self) -> Size | None:
+        """Rows and columns of the patches that have targets of their own; None if none have."""
+        if self.token_labels is not None:
+            return self.token_labels.grid
+        return self.mixing.grid if isinstance(self.mixing, PatchMixing) else None
 
     def __getitem__(self, places: Places) -> Batch:
         if self.annotated is not None:
             return self._read_annotated(places, self.annotated)
+        if self.token_labels is not None:
+            return self._read_taught(places, self.token_labels)
         count = len(places)
-        partner = None if self.mixing is None else self._partners(places)
-        wanted = np.arange(places.start, places.stop, dtype=np.int64)
-        if partner is not None:  # partners that fall outside this batch are read for its sake
-            outside = np.setdiff1d(wanted ^ 1, wanted)
-            wanted = np.concatenate([wanted, outside])
-        indices, showings = self.order(wanted)
-        keys = sample_keys(self.seed, showings, indices)
+        partner, indices, keys = self._draw(places)
         pixels = self.split.read(indices)
         images, *crops = (view(pixels, view_keys(keys, number)) for number, view in enumerate(self.views))
         labels = torch.from_numpy(self.split.labels[indices])
@@ -202,6 +130,42 @@ class TrainingStream(TorchDataset[Batch]):
             targets = soft_targets(targets, self.classes, self.smoothing)
         index, signed = torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64))
         return Batch(images, targets, index, signed, patch_targets, tuple(crops))
+
+    def _draw(self, places: Places) -> tuple[NDArray[np.int64] | None, NDArray[np.int64], Keys]:
+        """Return the partners of the images at places if they are mixed, then images and keys.
+
+        Partners that fall outside this batch are read for its sake.
+        """
+        partner = None if self.mixing is None else self._partners(places)
+        wanted = np.arange(places.start, places.stop, dtype=np.int64)
+        if partner is not None:
+            wanted = np.concatenate([wanted, np.setdiff1d(wanted ^ 1, wanted)])
+        indices, showings = self.order(wanted)
+        return partner, indices, sample_keys(self.seed, showings, indices)
+
+    def _read_taught(self, places: Places, taught: TokenLabels) -> Batch:
+        """Return images whose patches have targets, which follow crop, flip and mixing."""
+        count = len(places)
+        partner, indices, keys = self._draw(places)
+        images, frames = self.augmenter.augment(self.split.read(indices), keys)
+        labels = torch.from_numpy(self.split.labels[indices])
+        patch_targets = taught.read(indices, frames, self.smoothing)
+        targets = taught.target_images(soft_targets(labels, self.classes, self.smoothing), patch_targets)
+        if self.mixing is not None and partner is not None:
+            images, targets = self.mixing(images, targets, partner, keys)[:2]
+            patch_targets = mix_labels(patch_targets, partner, self._mixed_in(images, keys), taught.grid)
+        elif not self.has_soft_targets:
+            targets = labels
+        index, signed = torch.from_numpy(indices[:count]), torch.from_numpy(keys[:count].view(np.int64))
+        return Batch(images, targets, index, signed, patch_targets)
+
+    def _mixed_in(self, images: Tensor, keys: Keys) -> Tensor:
+        """Return the partner's part in each pixel of mixed images, [B, h, w]: what mixing makes of 0 and 1."""
+        assert self.mixing is not None
+        own = torch.zeros(len(images), 1, *images.shape[2:])
+        partner = len(images) + np.arange(len(images))
+        nothing = torch.zeros(2 * len(images), 1)
+        return self.mixing(torch.cat([own, own + 1]), nothing, partner, keys)[0][:, 0]
 
     def _read_annotated(self, places: Places, view: AnnotatedView) -> Batch:
         """Return images that annotations follow through their augmentation; nothing is mixed."""

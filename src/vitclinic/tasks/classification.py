@@ -5,7 +5,7 @@ torch is imported inside the functions: recipes import their task, and a typo in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,10 +13,28 @@ from vitclinic._core.config import Settings
 from vitclinic.tasks.task import Metric, Score, Task, register
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from vitclinic.data import Batch, ImageSpec
+    from vitclinic.data import Augment, Batch, Dataset, ImageSpec, TrainingStream
+    from vitclinic.tasks.criterion import Criterion
+    from vitclinic.training.recipe import Recipe
     from vitclinic.treatments import Losses
+
+
+class TokenLabelConfig(Settings):
+    """`token_labels` of the task classification: soft labels of patches, from a teacher or a file."""
+
+    main_key: ClassVar[str | None] = "source"
+
+    source: Annotated[str, Field(min_length=1)] = Field(
+        description="the teacher: RUN[@CHECKPOINT], timm:NAME; or a safetensors file of labels"
+    )
+    weight: Annotated[float, Field(gt=0)] = Field(0.5, description="weight of the patches' loss")
+    class_targets: Literal["labels", "teacher", "blend"] = Field(
+        "labels", description="what whole images are learned from: the data's labels, the teacher's, or both"
+    )
+    top: Annotated[int, Field(ge=1)] = Field(5, description="how many classes of a cell a teacher's labels are kept of")
+    digest: str | None = Field(None, description="SHA-256 of the teacher or the file; noted when the run starts")
 
 
 class LossConfig(Settings):
@@ -53,6 +71,7 @@ class Classification(Task):
 
     Attributes:
         loss: `softmax` or `sigmoid`; set by the recipe's `loss`.
+        token_labels: Soft labels of patches, learned besides [Jiang et al. 2021; wang2022 Table 2].
 
     Example:
         >>> import torch
@@ -76,13 +95,54 @@ class Classification(Task):
     loss_metric = "nll"
 
     loss: LossConfig = Field(LossConfig(), description="softmax or sigmoid; a recipe's `loss`")
+    token_labels: TokenLabelConfig | None = Field(
+        None, description="soft labels of patches, from a teacher or a file, learned besides the labels of images"
+    )
+
+    def check(self, recipe: Recipe) -> None:
+        """Refuse what token labels cannot follow, or what gives patches other targets."""
+        if self.token_labels is None:
+            return
+        if recipe.progressive_resizing.shares:
+            raise ValueError("task.token_labels have the grid of the full images: remove progressive_resizing")
+        if recipe.compile:
+            raise ValueError("compile is not for task.token_labels: remove it")
+        for treatment in recipe.treatments:
+            if treatment.name == "patch_diversity" and treatment.model_dump()["mixing"]:
+                raise ValueError(
+                    "the mixing loss of patch_diversity and task.token_labels both give patches their targets: set"
+                    " the treatment's mixing to 0, or remove one of the two"
+                )
+
+    def stream(self, dataset: Dataset, augment: Augment, seed: int, network: nn.Module) -> TrainingStream:
+        from vitclinic.data import TrainingStream
+        from vitclinic.data.token_labels import TokenLabels
+
+        if self.token_labels is None:
+            return TrainingStream(dataset, augment, seed)
+        from vitclinic.tasks.token_labels import find_patches
+
+        assert dataset.train.label_maps is not None  # by `training.teaching`
+        grid = find_patches(network, dataset.spec).grid
+        labels = TokenLabels(dataset.train.label_maps, grid, self.token_labels.class_targets)
+        return TrainingStream(dataset, augment, seed, token_labels=labels)
+
+    def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion | None:
+        if self.token_labels is None:
+            return None
+        from vitclinic.tasks.token_labels import TokenLabelCriterion
+
+        return TokenLabelCriterion(self, self.token_labels.weight, network, spec)
 
     def num_outputs(self, spec: ImageSpec) -> int:
         return spec.num_classes
 
     def losses(self, outputs: Tensor, batch: Batch) -> Losses:
-        loss = sigmoid_loss if self.loss.name == "sigmoid" else softmax_loss
-        return {"task": loss(outputs, batch.targets)}
+        return {"task": self.loss_of(outputs, batch.targets)}
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of class scores [B, K] with class indices [B] or soft targets [B, K]."""
+        return sigmoid_loss(logits, targets) if self.loss.name == "sigmoid" else softmax_loss(logits, targets)
 
     def measure(self, outputs: Tensor, batch: Batch) -> Tensor:
         import torch

@@ -28,10 +28,10 @@ Weight = Annotated[float, Field(ge=0)]
 class Retrieval(Representation):
     """Features by which other images of the same identity are found: identity loss and batch-hard triplets.
 
-    Every image of a split looks for the others of its class, by cosine, leaving out itself and, with `data.group`,
-    those of its class and its own group, such as its camera. Scores have `map`, `rank1`, `rank5`, `rank10` (points of
-    the CMC curve: the share of queries with a match among the first), `miss` (1 - map), `rank`, and `count`, the number
-    of queries that have a match.
+    Every image of a split, or each of its queries in its gallery, looks for the others of its class, by cosine, leaving
+    out itself and, with `data.group`, those of its class and its own group, such as its camera. Scores have `map`,
+    `rank1`, `rank5`, `rank10` (points of the CMC curve: the share of queries with a match among the first), `miss`
+    (1 - map), `rank`, and `count`, the number of queries that have a match.
 
     Attributes:
         instances: Images K of an identity in a batch.
@@ -97,9 +97,9 @@ class Retrieval(Representation):
         from vitclinic._core.neighbours import effective_rank, rank_leave_one_out
 
         features, labels = collect_features(network, dataset, split, distributed, batch_size)
-        groups = dataset.splits[split].groups
-        cameras = None if groups is None else torch.from_numpy(groups)
-        precision, rank = rank_leave_one_out(features, labels, cameras, self.rerank)
+        known = dataset.splits[split].groups, dataset.splits[split].queries
+        cameras, queries = (None if column is None else torch.from_numpy(column) for column in known)
+        precision, rank = rank_leave_one_out(features, labels, cameras, self.rerank, queries)
         mean = float(precision.mean()) if bool(features.isfinite().all()) else float("nan")
         return {
             "map": mean,

@@ -34,6 +34,7 @@ from vitclinic.training.rows import MetricsFile, Row, cut_back
 from vitclinic.training.run import Run
 from vitclinic.training.signals import Interrupt, listen_for_signals
 from vitclinic.training.sinks import make_sinks
+from vitclinic.training.teaching import add_token_labels
 from vitclinic.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -223,6 +224,11 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         recipe, settled = settle(recipe, init)
         dataset = distributed.leader_first(
             lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
+        )
+        recipe, dataset = distributed.leader_first(
+            lambda: add_token_labels(
+                recipe, dataset, device, CallbackList(callbacks if distributed.is_leader else ()).on_progress
+            )
         )
         recipe, fitted = fit_size(recipe, dataset, distributed, device)
         # Every mistake in the recipe must surface before the directory is created. Only the leading process checks

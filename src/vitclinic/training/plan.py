@@ -20,7 +20,6 @@ from vitclinic._core.errors import MissingWeightsError, RecipeError
 from vitclinic._core.sources import check_model_name
 from vitclinic.data import Batch
 from vitclinic.data.annotations import Annotations
-from vitclinic.data.augment import PatchMixing
 from vitclinic.data.dataset import describe_data
 from vitclinic.data.named import find_missing_data
 from vitclinic.models.cost import count_flops, count_state, make_fake, peak_bytes
@@ -29,6 +28,7 @@ from vitclinic.training.budget import fit_size_to_images, image_counts, total_st
 from vitclinic.training.init import InitialWeights, read_initial_weights, settle
 from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.recipe import Recipe
+from vitclinic.training.teaching import describe_token_labels
 from vitclinic.training.trainer import Trainer
 
 _CPU = torch.device("cpu")
@@ -168,7 +168,8 @@ def plan_run(
     built = build_recipe(recipe, overrides)
     check_model_name(built.model.name)
     built, init, settled = _find_init(built)
-    dataset = describe_data(built.data, size=built.image_size, channels=built.model.in_chans)
+    described = describe_data(built.data, size=built.image_size, channels=built.model.in_chans)
+    dataset = describe_token_labels(built, described)
     built = fit_size_to_images(built, len(dataset.train))
     alone = Distributed()
     steps = None if built.max_time is not None else total_steps(built, dataset, alone, _CPU)
@@ -289,7 +290,7 @@ def _make_batch(trainer: Trainer, images: int) -> Batch:
     dataset, stream = trainer.dataset, trainer.stream
     classes = len(dataset.classes)
     soft = stream.has_soft_targets
-    patches = stream.mixing.grid[0] * stream.mixing.grid[1] if isinstance(stream.mixing, PatchMixing) else None
+    patches = None if stream.patch_grid is None else stream.patch_grid[0] * stream.patch_grid[1]
     numbers = torch.arange(images)
     batch = Batch(
         torch.zeros(images, dataset.channels, *trainer.spec.img_size, dtype=trainer.dtype),

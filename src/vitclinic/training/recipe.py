@@ -279,7 +279,7 @@ class Recipe(Settings):
     @property
     def resolved_task(self) -> Task:
         """The task to train, with the recipe's `loss` if it takes one."""
-        return Classification(loss=self.loss) if isinstance(self.task, Classification) else self.task
+        return self.task.model_copy(update={"loss": self.loss}) if isinstance(self.task, Classification) else self.task
 
     def add_treatments(self, entries: Sequence[Any]) -> Recipe:
         """Return a copy with more treatments appended."""
@@ -295,5 +295,7 @@ class Recipe(Settings):
         identity.setdefault("data", {}).pop("source", None)  # identified by the data's digest, not by its path
         if self.init.digest is not None:
             identity["init"].pop("source")
+        if isinstance(self.task, Classification) and self.task.token_labels and self.task.token_labels.digest:
+            identity["task"]["token_labels"].pop("source")
         text = json.dumps([SCHEMA, identity, data_digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

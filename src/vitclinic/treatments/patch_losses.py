@@ -21,7 +21,7 @@ from vitclinic.anatomy import Anatomy, Site, out_of, taps
 from vitclinic.anatomy.forward import Removable
 from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
-from vitclinic.data.stream import Batch
+from vitclinic.data.batch import Batch
 from vitclinic.treatments.parts import run_once
 
 

@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitclinic._core.errors import DataError
+from vitclinic.data.batch import Batch
 from vitclinic.data.corruptions.blur import (
     defocus_blur,
     floor_to_level,
@@ -40,7 +41,6 @@ from vitclinic.data.corruptions.noise import Draws, gaussian_noise, impulse_nois
 from vitclinic.data.corruptions.parameters import Setting, check_corruption, setting
 from vitclinic.data.corruptions.weather import fog, frost, snow, spatter
 from vitclinic.data.decoding import as_image
-from vitclinic.data.stream import Batch
 
 
 def brightness(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
