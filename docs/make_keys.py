@@ -67,6 +67,7 @@ def recipes() -> list[str]:
             continue
         recipe = build_recipe(found["name"])
         optimizer, warmup = recipe.optimizer, recipe.schedule.warmup
+        length = f"{recipe.steps:,} steps" if recipe.epochs is None else f"{recipe.epochs:g}"
         treatments = ", ".join(f"[{t.name}](treatments/{t.name}.md)" for t in recipe.treatments)
         rho = next((f", rho {t.rho:g}" for t in recipe.treatments if t.name == "sam"), "")
         cells = [
@@ -74,7 +75,7 @@ def recipes() -> list[str]:
             f"`{recipe.model.name}`",
             f"{treatments}{rho}",
             f"{optimizer.name} {optimizer.lr:g}, {optimizer.weight_decay:g}",
-            f"{recipe.batch_size:,}, {recipe.epochs:g}, {warmup if isinstance(warmup, str) else f'{warmup} epochs'}",
+            f"{recipe.batch_size:,}, {length}, {warmup if isinstance(warmup, str) else f'{warmup} epochs'}",
             found["expect"].removesuffix("; not run by us"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

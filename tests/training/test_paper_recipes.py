@@ -73,6 +73,15 @@ DEIT_BASE = {  # DeiT, Table 9, and its published code
     "final_lr": 1e-5,
 }
 GONG = {**DEIT_BASE, "epochs": 400, "augment": DIVERSE, "keywords": {"drop_path_rate": 0.5}}  # Sec. 5.1
+VOLO = {  # Table 2, and VOLO's published code: 300 epochs and 10 of cooldown, MixToken with Beta(1, 1)
+    **DEIT_BASE,
+    "lr": 1.6e-3,
+    "epochs": 300 + 10,
+    "warmup": 20,
+    "augment": {**DIVERSE, "cutmix_cell": 16},
+    "model": "volo_d1_224",
+    "token_labels": {"source": "timm:dm_nfnet_f6", "weight": 0.5, "class_targets": "teacher", "top": 5},
+}
 PARK_BASE = {  # App. A.1
     **DEIT_BASE,
     "lr": 1.25e-4,
@@ -110,6 +119,33 @@ PAPERS = {
     },
     "chen2022-mixer-b16-sam": {**CHEN_MIXER, "model": "mixer_b16_224", "treatments": sam(0.6), "score": "77.4%"},
     "chen2022-resnet152-sam": {**CHEN_RESNET, "model": "resnet152", "treatments": sam(0.02), "score": "79.3%"},
+    "chen2022-vit-b16-21k-sam": {  # Sec. 5.1; Dosovitskiy et al. (2021), Table 3
+        **CHEN_VIT,
+        "lr": 1e-3,
+        "weight_decay": 0.03,
+        "epochs": 90,
+        "schedule": "linear",
+        "data": "imagenet21k",
+        "model": "vit_base_patch16_224",
+        "treatments": sam(0.2),
+        "score": "1.4 points",
+    },
+    "chen2022-vit-b16-21k-1k": {  # Sec. 5.1, Table 9; Dosovitskiy et al. (2021), Table 4
+        **CHEN_VIT,
+        "optimizer": "sgd",
+        "momentum": 0.9,
+        "lr": 0.03,
+        "weight_decay": 0,
+        "batch_size": 512,
+        "epochs": None,
+        "steps": 20_000,
+        "warmup": "500 steps",
+        "loss": "softmax",
+        "keywords": {},
+        "init": "timm:vit_base_patch16_224.augreg_in21k",
+        "model": "vit_base_patch16_224",
+        "score": "1.4 points",
+    },
     "wang2022-deit-s": {**DEIT_BASE, "model": "deit_small_patch16_224", "score": "79.8%"},
     "wang2022-deit-s-convstem": {
         **DEIT_BASE,
@@ -117,6 +153,16 @@ PAPERS = {
         "model": "deit_small_patch16_224",
         "treatments": STEM,
         "score": "81.9%",
+    },
+    "wang2022-volo-d1": {**VOLO, "treatments": {"conv_stem": {"components": "1Proj"}}, "score": "83.4%"},
+    "wang2022-volo-d1-convstem": {**VOLO, "score": "84.1%"},
+    "wang2022-deit-s-two-stage": {  # Tables 6 and 7; rho is chen2022's, whose paper does not give one
+        **DEIT_BASE,
+        "lr": 1e-4 * 1024 / 512,
+        "init": "timm:vit_small_patch16_224.dino",
+        "model": "deit_small_patch16_224",
+        "treatments": sam(0.1),
+        "score": "81.6%",
     },
     "hyeonwoo2023-deit-s-cb": {
         **DEIT_BASE,
@@ -179,6 +225,8 @@ def test_a_recipe_has_the_settings_of_its_paper(name):
     assert optimizer.momentum == paper.get("momentum", optimizer.momentum)
     assert (schedule.name, schedule.warmup) == (paper["schedule"], paper["warmup"])
     assert schedule.final * optimizer.lr == pytest.approx(paper["final_lr"])
+    assert recipe.init.source == paper.get("init")
+    assert recipe.steps == paper.get("steps")
     assert (recipe.batch_size, recipe.epochs, recipe.clip) == (paper["batch_size"], paper["epochs"], paper["clip"])
     assert recipe.precision == paper["precision"]
     assert recipe.loss.name == paper["loss"]
@@ -186,6 +234,8 @@ def test_a_recipe_has_the_settings_of_its_paper(name):
     parts = recipe.data.augment.resolve().model_dump()
     assert {part: parts[part] for part in paper["augment"]} == paper["augment"]
     assert recipe.data.held_out == 0  # papers train on all images
+    labels = getattr(recipe.task, "token_labels", None)
+    assert (labels and labels.model_dump(exclude={"digest"})) == paper.get("token_labels")
     treatments = {treatment.name: treatment.model_dump() for treatment in recipe.treatments}
     assert list(treatments) == list(paper.get("treatments", {}))
     for treatment, options in paper.get("treatments", {}).items():
@@ -199,7 +249,7 @@ def test_a_recipe_names_its_command_data_and_score(name):
     assert header["scale"].startswith(f"paper: {key}, ")
     assert header["command"] == f"vitclinic train {name} data=/path/to/{recipe.data.source}"
     published = {"objects": "coco", "class": "cifar100" if key == "park2022" else "imagenet"}
-    assert recipe.data.source == published[recipe.data.target]
+    assert recipe.data.source == PAPERS[name].get("data", published[recipe.data.target])
     assert PAPERS[name]["score"] in header["expect"]
     assert header["expect"].endswith("not run by us")
     assert header["time"].startswith("not run by us")
@@ -215,6 +265,7 @@ PARAMETERS = {  # millions, as the papers state them: chen2022 Table 2, hyeonwoo
     "hyeonwoo2023-deit-ti-cb": 5.7,
     "gong2021-deit-s24": 44,
     "gong2021-deit-b12": 86,
+    "wang2022-volo-d1-convstem": 27,  # VOLO's own list
 }
 FORWARD = {  # billions of multiply-adds, as hyeonwoo2023 Table 5 has them
     "hyeonwoo2023-deit-s-cb": 4.6,
@@ -225,9 +276,11 @@ OURS = {  # by hand: DeiT-S is 22,050,664; ...
     "wang2022-deit-s-convstem": 22_050_664 - (768 + 1) * 384 + 1_656_768,
     "park2022-vit-ti-cifar100": 12 * (12 * 192**2 + 13 * 192) + (12 + 1) * 192 + 192 + 257 * 192 + 2 * 192 + 193 * 100,
 }
-IMAGES = {"imagenet": 1_281_167, "cifar100": 50_000, "coco": 118_287}
+IMAGES = {"imagenet": 1_281_167, "imagenet21k": 14_197_122, "cifar100": 50_000, "coco": 118_287}
 
-HEAVY = {name for name in PAPERS if re.search("b1[26]|152|s24|s-cb|alternet|rcnn", name)} | {"wang2022-deit-s"}
+HEAVY = {name for name in PAPERS if re.search("b1[26]|152|s24|s-cb|alternet|rcnn|volo|two-stage", name)} | {
+    "wang2022-deit-s"
+}
 """Networks that take seconds to build: with `pytest -m slow`."""
 
 
@@ -238,7 +291,8 @@ def test_every_shipped_recipe_can_be_planned(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = plan_run(name)
     scored_on_val = plan.recipe.data.held_out == 0 and plan.recipe.data.source in ("imagenet", "coco")
-    assert [note.split(":")[0] for note in plan.notes] == [
+    notes = plan.notes if plan.recipe.init.source is None else plan.notes[-1:]  # those before are of its weights
+    assert [note.split(":")[0] for note in notes] == [
         "The data has no test images and none are held out"
     ] * scored_on_val
     assert plan.parameters > 0
@@ -258,7 +312,7 @@ def test_every_shipped_recipe_can_be_planned(name, tmp_path, monkeypatch):
     if name in PAPERS:
         paper, images = PAPERS[name], IMAGES[plan.recipe.data.source]
         assert plan.images["train"] == images
-        assert plan.steps == -(-paper["epochs"] * images // paper["batch_size"])
+        assert plan.steps == paper.get("steps", -(-(paper["epochs"] or 0) * images // paper["batch_size"]))
         warmup = paper["warmup"]
         expected = int(warmup.split()[0]) if isinstance(warmup, str) else warmup * images / paper["batch_size"]
         assert plan.warmup_steps == pytest.approx(expected)
