@@ -1,6 +1,7 @@
 """The command line as a user meets it: its surface, its words, its exit codes."""
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -69,6 +70,7 @@ def test_the_surface_grows_on_purpose():
         "predict": sorted(
             [
                 *("target", "images", "--out", "-o", "--top-k", "--probabilities", "--temperature", "--size"),
+                *("--ask", "--min-score"),
                 *("--batch-size", "--workers", "--device", "--json", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),
@@ -156,6 +158,25 @@ def test_doctor_names_what_is_here(capsys, monkeypatch):
     assert facts["packages"]["vitclinic"] == vitclinic_package.__version__
     assert {"cores", "gpu", "compiler", "cache", "extras"} <= facts.keys()
     assert facts["extras"]["parquet"] == "installed"
+
+
+def test_doctor_knows_packages_by_their_own_names(monkeypatch):
+    from vitclinic.cli import doctor
+
+    wanted = ["PyYAML>=6; extra == 'here'", "no-such-package; extra == 'gone'"]
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda package: wanted)
+    assert doctor._extras() == {
+        "here": "installed",
+        "gone": "missing no-such-package: pip install 'vitclinic[gone]'",
+    }
+
+
+def test_help_fits_a_terminal_of_80_columns():
+    from vitclinic.cli import click_app
+
+    for name, command in click_app().commands.items():
+        lines = inspect.cleandoc(command.help).splitlines()[1:]  # the first is broken where it has to be
+        assert [line for line in lines if len(line) > 78] == [], name
 
 
 def test_help_names_every_key_of_a_recipe():

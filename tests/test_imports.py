@@ -54,7 +54,7 @@ PUBLIC = {
     "list_treatments",
     *("Callback", "Dataset", "Exam", "Exams", "Features", "Finding", "Measurement", "Predictions", "Prescription"),
     *("Checkpoint", "Comparison", "Recipe", "Run", "RunPlan", "Study", "StudyResult", "Transfer", "Verdict"),
-    *("VitclinicError", "__version__"),
+    *("Answers", "Boxes", "FoundObjects", "Masks", "VitclinicError", "__version__"),
     *("anatomy", "data", "functional", "models", "probes", "tasks", "treatments"),
 }
 

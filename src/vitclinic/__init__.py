@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vitclinic._core.errors import VitclinicError
     from vitclinic._core.records import Finding, Measurement
     from vitclinic.data.dataset import Dataset, open_data
+    from vitclinic.deployment.annotate import Boxes, FoundObjects, Masks
+    from vitclinic.deployment.answers import Answers
     from vitclinic.deployment.card import push_to_hub
     from vitclinic.deployment.export import export
     from vitclinic.deployment.predict import Predictions, predict
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 __version__ = version("vitclinic")
 
 __all__ = [
+    "Answers",
+    "Boxes",
     "Callback",
     "Checkpoint",
     "Comparison",
@@ -57,6 +61,8 @@ __all__ = [
     "Exams",
     "Features",
     "Finding",
+    "FoundObjects",
+    "Masks",
     "Measurement",
     "Predictions",
     "Prescription",

@@ -1,5 +1,7 @@
 """Folders of images with train and test splits, and a run trained on one for a moment."""
 
+import sys
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -31,3 +33,16 @@ def run(tmp_path_factory):
     data = write_photos(folder / "photos", [(48, 40), (36, 60)])
     recipe = {"data": {"source": str(data), "augment": "none"}, "model": TINY, "steps": 12, "batch_size": 8}
     return vitclinic.train(recipe, overrides={"optimizer.lr": 3e-3, "workers": 0}, out=folder / "run")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    def call(*words):
+        from vitclinic.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["vitclinic", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return call

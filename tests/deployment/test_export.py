@@ -65,12 +65,18 @@ def test_a_timm_folder_loads_in_timm_alone_and_in_transformers_offline(run, monk
 @pytest.mark.parametrize(
     "name", ["vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("swin", "resnet", "alternet"))]
 )
-def test_treatments_of_training_alone_leave_a_timm_network(name, tmp_path):
+def test_treatments_of_training_alone_leave_a_network_of_timm_and_transformers(name, tmp_path, monkeypatch):
+    from transformers import AutoModelForImageClassification
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run = train(tmp_path / "run", NETWORKS[name][0], ["sam"])
     network, loaded = load_model(run.path), timm.create_model(f"local-dir:{vitclinic.export(run, 'timm')}", True)
+    theirs = AutoModelForImageClassification.from_pretrained(vitclinic.export(run, "hf")).eval()
     x = torch.rand(3, 3, 32, 32)
+    normalized = (x - network.mean) / network.std
     with torch.no_grad():
-        assert (loaded.eval()((x - network.mean) / network.std) - network(x)).abs().max() < 1e-4
+        assert (loaded.eval()(normalized) - network(x)).abs().max() < 1e-4
+        assert (theirs(pixel_values=normalized).logits - network(x)).abs().max() < 1e-4
 
 
 def test_what_timm_cannot_build_is_one_sentence_and_leaves_nothing(tmp_path):
@@ -125,6 +131,9 @@ def test_programs_give_the_same_logits_for_any_number_of_images(name, tmp_path):
     assert json.loads(session.get_modelmeta().custom_metadata_map["classes"]) == list(network.classes)
     if not NETWORKS[name][1]:
         assert vitclinic.export(run, "timm").is_dir()
+    else:
+        with pytest.raises(ModelError, match="is a network that timm cannot build"):
+            vitclinic.export(run, "timm")
 
 
 class StandIn(BaseHTTPRequestHandler):

@@ -16,7 +16,8 @@ from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import dataset as dataset_module
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.deployment.images import find_images
-from vitclinic.deployment.predict import ImageStream, Predictor
+from vitclinic.deployment.predict import Predictor
+from vitclinic.deployment.predictor import ImageStream
 from vitclinic.models import create_model
 from vitclinic.probes.digest import network_digest
 from vitclinic.training import load_model
@@ -62,7 +63,9 @@ def test_the_temperature_is_fitted_on_val_once_and_divides_the_logits(run, monke
     assert record["temperature"] == found.temperature != 1
     logits = load_model(run.path)([Image.open(file) for file in files]).detach().double()
     assert found.probabilities == pytest.approx((logits / found.temperature).softmax(1).numpy(), abs=1e-6)
-    monkeypatch.setattr(sys.modules["vitclinic.deployment.predict"], "open_data", None)  # to fit again would call it
+    monkeypatch.setattr(
+        sys.modules["vitclinic.deployment.calibration"], "open_data", None
+    )  # to fit again would call it
     assert vitclinic.predict(run, files).temperature == found.temperature
     assert vitclinic.predict(run, files, temperature=2).temperature == 2
 
@@ -152,19 +155,6 @@ def test_a_library_s_network_says_what_size_it_takes(picture):
         vitclinic.predict(torch.nn.Flatten(), picture())
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    def call(*words):
-        from vitclinic.cli import main
-
-        monkeypatch.setattr(sys, "argv", ["vitclinic", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return call
-
-
 def test_unreadable_images_are_told_and_counted(run, tmp_path, command):
     good = find_images([images_of(run)])[0]
     (tmp_path / "bad.png").write_text("not an image")
@@ -199,4 +189,4 @@ def test_an_interruption_leaves_no_file(run, tmp_path, command, monkeypatch):
     monkeypatch.setattr(Predictor, "_classify", interrupted)
     code, _, told = command("predict", run.path, images_of(run), "-o", tmp_path / "x.csv")
     assert (code, list(tmp_path.iterdir())) == (130, [])
-    assert "interrupted; nothing was written" in told
+    assert "interrupted; no table was written" in told

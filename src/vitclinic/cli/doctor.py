@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -77,8 +76,17 @@ def _extras() -> dict[str, str]:
         found = re.match(r"([\w.-]+).*;\s*extra\s*==\s*['\"](\w+)['\"]", line)
         if found and found[2] not in ("docs", "test"):
             wanted.setdefault(found[2], []).append(found[1])
-    missing = {extra: [name for name in names if find_spec(name) is None] for extra, names in sorted(wanted.items())}
+    missing = {extra: [name for name in names if not _is_installed(name)] for extra, names in sorted(wanted.items())}
     return {
         extra: f"missing {', '.join(names)}: pip install 'vitclinic[{extra}]'" if names else "installed"
         for extra, names in missing.items()
     }
+
+
+def _is_installed(package: str) -> bool:
+    """Tell whether a package is there by its own name, which need not be the one that it is imported by."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

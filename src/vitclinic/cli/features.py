@@ -30,7 +30,7 @@ def features(
     \b
     vitclinic features runs/photos -o photos.parquet
     vitclinic features hf:facebook/dinov2-small --data photos/ -o photos.parquet
-    vitclinic features timm:vit_small_patch16_224 --data photos/ --split test -o t.parquet
+    vitclinic features timm:resnet18 --data photos/ --split test -o test.parquet
 
     An embedding is what the classifier reads, or what a network without one
     returns. TARGET is what `vitclinic examine` takes. More: docs/features.md.

@@ -194,7 +194,7 @@ def list_(
 
     \b
     vitclinic list models 'vit_tiny*'     names for model=, timm's and ours
-    vitclinic list treatments             what each changes and costs, and its options
+    vitclinic list treatments             what each changes and costs
     vitclinic list remedies               what prescribe tries, in its order
     vitclinic list probes --json          for programs
     """

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitclinic._core.errors import DataError, RecipeError
+from vitclinic._core.errors import RecipeError
 from vitclinic.cli.common import IMAGES_SKIPPED, Quiet, Verbose, app, console_for, resumable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vitclinic.deployment import Predictor
+    from vitclinic.deployment.images import Asked
+    from vitclinic.deployment.predictor import ImagePredictor
 
 TOLD = 10
 """Unreadable images that are named; the others are counted."""
@@ -31,10 +32,16 @@ def predict(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="A .csv, .jsonl or .parquet file; default: CSV on stdout."),
     ] = None,
-    top_k: Annotated[int, typer.Option(help="How many of the likeliest classes to tell.", min=1)] = 5,
+    top_k: Annotated[int, typer.Option(help="How many of the likeliest classes or answers to tell.", min=1)] = 5,
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Also the probability of each class, in columns p(NAME).")
     ] = False,
+    ask: Annotated[
+        list[str] | None, typer.Option(metavar="QUESTION", help="For vqa: ask this of each image; may be repeated.")
+    ] = None,
+    min_score: Annotated[
+        float | None, typer.Option(help="For detection: the least score of an object; default: 0.5.", min=0, max=1)
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Of the softmax; default: fitted on the run's val images. 1: as trained.")
     ] = None,
@@ -48,77 +55,108 @@ def predict(
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Classify images with a trained network.
+    """Classify images with a trained network, or do what else it was trained for.
 
     \b
     vitclinic predict runs/photos new/ -o new.csv      a folder of images
-    vitclinic predict runs/photos cat.jpg 'new/*.png'  files and patterns, to stdout
+    vitclinic predict runs/photos cat.jpg 'new/*.png'  files, patterns, to stdout
     find new -name '*.jpg' | vitclinic predict runs/photos - -o new.jsonl
     vitclinic predict runs/photos@last new/ --top-k 3 -o new.parquet
+    vitclinic predict runs/roads new/ -o new.csv       segmentation: new_masks/
+    vitclinic predict runs/boats new/ -o new.json      detection: COCO's JSON
+    vitclinic predict runs/vqa new/ --ask 'is it day'  vqa
+    vitclinic predict runs/vqa asked.csv -o new.csv    columns image and question
 
-    Images are prepared as the run's test images were. Probabilities are calibrated
-    by a temperature that fits the run's val images. Images that cannot be read are
-    told, left out and counted; the exit code is then 8. More: docs/predict.md.
+    Images are prepared as the run's test images were. Probabilities are
+    calibrated by a temperature that fits the run's val images. Images that
+    cannot be read are told, left out and counted; the exit code is then 8.
+    More: docs/predict.md.
     """
-    from vitclinic.deployment.images import check_output, find_images
+    from vitclinic.deployment.images import COCO, SUFFIXES, check_output, find_inputs
     from vitclinic.exam.request import check_target
 
     check_target(target)
     if out is not None:
-        check_output(out)
+        check_output(out, (*SUFFIXES, COCO))
     if temperature is not None and not temperature > 0:
         raise RecipeError(f"--temperature must be above 0 (got {temperature}).")
-    files = find_images(images)
-    with resumable("nothing was written" if out else "the rest is missing", same=False):
-        from vitclinic.deployment import Predictor
+    inputs = find_inputs(images)
+    with resumable("no table was written" if out else "the rest is missing", same=False):
+        from vitclinic.deployment.predict import open_predictor
         from vitclinic.exam.display import Display
 
         console = console_for(verbose, quiet or as_json, stderr=True)
         started = time.monotonic()
         with Display(console) as display:
-            predictor = Predictor(target, temperature=temperature, size=size, device=device, callback=display)
-            told, skipped = _write(predictor, files, out, top_k, probabilities, batch_size, workers, as_json)
-        _show(predictor, len(files), skipped, out, time.monotonic() - started, console)
+            how = {"size": size, "device": device, "callback": display}
+            predictor = open_predictor(target, ask=ask, min_score=min_score, temperature=temperature, **how)
+            options = _check_rows(predictor, out, top_k, probabilities)
+            rows, kept, skipped = _write(predictor, inputs, out, options, as_json, batch_size, workers)
+        read = len(inputs) - len(skipped)
+        _show(read, skipped, out, predictor.describe(rows, out), time.monotonic() - started, console)
         if as_json:
-            rows = {} if out else {"predictions": told}
-            facts = {"target": target, "images": len(files) - len(skipped), "skipped": skipped, "out": out and str(out)}
-            typer.echo(json.dumps({**facts, "temperature": predictor.temperature, **rows}, indent=2))
+            facts = {"target": target, "images": read, "skipped": skipped, "out": out and str(out), "rows": rows}
+            facts |= predictor.facts | ({} if out else {"predictions": kept})
+            typer.echo(json.dumps(facts, indent=2))
     if skipped:
         raise typer.Exit(IMAGES_SKIPPED)
 
 
+def _check_rows(predictor: ImagePredictor[Any], out: Path | None, top_k: int, probabilities: bool) -> dict[str, Any]:
+    """Return the options of a table that there are for the predictor's task; raise for a file or option of another."""
+    from vitclinic.deployment.annotate import Boxes
+    from vitclinic.deployment.images import check_output
+
+    if out is not None:
+        check_output(out, predictor.results.suffixes)
+    if predictor.results is not Boxes:
+        return {"top_k": top_k, "probabilities": probabilities}
+    if probabilities:
+        raise RecipeError("--probabilities is not for the task detection, whose objects have one score; remove it.")
+    return {}
+
+
 def _write(
-    predictor: Predictor,
-    files: list[str],
+    predictor: ImagePredictor[Any],
+    inputs: list[str | Asked],
     out: Path | None,
-    top_k: int,
-    probabilities: bool,
+    options: dict[str, Any],
+    as_json: bool,
     batch_size: int,
     workers: int | None,
-    as_json: bool,
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Write predictions as they come; return their rows, if they are to be printed as JSON, and what was skipped."""
-    from vitclinic.deployment.images import make_rows, open_rows
+) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
+    """Write predictions as they come.
 
-    kept: list[dict[str, Any]] = []
+    Returns:
+        How many rows there are; the rows, if they are to be printed as JSON; and what was skipped.
+    """
+    from vitclinic.deployment.images import COCO, open_rows
+    from vitclinic.deployment.predictor import refuse_nothing_read
+
+    if out is not None and out.suffix == COCO:
+        found = predictor.collect(inputs, batch_size, workers)
+        found.write(out)
+        return len(found.rows()), [], found.skipped
+    names = [each if isinstance(each, str) else each.image for each in inputs]
+    places = {} if out is None else predictor.results.choose_places(names, out)
+    count, kept = 0, list[dict[str, Any]]()
     skipped: dict[str, str] = {}
-    with open_rows(out) as write:
-        for part in predictor.stream(files, batch_size, workers):
-            rows = list(make_rows(part.names, part.probabilities, predictor.classes, top_k, probabilities))
+    with open_rows(out, predictor.results.columns) as write:
+        for part in predictor.stream(inputs, batch_size, workers):
+            part.save(places)
+            rows = part.rows(**options)
             if as_json and out is None:
                 kept += rows
             else:
                 write(rows)
+            count += len(rows)
             skipped |= part.skipped
-        if len(skipped) == len(files):  # inside: an output without an image does not appear
-            name, why = next(iter(skipped.items()))
-            raise DataError(f"None of the {len(files)} images can be read; '{name}': {why}.")
-    return kept, skipped
+        # Inside: an output without an image does not appear.
+        refuse_nothing_read(len(inputs), skipped, len(inputs) - len(skipped))
+    return count, kept, skipped
 
 
-def _show(
-    predictor: Predictor, count: int, skipped: dict[str, str], out: Path | None, seconds: float, console: Console
-) -> None:
+def _show(read: int, skipped: dict[str, str], out: Path | None, how: str, seconds: float, console: Console) -> None:
     from rich.markup import escape
 
     from vitclinic._core.callback import say
@@ -127,8 +165,7 @@ def _show(
         say(console, f"[yellow]skipped[/] {escape(name)}: {escape(why)}")
     if len(skipped) > TOLD:
         say(console, f"[yellow]skipped[/] {len(skipped) - TOLD} more")
-    read = count - len(skipped)
     left = f", {len(skipped)} skipped" if skipped else ""
     where = f" in [bold]{escape(str(out))}[/]" if out else ""
-    how = f"temperature {predictor.temperature:.3g}"
-    say(console, f"{read} image{'s' * (read != 1)} predicted{left}{where} ({how}, {read / seconds:.0f} images/s)")
+    rate = f"{read / seconds:.0f} images/s"
+    say(console, f"{read} image{'s' * (read != 1)} predicted{left}{where} ({escape(how)}, {rate})")

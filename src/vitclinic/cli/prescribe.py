@@ -64,13 +64,15 @@ def prescribe(
     vitclinic prescribe --data photos/ --treatments conv_stem,sam
 
     A remedy changes the recipe: the network, its stem, the learning rate, the
-    augmentation, a treatment ... `vitclinic list remedies` has them in the order in
-    which they are tried; the first twelve that apply are, unless you name some.
+    augmentation, a treatment ... `vitclinic list remedies` has them in the order
+    in which they are tried; the first twelve that apply are, unless you name
+    some.
 
-    Short trials select on the validation images, and combine what helps. The winner
-    is then compared with the plain recipe on the test images, with new seeds and the
-    same training time. You get a recipe file, or the answer that nothing helped.
-    After an interruption, run the same command to continue. More: docs/prescribe.md.
+    Short trials select on the validation images, and combine what helps. The
+    winner is then compared with the plain recipe on the test images, with new
+    seeds and the same training time. You get a recipe file, or the answer that
+    nothing helped. After an interruption, run the same command to continue.
+    More: docs/prescribe.md.
     """
     recipe, changes = recipe_and_changes(words or [])
     if data is None and recipe is None and not any(word.startswith("data") for word in changes):

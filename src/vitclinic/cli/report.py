@@ -39,7 +39,7 @@ def report(
     vitclinic report runs/plain runs/sam            the second against the first
     vitclinic report runs/photos@epoch-3            another checkpoint
     vitclinic report exams/timm-resnet18-1a2b3c4d   a network without a run
-    vitclinic report --all                          studies/index.html, all studies
+    vitclinic report --all                          studies/index.html, of all
     vitclinic report --all elsewhere                elsewhere/index.html
 
     The page is one file that opens offline. More: docs/report.md.

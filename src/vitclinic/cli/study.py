@@ -74,7 +74,7 @@ def study(
     vitclinic study C6 --scale paper --data imagenet/ --ray auto
     vitclinic study C6 --data cifar10/ --slurm partition=gpu,time=8h,gpus=1
     vitclinic study my-study.yaml epochs=5            your own, with a change
-    vitclinic study P6 --data imagenet/ --target ViT=timm:vit_small_patch16_224 --target ResNet=timm:resnet50
+    vitclinic study P6 --data imagenet/ --target ResNet=timm:resnet50
 
     Trains every arm with every seed, measures the runs and says whether the claim
     holds, with intervals. `vitclinic list studies` shows the claims. After an

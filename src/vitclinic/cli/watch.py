@@ -33,8 +33,8 @@ def watch(
     vitclinic watch runs/ --json            the table of all runs, for programs
     vitclinic train data=photos/ --watch    the page for as long as it trains
 
-    The page is served to this machine alone (127.0.0.1), writes nothing, and loads
-    nothing from elsewhere. Ctrl-C ends it. More: docs/watch.md.
+    The page is served to this machine alone (127.0.0.1), writes nothing, and
+    loads nothing from elsewhere. Ctrl-C ends it. More: docs/watch.md.
     """
     if (found := find_path(str(folder), RunError, "runs")) is None or not found.is_dir():
         raise RunError(f"'{folder}' is not a folder: write the one that your runs are in.")

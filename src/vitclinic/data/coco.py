@@ -291,6 +291,19 @@ def decode_runs(runs: Sequence[int], size: Size) -> Mask:
     return np.asarray(np.repeat(inside, runs).reshape(size[1], size[0]).T)
 
 
+def encode_runs(mask: Mask) -> list[int]:
+    """Return the runs of a mask [height, width], as `decode_runs` takes them.
+
+    Example:
+        >>> encode_runs(np.array([[True, False], [True, True]]))
+        [0, 2, 1, 1]
+    """
+    down = mask.T.ravel()
+    changes = np.flatnonzero(down[1:] != down[:-1]) + 1
+    runs: list[int] = np.diff([0, *changes.tolist(), down.size]).tolist()
+    return [0, *runs] if down[0] else runs
+
+
 def read_counts(text: str | bytes) -> list[int]:
     """Return the runs in COCO's compressed text: five bits a character; from the fourth on, less the run two before.
 

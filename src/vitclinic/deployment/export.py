@@ -34,8 +34,8 @@ from torch.overrides import TorchFunctionMode
 from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError
 from vitclinic._core.io import write_errors
 from vitclinic.anatomy.maps import AttentionCall, attention_scores
+from vitclinic.deployment.calibration import CALIBRATION, read_calibration
 from vitclinic.deployment.card import write_card
-from vitclinic.deployment.predict import CALIBRATION, read_calibration
 from vitclinic.models import Normalized
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.run import find_run

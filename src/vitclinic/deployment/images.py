@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,17 @@ from vitclinic.data.folder import IMAGE_SUFFIXES, image_files
 
 STDIN = "-"
 SUFFIXES = (".csv", ".jsonl", ".parquet")
+COCO = ".json"
+"""The suffix of objects as COCO writes them."""
+TABLES = (".csv", ".jsonl")
+"""Suffixes of tables of questions."""
+
+
+class Asked(NamedTuple):
+    """An image file with questions about it."""
+
+    image: str
+    questions: tuple[str, ...]
 
 
 def find_images(words: Iterable[str | Path], standard_input: IO[str] | None = None) -> list[str]:
@@ -40,6 +51,45 @@ def find_images(words: Iterable[str | Path], standard_input: IO[str] | None = No
         vitclinic._core.errors.DataError: There is no image at 'no/such.png'.
     """
     return [name for word in words for name in _expand(str(word), standard_input or sys.stdin)]
+
+
+def find_inputs(words: Iterable[str | Path]) -> list[str | Asked]:
+    """Return the image files that some words name, as `find_images` does, and those of tables with their questions.
+
+    A table, .csv or .jsonl, has the columns `image`, relative to its folder, and `question`.
+
+    Raises:
+        DataError: A word names no image, or a row of a table has none, or no question.
+    """
+    found: list[str | Asked] = []
+    for word in words:
+        table = Path(word).expanduser()
+        is_table = table.suffix in TABLES and table.is_file()
+        found += _read_questions(table) if is_table else find_images([word])
+    return found
+
+
+def _read_questions(table: Path) -> list[Asked]:
+    """Return the images of a table in the order of their first rows; one that several rows name is there once."""
+    try:
+        with table.open(encoding="utf-8", newline="") as file:
+            if table.suffix == ".csv":
+                rows: list[Any] = list(csv.DictReader(file))
+            else:
+                rows = [json.loads(line) for line in file if line.strip()]
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"'{table}' cannot be read as {table.suffix[1:]}: {error}.") from error
+    found: dict[str, list[str]] = {}
+    for number, row in enumerate(rows, 1):
+        for name in ("image", "question"):
+            if not isinstance(row, dict) or not isinstance(row.get(name), str) or not row[name].strip():
+                raise DataError(
+                    f"'{table}': row {number} has no '{name}'; a table of questions has image and question."
+                )
+        found.setdefault(str(table.parent / row["image"]), []).append(row["question"])
+    if not found:
+        raise DataError(f"'{table}' has no rows; a table of questions has the columns image and question.")
+    return [Asked(image, tuple(questions)) for image, questions in found.items()]
 
 
 def _expand(word: str, standard_input: IO[str]) -> list[str]:
@@ -64,10 +114,10 @@ def _expand(word: str, standard_input: IO[str]) -> list[str]:
     return found
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
     """Raise for a file that predictions cannot be written to: its suffix, its folder, a package that is missing."""
-    if path.suffix not in SUFFIXES:
-        raise RecipeError(f"'{path}' must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
+    if path.suffix not in suffixes:
+        raise RecipeError(f"'{path}' must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}.")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise RecipeError(f"'{path}' cannot be written: {'it is' if path.is_dir() else 'there is not'} a folder there.")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
@@ -80,7 +130,12 @@ last, where all are asked for, `p(NAME)` of each class."""
 
 
 def make_rows(
-    files: Sequence[str], probabilities: NDArray[np.float64], classes: Sequence[str], top_k: int, everything: bool
+    files: Sequence[str],
+    probabilities: NDArray[np.float64],
+    classes: Sequence[str],
+    top_k: int,
+    everything: bool,
+    names: tuple[str, str, str] = ("class", "probability", "p"),
 ) -> Iterator[Row]:
     """Yield a row for each image.
 
@@ -90,20 +145,22 @@ def make_rows(
         classes: Their names.
         top_k: How many of the likeliest classes are told; ties go to the first class.
         everything: Also tell the probability of each class.
+        names: What to call a class, its probability, and the probability of a class by its name.
 
     Example:
         >>> next(make_rows(["a.png"], np.array([[0.2, 0.8]]), ["cat", "dog"], 2, False))
         {'file': 'a.png', 'class': 'dog', 'probability': 0.8, 'class_2': 'cat', 'probability_2': 0.2}
     """
+    which, value, each = names
     rounded = probabilities.round(6)
     ranked = np.argsort(-probabilities, axis=1, kind="stable")[:, :top_k]
     for place, file in enumerate(files):
         told: Row = {"file": file}
         for rank, k in enumerate(ranked[place].tolist(), 1):
             behind = f"_{rank}" if rank > 1 else ""
-            told |= {f"class{behind}": classes[k], f"probability{behind}": float(rounded[place, k])}
+            told |= {f"{which}{behind}": classes[k], f"{value}{behind}": float(rounded[place, k])}
         if everything:
-            told |= {f"p({name})": p for name, p in zip(classes, rounded[place].tolist(), strict=True)}
+            told |= {f"{each}({name})": p for name, p in zip(classes, rounded[place].tolist(), strict=True)}
         yield told
 
 
@@ -114,24 +171,29 @@ class RowWriter(Protocol):
 
 
 @contextmanager
-def open_rows(path: Path | None) -> Iterator[RowWriter]:
-    """Give a function that writes rows to a file, which appears whole at the end; None is CSV on standard output."""
+def open_rows(path: Path | None, columns: Sequence[str] | None = None) -> Iterator[RowWriter]:
+    """Give a function that writes rows to a file, which appears whole at the end.
+
+    Args:
+        path: A .csv, .jsonl or .parquet file; None is CSV on standard output.
+        columns: Those of a table that may have no rows; otherwise the first row has them.
+    """
     if path is None:
-        yield _csv(sys.stdout)
+        yield _csv(sys.stdout, columns)
     elif path.suffix == ".parquet":
-        with staged(path) as staging, _parquet(staging) as write:
+        with staged(path) as staging, _parquet(staging, columns) as write:
             yield write
     else:
         with staged(path) as staging, staging.open("w", encoding="utf-8", newline="") as file:
-            yield _csv(file) if path.suffix == ".csv" else _json_lines(file)
+            yield _csv(file, columns) if path.suffix == ".csv" else _json_lines(file)
 
 
-def _csv(file: IO[str]) -> RowWriter:
+def _csv(file: IO[str], columns: Sequence[str] | None) -> RowWriter:
     written: list[csv.DictWriter[str]] = []
 
     def write(rows: Sequence[Row]) -> None:
-        if rows and not written:
-            written.append(csv.DictWriter(file, list(rows[0]), lineterminator="\n"))
+        if (rows or columns) and not written:
+            written.append(csv.DictWriter(file, columns or list(rows[0]), lineterminator="\n"))
             written[0].writeheader()
         for writer in written:
             writer.writerows(rows)
@@ -147,7 +209,7 @@ def _json_lines(file: IO[str]) -> RowWriter:
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[RowWriter]:
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[RowWriter]:
     import pyarrow
     import pyarrow.parquet
 
@@ -163,6 +225,8 @@ def _parquet(path: Path) -> Iterator[RowWriter]:
 
     try:
         yield write
+        if columns and not opened:
+            pyarrow.parquet.write_table(pyarrow.table({name: [] for name in columns}), path)
     finally:
         for writer in opened:
             writer.close()

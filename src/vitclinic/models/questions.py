@@ -84,13 +84,15 @@ class Answerer(Headed):
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
 
-    def forward(self, images: Tensor, questions: Sequence[str] | Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, questions: str | Sequence[str] | Tensor | None = None) -> Tensor:
         """Return the scores of the answers [B, K]; without questions, the ViT's features of the images alone.
 
         Args:
             images: Normalized images.
-            questions: A question about each image, or the numbers of its tokens [B, W] (`encode`).
+            questions: A question about all images, or one about each, or the numbers of its tokens [B, W] (`encode`).
         """
+        if isinstance(questions, str):
+            questions = [questions] * len(images)
         if questions is None:
             features: Tensor = self.backbone(images)
             return features

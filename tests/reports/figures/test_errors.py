@@ -10,6 +10,7 @@ import pytest
 
 from tests.reports.made import measurement
 from tests.reports.made_errors import LONG, NASTY, errors
+from vitclinic._core.records import Scalar
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.figures import draw
 from vitclinic.reports.figures.errors import MOST_CLASSES, MOST_CONFUSED
@@ -90,6 +91,26 @@ def test_a_network_without_errors_says_so():
     assert album.album.lists == []
     assert "No label is suspected." in draw("label_errors", [made])[0].notes
     render([made])
+
+
+def test_too_few_images_for_slices_are_told():
+    one = measurement("slices", 0, **errors(np.random.default_rng(0))["slices"])
+    empty = {name: array[:0] if name.startswith(("slice_", "rest_")) else array for name, array in one.arrays.items()}
+    (figure,) = draw("slices", [ExamView("runs/a", {"slices": one.model_copy(update={"arrays": empty})})])
+    assert figure.title == "No slices"
+    assert "too few images" in figure.reading
+
+
+def test_a_network_that_suspects_a_third_of_the_labels_is_doubted():
+    parts = errors(np.random.default_rng(0))["label_errors"]
+    doubts = []
+    for share in (0.05, 0.33):
+        scalars = {**parts["scalars"], "wrong_labels": Scalar(value=share)}
+        one = measurement("label_errors", 0, scalars=scalars, arrays=parts["arrays"])
+        notes = draw("label_errors", [ExamView("runs/a", {"label_errors": one})])[0].notes
+        doubts.append([note for note in notes if "has not learned enough" in note])
+    assert doubts[0] == []
+    assert doubts[1][0].startswith("By this count 33% of the labels would be wrong.")
 
 
 def test_suspects_are_a_file_beside_the_page(tmp_path):

@@ -17,6 +17,8 @@ from vitclinic.reports.frame import format_csv
 MOST_IMAGES, FEWEST_IMAGES = 144, 8
 """Images of all networks of a page together, and of each of many."""
 A_ROW = 12
+DOUBTFUL = 0.2
+"""Share of wrong labels above which it is rather the network that is wrong: curated sets have 1 to 10%."""
 SUSPECT_COLUMNS = ("network", "path", "given_label", "suggested_label", "score")
 
 
@@ -59,6 +61,12 @@ def _suspects(place: int, name: str, one: Measurement, found: Measurements) -> F
         for first in range(0, len(shown), A_ROW)
     ]
     notes = [] if count else ["No label is suspected."]
+    wrong = one.scalars.get("wrong_labels")
+    if wrong is not None and wrong.value > DOUBTFUL:
+        notes.append(
+            f"By this count {wrong.value:.0%} of the labels would be wrong. Unless they are that bad, the network has"
+            " not learned enough to judge them, and most of these are its own mistakes."
+        )
     notes.append(
         "This is out of sample only if the network was not trained on these images: a network that was may have learned"
         " wrong labels, too, and suspects fewer of them."

@@ -27,13 +27,10 @@ COLUMNS = ("network", "feature", "slice", "images", "accuracy", "low", "high", "
 @draws("slices")
 def slices(exams: Sequence[ExamView]) -> list[Figure]:
     """Draw the accuracy of each slice, then the images of the worst slices of each network."""
-    found = [
-        (place, name, one)
-        for place, name, one in select_usable(exams, "slices")
-        if has_arrays(one, *_ARRAYS) and one.arrays["slice_feature"].size
-    ]
+    whole = [each for each in select_usable(exams, "slices") if has_arrays(each[2], *_ARRAYS)]
+    found = [each for each in whole if each[2].arrays["slice_feature"].size]
     if not found:
-        return []
+        return [_explain_none(whole[0][2])] if whole else []
     rows = [(name, *row) for _, name, one in found for row in _rows(one)]
     plot = Figure(
         name="slices",
@@ -46,6 +43,18 @@ def slices(exams: Sequence[ExamView]) -> list[Figure]:
         notes=[] if len(_titles(found)) <= MOST_PLOTTED else [f"{MOST_PLOTTED} of {len(_titles(found))} slices."],
     )
     return [plot, *(_list(place, name, one, found) for place, name, one in found)]
+
+
+def _explain_none(one: Measurement) -> Figure:
+    return Figure(
+        name="slices",
+        title="No slices",
+        reading=f"There are too few images to compare parts of them: a part, and the rest, must have at least"
+        f" {one.config.get('least', 20)} images, or what `least` says. Examine more images.",
+        paper="",
+        table=Table(COLUMNS, []),
+        album=Album([], []),
+    )
 
 
 def _rows(one: Measurement) -> list[tuple[str, str, int, float, float, float, float, float, float]]:
@@ -81,7 +90,7 @@ def _list(place: int, name: str, one: Measurement, found: Measurements) -> Figur
     listed = [
         Row(
             mark_up("{}: {}", row[0], row[1]) + (" (weak)" if row[-1] < SIGNIFICANT else ""),
-            f"{row[3]:.0%} ({row[4]:.0%} to {row[5]:.0%}) of {row[2]}, the rest {row[6]:.0%}; p {_format_p(row[-1])}",
+            f"{row[3]:.0%} ({row[4]:.0%} to {row[5]:.0%}) of {row[2]}, the rest {row[6]:.0%}; {_format_p(row[-1])}",
             groups.get((row[0], row[1]), []),
             row[3],
         )
@@ -120,4 +129,4 @@ def _group_images(one: Measurement, most: int) -> tuple[list[Shown], dict[tuple[
 
 
 def _format_p(p: float) -> str:
-    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
+    return f"p\u00a0{p:.2g}" if p >= 1e-4 else "p\u00a0<\u00a00.0001"
