@@ -50,7 +50,7 @@ def _explain_none(one: Measurement) -> Figure:
         name="slices",
         title="No slices",
         reading=f"There are too few images to compare parts of them: a part, and the rest, must have at least"
-        f" {one.config.get('least', 20)} images, or what `least` says. Examine more images.",
+        f" {one.config.get('least', 20)} images (the option least). Examine more images.",
         paper="",
         table=Table(COLUMNS, []),
         album=Album([], []),
