@@ -179,6 +179,8 @@ def _behaviour(rng):
             "arrays": bins,
         },
         "vqa": _answers(),
+        "segmentation": _masks(),
+        "detection": _boxes(),
         "train_nll": {"scalars": shares(rng, "nll", "target_entropy")},
         "corruptions": {
             "scalars": shares(rng, "accuracy", "clean_accuracy", "drop", *(f"accuracy_{one}" for one in CORRUPTED)),
@@ -233,6 +235,46 @@ def _answers():
             **beginnings,
             "beginning_accuracy": np.array([0.8, 0.5]),
             **{f"shown_{name}": values for name, values in shown.items()},
+        },
+    }
+
+
+def _masks():
+    rng = np.random.default_rng(12)
+    iou = np.array([0.9, 0.6, np.nan])
+    return {
+        "scalars": shares(rng, "miou", "pixel_accuracy", "nll"),
+        "arrays": {
+            "classes": np.array(["ground", HOSTILE, "sea"]),
+            **{"class_iou": iou, "class_iou_low": iou - 0.1, "class_iou_high": iou + 0.1},
+            "class_images": np.array([30, 20, 0]),
+            "image_iou": np.array([0.4, 0.5, 0.9]),
+            "shown_images": rng.integers(0, 256, (2, SIDE, SIDE, 3), dtype=np.uint8),
+            "shown_names": np.array(["a.png", HOSTILE]),
+            "shown_truth": rng.choice(np.array([0, 1, 255], np.uint8), (2, SIDE, SIDE)),
+            "shown_predicted": rng.integers(0, 2, (2, SIDE, SIDE), dtype=np.uint8),
+            "shown_iou": np.array([0.4, 0.5]),
+        },
+    }
+
+
+def _boxes():
+    rng = np.random.default_rng(13)
+    boxes = np.array([[2.0, 2.0, 20.0, 18.0], [5.0, 8.0, 30.0, 30.0]])
+    framed = {"rows": np.array([0, 1]), "boxes": boxes, "labels": np.array([0, 1])}
+    ap = np.array([0.7, np.nan])
+    return {
+        "scalars": {**shares(rng, "ap", "ap50", "ap75", "mask_ap", "mask_ap50", "mask_ap75"), "objects": exact(40)},
+        "arrays": {
+            "classes": np.array([HOSTILE, "star"]),
+            **{"class_ap": ap, "class_ap50": ap, "class_mask_ap": ap, "class_mask_ap50": ap},
+            "class_objects": np.array([40, 0]),
+            "image_f1": np.array([0.0, 0.5, 1.0]),
+            "shown_images": rng.integers(0, 256, (2, SIDE, SIDE, 3), dtype=np.uint8),
+            "shown_names": np.array(["a.png", HOSTILE]),
+            "shown_f1": np.array([0.0, 0.5]),
+            **{f"shown_{kind}_{key}": values for kind in ("truth", "found") for key, values in framed.items()},
+            "shown_found_scores": np.array([0.9, 0.6]),
         },
     }
 

@@ -7,10 +7,13 @@ from torch import nn
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
 from vitclinic.anatomy import Anatomy
+from vitclinic.data import open_data
 from vitclinic.models import Headed
 from vitclinic.tasks import Metric, Task, register
 from vitclinic.tasks.task import TASKS
 from vitclinic.training import build_recipe, load_model, plan_run, resume, train
+from vitclinic.training.init import read_initial_weights
+from vitclinic.training.network import build_network
 from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.rows import drop_timing
 
@@ -120,3 +123,12 @@ def test_it_is_planned_without_its_data(recipe):
     assert plan.classes == 7
     assert plan.network == "VisionTransformer"
     assert plan.memory.activations > 0
+
+
+def test_initial_weights_of_a_run_say_which_parts_of_its_head_are_left_out(recipe):
+    run = train(recipe(steps=1, test=False))
+    second = build_recipe(recipe(init=str(run.path)))
+    init = read_initial_weights(second)
+    _, loaded = build_network(second, open_data(second.data), init)
+    assert f"left out of {run.path}, as its task's head: image, pixels" in loaded.notices
+    assert not loaded.found.unused

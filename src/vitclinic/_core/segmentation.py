@@ -53,9 +53,14 @@ def mean_iou(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     return mean
 
 
+def resample_counts(counts: NDArray[np.int64], seed: int = 0) -> NDArray[np.int64]:
+    """Return the counts [r, 3, K] of r samples of the images [n, 3, K], drawn with replacement: the bootstrap."""
+    draws = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=_DRAWS)
+    drawn: NDArray[np.int64] = np.einsum("rn,nck->rck", draws, counts)
+    return drawn
+
+
 def mean_iou_interval(counts: NDArray[np.int64], seed: int = 0) -> tuple[float, float]:
     """Return the 95% interval of the mean IoU over images [n, 3, K], by the bootstrap."""
-    draws = np.random.default_rng(seed).multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=_DRAWS)
-    drawn = np.einsum("rn,nck->rck", draws, counts)
-    low, high = np.nanquantile(mean_iou(drawn), (0.025, 0.975))
+    low, high = np.nanquantile(mean_iou(resample_counts(counts, seed)), (0.025, 0.975))
     return float(low), float(high)

@@ -5,6 +5,7 @@ The parts are torchvision's, without its wrapper, which would resize and normali
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from vitclinic.models.regions import KeyedSampler, Objects, Proposals, Regions
 _RATIOS = (0.5, 1.0, 2.0)
 _POSITIVE = 0.25
 """Share of the regions of an image that show an object, at most."""
+_PRIOR = 0.01
+"""Probability of each class that an untrained head gives a region, below the score from which on it says something."""
 _USUAL_ANCHORS = 8.0
 """Side of anchors in pixels of their level: 32, 64, 128 and 256 pixels."""
 _CANONICAL = 28
@@ -72,6 +75,8 @@ class Detector(Headed):
         >>> sorted(network(torch.rand(1, 3, 64, 64))[0])
         ['boxes', 'labels', 'masks', 'scores']
     """
+
+    returns_tensor = False
 
     def __init__(self, backbone: nn.Module, spec: ImageSpec, options: DetectorOptions) -> None:
         super().__init__(backbone)
@@ -252,4 +257,18 @@ def _make_regions(levels: int, canonical: int, outputs: int, options: DetectorOp
         **mask_parts,
     )
     made.fg_bg_sampler = KeyedSampler(options.samples, _POSITIVE, "regions")
+    _prefer_background(made.box_predictor.cls_score)
     return made
+
+
+def _prefer_background(classifier: nn.Linear) -> None:
+    """Start with background nearly everywhere, as most regions are [Lin et al., ICCV 2017, Sec. 3.3].
+
+    A head that finds all classes equally probable says a hundred things of every image, each with a mask.
+    """
+    classes = classifier.out_features - 1
+    prior = min(_PRIOR, 0.5 / classes)
+    nn.init.normal_(classifier.weight, std=0.01)
+    nn.init.zeros_(classifier.bias)
+    with torch.no_grad():
+        classifier.bias[0] = math.log((1 - classes * prior) / prior)

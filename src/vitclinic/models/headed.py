@@ -19,6 +19,9 @@ class Headed(nn.Module):
     is_headed = True
     """What the anatomy knows it by: what is inside `backbone` is the network."""
 
+    returns_tensor = True
+    """False for a head that returns something else for an image; the probes of features then see the backbone alone."""
+
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone

@@ -36,6 +36,9 @@ class Segmenter(Headed):
         auxiliary: Have an auxiliary head.
         norm: `group`, which does not depend on the batch, or `batch`, as the papers have it.
 
+    Attributes:
+        window: Height and width of the images that it takes; larger ones are seen by windows of this size (`slide`).
+
     Example:
         >>> import timm
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=0)
@@ -54,6 +57,7 @@ class Segmenter(Headed):
         norm: Literal["group", "batch"] = "group",
     ) -> None:
         super().__init__(backbone)
+        self.window: Size = spec.img_size
         self.pyramid = Pyramid(backbone, spec)
         channels = self.pyramid.channels
         self.head: nn.Module

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from vitclinic.probes.behaviour.accuracy import Accuracy
     from vitclinic.probes.behaviour.attacks import FGSM, PGD
     from vitclinic.probes.behaviour.corruptions import Corruptions
+    from vitclinic.probes.behaviour.detection import DetectionPrecision
     from vitclinic.probes.behaviour.errors import Errors
     from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
     from vitclinic.probes.behaviour.label_errors import LabelErrors
     from vitclinic.probes.behaviour.missing_rate import MissingRate
     from vitclinic.probes.behaviour.occlusion import Occlusion
     from vitclinic.probes.behaviour.saliency import Saliency
+    from vitclinic.probes.behaviour.segmentation import SegmentationAccuracy
     from vitclinic.probes.behaviour.shape_bias import ShapeBias
     from vitclinic.probes.behaviour.shift import Shift
     from vitclinic.probes.behaviour.slices import Slices
@@ -93,6 +95,7 @@ __all__ = [
     "CBScale",
     "Corruptions",
     "Cost",
+    "DetectionPrecision",
     "DoesNotApply",
     "Errors",
     "FigureSpec",
@@ -119,6 +122,7 @@ __all__ = [
     "RunningMean",
     "Saliency",
     "Scalar",
+    "SegmentationAccuracy",
     "ShapeBias",
     "Sharpness",
     "Shift",

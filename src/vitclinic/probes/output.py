@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError
-from vitclinic.models import Normalized
+from vitclinic.models import Headed, Normalized
 from vitclinic.models.calling import call_with_images, image_keyword
 from vitclinic.probes.guards import preserve_state
 
@@ -93,7 +93,7 @@ def observe_output(
         >>> observe_output(nn.Flatten(), torch.zeros(1, 3, 2, 2)).count
         12
     """
-    features = None
+    features, network = None, network if output is not None else _without_head(network)
     try:
         with preserve_state(network), torch.no_grad():
             returned = call_with_images(network, example)
@@ -115,6 +115,16 @@ def observe_output(
         _warn_of_choice(returned, name)
         features = _find_features(network, returned)
     return Output(adapted, tensor.shape[1], features, lie_in_unit_interval(tensor))
+
+
+def _without_head(network: nn.Module) -> nn.Module:
+    """Return the backbone of a network whose head returns no tensor, such as a detector's: probes see its features."""
+    if not isinstance(network, Normalized) or not isinstance(network.backbone, Headed):
+        return network
+    if network.backbone.returns_tensor:
+        return network
+    bare = Normalized(network.trunk, network.mean.flatten().tolist(), network.std.flatten().tolist())
+    return bare.to(network.mean.device).train(network.training)
 
 
 def read_output(returned: Any, output: OutputFunction | None = None) -> Tensor:

@@ -13,26 +13,18 @@ from vitclinic.data import Batch
 from vitclinic.data.annotations import Question
 from vitclinic.models import Normalized
 from vitclinic.models.questions import Answerer
-from vitclinic.probes.probe import DoesNotApply
-from vitclinic.probes.subject import Subject
+from vitclinic.probes.subject import Subject, find_headed
 from vitclinic.tasks.answering import ask_all
 
 Asked = tuple[Batch, list[Question], NDArray[np.int64], Tensor]
 """A batch, the questions about its images, the row of the image of each, and the scores of the answers [P, K]."""
 
+NO_QUESTIONS = "the network takes images alone; questions are for runs of the task vqa."
+
 
 def find_answerer(subject: Subject) -> Normalized:
-    """Return the subject's network, if it answers questions and its data has some.
-
-    Raises:
-        DoesNotApply: It takes images alone, or there are no questions.
-    """
-    network = subject.network
-    if not isinstance(network, Normalized) or not isinstance(network.backbone, Answerer):
-        raise DoesNotApply("the network takes images alone; questions are for runs of the task vqa.")
-    if subject.images.annotations is None or subject.dataset.target != "questions":
-        raise DoesNotApply("the data has no questions.")
-    return network
+    """Return the subject's network, if it answers questions and its data has some; else it does not apply."""
+    return find_headed(subject, Answerer, "questions", NO_QUESTIONS)
 
 
 def count_questions(subject: Subject) -> int:

@@ -21,10 +21,12 @@ from vitclinic._core.io import fingerprint
 from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.source import subset
+from vitclinic.models import Headed, Normalized
 from vitclinic.models.calling import check_ready
 from vitclinic.probes.digest import network_digest
 from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.output import Adapted, Output, OutputFunction, are_probabilities, are_sigmoids, observe_output
+from vitclinic.probes.probe import DoesNotApply
 
 Progress = Callable[[str, int, int], None]
 """Called with (task, images done, images in total)."""
@@ -251,6 +253,11 @@ class Subject:
             yield batch.to(self.device, self.dtype)
 
     @property
+    def given(self) -> nn.Module:
+        """The network as it was handed in: one with a task's head returns what the task is about."""
+        return self._given
+
+    @property
     def network(self) -> nn.Module:
         """The network as one that returns a tensor [B, K]; when first used, one image is passed to see what that is."""
         return self._origin._output.network
@@ -328,6 +335,26 @@ class Subject:
         """SHA-256 of the images, their labels and their size."""
         rows = hashlib.sha256(self.images.rows.tobytes() + self.images.labels.tobytes()).hexdigest()
         return fingerprint(self.dataset.digest, self.dataset.size, self.dataset.channels, self.split, rows)
+
+
+def find_headed(subject: Subject, head: type[Headed], target: str, refusal: str) -> Normalized:
+    """Return the network of a run of a task, if it has that task's head and the data is annotated for it.
+
+    Args:
+        subject: The network and its images.
+        head: The class of the head.
+        target: What the images of the task come with, as `Task.target` has it.
+        refusal: What to say of a network without that head.
+
+    Raises:
+        DoesNotApply: The network has no such head, or the data has nothing of the kind.
+    """
+    network = subject.given
+    if not isinstance(network, Normalized) or not isinstance(network.backbone, head):
+        raise DoesNotApply(refusal)
+    if subject.images.annotations is None or subject.dataset.target != target:
+        raise DoesNotApply(f"the data has no {'masks' if target == 'mask' else target}.")
+    return network
 
 
 def _limit(dataset: Dataset, split: str, limit: int | None) -> Dataset:

@@ -5,6 +5,7 @@ torch is imported inside the functions: a typo in a recipe should not wait for t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -88,9 +89,9 @@ class Segmentation(Dense):
 
     def losses(self, outputs: Tensor | dict[str, Tensor], batch: Batch) -> Losses:
         if not isinstance(outputs, dict):
-            return {"task": pixel_loss(outputs, _masks(batch))}
-        auxiliary = self.auxiliary * pixel_loss(outputs["aux"], _masks(batch))
-        return {"task": pixel_loss(outputs["out"], _masks(batch)), "auxiliary": auxiliary}
+            return {"task": pixel_loss(outputs, read_masks(batch))}
+        auxiliary = self.auxiliary * pixel_loss(outputs["aux"], read_masks(batch))
+        return {"task": pixel_loss(outputs["out"], read_masks(batch)), "auxiliary": auxiliary}
 
     def measure(self, outputs: Tensor, batch: Batch) -> Tensor:
         raise TypeError("The metrics of segmentation are no sums over images.")
@@ -102,34 +103,58 @@ class Segmentation(Dense):
         self, network: nn.Module, dataset: Dataset, split: str, distributed: Distributed, batch_size: int = BATCH_SIZE
     ) -> Score:
         import numpy as np
-        import torch
-
-        from vitclinic.anatomy import eval_mode
-        from vitclinic.data import evaluation_batches
-        from vitclinic.models.segmenter import slide
 
         window, classes = self.frame(dataset.spec).img_size, len(dataset.classes)
-        at_once = max(1, min(batch_size, _PIXELS // (dataset.size[0] * dataset.size[1])))
-        parameter = next(network.parameters())
 
         def own() -> list[tuple[NDArray[np.int64], float, int]]:
-            found = []
-            for batch in evaluation_batches(dataset, split, at_once, distributed.rank, distributed.size):
-                moved = batch.to(parameter.device, parameter.dtype)
-                found.append(count_batch(slide(network, moved.images, window), _masks(moved), classes))
-            return found
+            scored = score_pixels(network, dataset, split, window, batch_size, distributed.rank, distributed.size)
+            return [count_batch(scores, read_masks(batch), classes) for batch, scores in scored]
 
-        with torch.no_grad(), eval_mode(network):
-            parts = [part for of_process in distributed.gather(own) for part in of_process]
+        parts = [part for of_process in distributed.gather(own) for part in of_process]
         counts = np.concatenate([part[0] for part in parts])
         nll = sum(part[1] for part in parts) / max(1, sum(part[2] for part in parts))
         return summarize_counts(counts, nll, dataset.classes)
 
 
-def _masks(batch: Batch) -> Tensor:
+def read_masks(batch: Batch) -> Tensor:
+    """Return the class of each pixel of a batch, [B, H, W]."""
     assert batch.annotations is not None
     assert batch.annotations.masks is not None
     return batch.annotations.masks
+
+
+def score_pixels(
+    network: nn.Module,
+    dataset: Dataset,
+    split: str,
+    window: tuple[int, int],
+    batch_size: int = BATCH_SIZE,
+    part: int = 0,
+    parts: int = 1,
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield the images of a split with their scores [B, K, H, W], a few large images or many small ones at a time.
+
+    Args:
+        network: The network, which takes pixels in [0, 1].
+        dataset: The data.
+        split: `train`, `val` or `test`.
+        window: The size that the network takes; larger images are seen window by window.
+        batch_size: Images at a time, at most.
+        part: Which part of the images.
+        parts: Into how many they are divided.
+    """
+    import torch
+
+    from vitclinic.anatomy import eval_mode
+    from vitclinic.data import evaluation_batches
+    from vitclinic.models.segmenter import slide
+
+    at_once = max(1, min(batch_size, _PIXELS // (dataset.size[0] * dataset.size[1])))
+    parameter = next(network.parameters())
+    with torch.no_grad(), eval_mode(network):
+        for batch in evaluation_batches(dataset, split, at_once, part, parts):
+            moved = batch.to(parameter.device, parameter.dtype)
+            yield moved, slide(network, moved.images, window)
 
 
 def pixel_loss(scores: Tensor, masks: Tensor) -> Tensor:

@@ -47,6 +47,8 @@ class InitialWeights:
     size: Size | None = None
     """The size of the images that it was trained on, if known."""
     has_head: bool = True
+    task_head: tuple[str, ...] = ()
+    """Parts of the head that a task had put on the network; they are not loaded."""
 
     @cached_property
     def digest(self) -> str:
@@ -102,6 +104,8 @@ class Loaded:
             notices.append(f"not in {source}, so drawn at random: {_list_names(drawn)}")
         if found.unused:
             notices.append(f"not used of {source}: {_list_names(found.unused)}")
+        if self.init.task_head:
+            notices.append(f"left out of {source}, as its task's head: {', '.join(self.init.task_head)}")
         return notices
 
     def plain(self) -> dict[str, Any]:
@@ -112,6 +116,7 @@ class Loaded:
             "loaded": list(self.found.loaded),
             "drawn": list(self.found.drawn),
             "unused": list(self.found.unused),
+            "task_head": list(self.init.task_head),
             "resampled": dict(self.resampled),
         }
 
@@ -156,14 +161,17 @@ def _read_run(source: str, folder: Path, checkpoint: str) -> InitialWeights:
         for treatment, written in zip(recipe.treatments, recipe.treatments.written, strict=True)
         if type(treatment).operate is not Treatment.operate
     ]
+    weights = {name.removeprefix("backbone."): value for name, value in state.items() if name.startswith("backbone.")}
+    parts = sorted({name.partition(".")[0] for name in weights})
     return InitialWeights(
         source,
-        {name.removeprefix("backbone."): value for name, value in state.items() if name.startswith("backbone.")},
+        weights,
         (state["mean"].flatten().tolist(), state["std"].flatten().tolist()),
         model,
         Treatments(structural),
         tuple(run.data_facts["classes"]),
         run.spec.img_size,
+        task_head=tuple(part for part in parts if part != "backbone") if "backbone" in parts else (),
     )
 
 

@@ -5,7 +5,7 @@ Shapes: B images of a batch, K classes, n images, m classes kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -138,16 +138,20 @@ def show_images(subject: Subject, outcomes: Outcomes) -> dict[str, NDArray[Any]]
         `shown_images` [s, h, w] or [s, h, w, 3] as bytes, or of no image where their pixels were not kept;
         `shown_numbers`, `shown_names`, `shown_labels`, `shown_predicted`, `shown_confidence`, `shown_own` [s].
     """
-    names = name_images(subject.images.take(outcomes.numbers))
     return {
-        "shown_images": make_thumbnails(subject, outcomes.numbers),
+        **show_pixels(subject, outcomes.numbers),
         "shown_numbers": outcomes.numbers,
-        "shown_names": np.array(names, dtype=np.str_),
         "shown_labels": outcomes.labels,
         "shown_predicted": outcomes.predicted,
         "shown_confidence": outcomes.confidence,
         "shown_own": outcomes.own,
     }
+
+
+def show_pixels(subject: Subject, numbers: Numbers) -> dict[str, NDArray[Any]]:
+    """Return thumbnails and names of images of the subject's split, as arrays of a measurement."""
+    names = name_images(subject.images.take(numbers)) if len(numbers) else []
+    return {"shown_images": make_thumbnails(subject, numbers), "shown_names": np.array(names, dtype=np.str_)}
 
 
 def make_thumbnails(subject: Subject, numbers: Numbers) -> NDArray[np.uint8]:
@@ -157,9 +161,7 @@ def make_thumbnails(subject: Subject, numbers: Numbers) -> NDArray[np.uint8]:
     images = subject.images
     if not len(numbers) or images.rows[numbers].max() >= len(images.images.kept):  # in one's own loop they are gone
         return np.zeros((0, 1, 1), np.uint8)
-    height, width = subject.dataset.size
-    factor = min(1.0, SIDE / max(height, width))
-    size = (max(1, round(width * factor)), max(1, round(height * factor)))
+    factor, size = fit_thumbnail(subject)
     found = []
     for batch in subject.select(numbers.tolist()).batches():
         pixels = as_bytes(batch.images.cpu())
@@ -168,3 +170,20 @@ def make_thumbnails(subject: Subject, numbers: Numbers) -> NDArray[np.uint8]:
             pixels = np.stack([np.asarray(one) for one in small])
         found.append(pixels)
     return np.concatenate(found)
+
+
+def fit_thumbnail(subject: Subject) -> tuple[float, tuple[int, int]]:
+    """Return the factor by which the subject's images shrink to thumbnails, and the width and height of these."""
+    height, width = subject.dataset.size
+    factor = min(1.0, SIDE / max(height, width))
+    return factor, (max(1, round(width * factor)), max(1, round(height * factor)))
+
+
+def shrink_masks(subject: Subject, masks: Sequence[Tensor]) -> NDArray[np.uint8]:
+    """Return masks [B, H, W] of several batches at the size of thumbnails, each pixel the class of one there."""
+    height, width = subject.dataset.size
+    _, (columns, rows) = fit_thumbnail(subject)
+    down, across = ((np.arange(few) * 2 + 1) * many // (2 * few) for few, many in ((rows, height), (columns, width)))
+    if not masks:
+        return np.zeros((0, rows, columns), np.uint8)
+    return np.concatenate([mask.numpy()[:, down[:, None], across] for mask in masks]).astype(np.uint8)

@@ -12,9 +12,8 @@ from pydantic import Field
 
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
-from vitclinic.data.split import name_images
 from vitclinic.data.text import split_words
-from vitclinic.probes.behaviour.outcomes import make_thumbnails
+from vitclinic.probes.behaviour.outcomes import show_pixels
 from vitclinic.probes.probe import OwningProbe, Result, register
 from vitclinic.probes.questions import ask_questions, count_questions, find_answerer
 from vitclinic.probes.subject import Subject
@@ -78,10 +77,8 @@ class VqaAccuracy(OwningProbe):
         """Return the worst answers, the surest of equals first, with their images."""
         worst = sorted(answers, key=lambda answer: (answer.score, -answer.confidence))[: self.shown]
         numbers = np.array([answer.image for answer in worst], dtype=np.int64)
-        names = name_images(subject.images.take(numbers)) if len(numbers) else []
         return {
-            "shown_images": make_thumbnails(subject, numbers),
-            "shown_names": np.array(names, dtype=np.str_),
+            **show_pixels(subject, numbers),
             "shown_questions": np.array([answer.question for answer in worst], dtype=np.str_),
             "shown_given": np.array([answer.given for answer in worst], dtype=np.str_),
             "shown_truth": np.array([", ".join(dict.fromkeys(answer.truth)) for answer in worst], dtype=np.str_),

@@ -16,6 +16,7 @@ from vitclinic._core.registry import FigureSpec, load_entry_points
 from vitclinic.reports.figure import DRAWERS, Drawer, ExamView, Figure, Table, escape_plotly, select_usable
 from vitclinic.reports.figures import accuracy as accuracy
 from vitclinic.reports.figures import attention as attention
+from vitclinic.reports.figures import dense as dense
 from vitclinic.reports.figures import errors as errors
 from vitclinic.reports.figures import label_errors as label_errors
 from vitclinic.reports.figures import landscape as landscape

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 
 from vitclinic._core.images import Picture, encode_small
 from vitclinic._core.records import Measurement
-from vitclinic.reports.album import Thumbnail, isolate, mark_up
+from vitclinic.reports.album import Listing, Row, Thumbnail, isolate, mark_up
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Shown:
     """Probability of its label."""
 
 
+_A_ROW = 12
+"""Images that a row of a list opens."""
 _SHOWN = ("shown_images", "shown_names", "shown_labels", "shown_predicted", "shown_confidence", "shown_own")
 
 
@@ -53,6 +56,12 @@ def draw_thumbnail(shown: Shown, classes: list[str], suggested: int | None = Non
     return Thumbnail(
         encode_small(shown.image), (width, height), mark_up(sentence, label, other), description, shown.name
     )
+
+
+def list_worst(thumbnails: Sequence[Thumbnail], what: str = "Worst images first") -> Listing:
+    """Return a list that opens images a dozen at a time, the first of them at once."""
+    spans = [range(first, min(first + _A_ROW, len(thumbnails))) for first in range(0, len(thumbnails), _A_ROW)]
+    return Listing(what, [Row(mark_up(f"{span.start + 1} to {span.stop}"), "", span) for span in spans], open_rows=1)
 
 
 def short_name(name: str) -> str:

@@ -11,11 +11,10 @@ from vitclinic.reports.album import Album, Listing, Row, Thumbnail, isolate, mar
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import Measurements
 from vitclinic.reports.figures.errors import OPEN_NETWORKS
-from vitclinic.reports.figures.shown import has_arrays, short_name
+from vitclinic.reports.figures.shown import has_arrays, list_worst, short_name
 
 MOST_IMAGES, FEWEST_IMAGES = 60, 8
 """Answers of all networks of a page together, and of each of many."""
-A_ROW = 12
 _SHOWN = ("questions", "given", "truth", "scores", "confidence")
 _COLUMNS = ("network", "image", "question", "answer_given", "answers", "accuracy", "confidence")
 
@@ -35,8 +34,6 @@ def _worst(place: int, name: str, one: Measurement, found: Measurements) -> Figu
     most = max(FEWEST_IMAGES, MOST_IMAGES // len(found))
     images = one.arrays["shown_images"]
     thumbnails = [_thumbnail(image, row) for image, row in zip(images[:most], rows, strict=False)]
-    spans = [range(first, min(first + A_ROW, len(thumbnails))) for first in range(0, len(thumbnails), A_ROW)]
-    worst = [Row(mark_up(f"{span.start + 1} to {span.stop}"), "", span) for span in spans]
     several = len(found) > 1
     return Figure(
         name=f"answers-{place}",
@@ -48,7 +45,7 @@ def _worst(place: int, name: str, one: Measurement, found: Measurements) -> Figu
         table=Table(_COLUMNS, rows),
         album=Album(
             thumbnails,
-            [Listing("First words of questions", _beginnings(one)), Listing("Worst answers first", worst, open_rows=1)],
+            [Listing("First words of questions", _beginnings(one)), list_worst(thumbnails, "Worst answers first")],
         ),
         heavy=len(found) > OPEN_NETWORKS,
     )
