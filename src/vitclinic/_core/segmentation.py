@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,6 +35,13 @@ def count_pixels(predicted: Tensor, truth: Tensor, classes: int) -> Tensor:
     places = [(offsets + truth)[predicted == truth], offsets + predicted, offsets + truth]
     counts = [torch.bincount(place, minlength=len(images) * classes).reshape(-1, classes) for place in places]
     return torch.stack(counts, dim=1)
+
+
+def count_batch(scores: Tensor, masks: Tensor, classes: int) -> tuple[NDArray[np.int64], float, int]:
+    """Return the counts of each image [B, 3, K], the sum of the cross-entropy, and how many pixels it is over."""
+    counts = count_pixels(scores.argmax(1), masks, classes).cpu().numpy()
+    nll = F.cross_entropy(scores.double(), masks.long(), ignore_index=VOID, reduction="sum")
+    return counts, float(nll), int((masks != VOID).sum())
 
 
 def class_iou(counts: NDArray[np.int64]) -> NDArray[np.float64]:

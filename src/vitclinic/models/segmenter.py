@@ -6,7 +6,7 @@ Shapes: B images, C channels, K classes, H x W pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.errors import MissingExtraError
-from vitclinic.data import ImageSpec
+from vitclinic.anatomy import eval_mode
+from vitclinic.data import Batch, Dataset, ImageSpec, evaluation_batches
 from vitclinic.models.headed import Headed
 from vitclinic.models.pyramid import Pyramid, freeze_unread
 
 Size = tuple[int, int]
+_PIXELS = 2**20
+"""Pixels that are scored at a time, at most, unless one image has more."""
 
 
 class Segmenter(Headed):
@@ -129,6 +132,41 @@ def _replace_norms(module: nn.Module) -> None:
             setattr(module, name, _make_norm("group", child.num_features))
         else:
             _replace_norms(child)
+
+
+def read_masks(batch: Batch) -> Tensor:
+    """Return the class of each pixel of a batch, [B, H, W]."""
+    assert batch.annotations is not None
+    assert batch.annotations.masks is not None
+    return batch.annotations.masks
+
+
+def score_pixels(
+    network: nn.Module,
+    dataset: Dataset,
+    split: str,
+    window: Size,
+    batch_size: int = 256,
+    part: int = 0,
+    parts: int = 1,
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield the images of a split with their scores [B, K, H, W], a few large images or many small ones at a time.
+
+    Args:
+        network: The network, which takes pixels in [0, 1].
+        dataset: The data.
+        split: `train`, `val` or `test`.
+        window: The size that the network takes; larger images are seen window by window.
+        batch_size: Images at a time, at most.
+        part: Which part of the images.
+        parts: Into how many they are divided.
+    """
+    at_once = max(1, min(batch_size, _PIXELS // (dataset.size[0] * dataset.size[1])))
+    parameter = next(network.parameters())
+    with torch.no_grad(), eval_mode(network):
+        for batch in evaluation_batches(dataset, split, at_once, part, parts):
+            moved = batch.to(parameter.device, parameter.dtype)
+            yield moved, slide(network, moved.images, window)
 
 
 def slide(network: Callable[[Tensor], Tensor], images: Tensor, window: Size, stride: float = 2 / 3) -> Tensor:

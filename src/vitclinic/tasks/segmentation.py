@@ -5,7 +5,6 @@ torch is imported inside the functions: a typo in a recipe should not wait for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from vitclinic.treatments import Losses
 
 Side = Annotated[int, Field(ge=1)]
-_PIXELS = 2**20
-"""Pixels that are scored at a time, at most, unless one image has more."""
 
 
 @register
@@ -88,6 +85,8 @@ class Segmentation(Dense):
         return Segmenter(backbone, spec, self.head, self.width, self.auxiliary > 0, self.norm)
 
     def losses(self, outputs: Tensor | dict[str, Tensor], batch: Batch) -> Losses:
+        from vitclinic.models.segmenter import read_masks
+
         if not isinstance(outputs, dict):
             return {"task": pixel_loss(outputs, read_masks(batch))}
         auxiliary = self.auxiliary * pixel_loss(outputs["aux"], read_masks(batch))
@@ -104,6 +103,9 @@ class Segmentation(Dense):
     ) -> Score:
         import numpy as np
 
+        from vitclinic._core.segmentation import count_batch
+        from vitclinic.models.segmenter import read_masks, score_pixels
+
         window, classes = self.frame(dataset.spec).img_size, len(dataset.classes)
 
         def own() -> list[tuple[NDArray[np.int64], float, int]]:
@@ -114,47 +116,6 @@ class Segmentation(Dense):
         counts = np.concatenate([part[0] for part in parts])
         nll = sum(part[1] for part in parts) / max(1, sum(part[2] for part in parts))
         return summarize_counts(counts, nll, dataset.classes)
-
-
-def read_masks(batch: Batch) -> Tensor:
-    """Return the class of each pixel of a batch, [B, H, W]."""
-    assert batch.annotations is not None
-    assert batch.annotations.masks is not None
-    return batch.annotations.masks
-
-
-def score_pixels(
-    network: nn.Module,
-    dataset: Dataset,
-    split: str,
-    window: tuple[int, int],
-    batch_size: int = BATCH_SIZE,
-    part: int = 0,
-    parts: int = 1,
-) -> Iterator[tuple[Batch, Tensor]]:
-    """Yield the images of a split with their scores [B, K, H, W], a few large images or many small ones at a time.
-
-    Args:
-        network: The network, which takes pixels in [0, 1].
-        dataset: The data.
-        split: `train`, `val` or `test`.
-        window: The size that the network takes; larger images are seen window by window.
-        batch_size: Images at a time, at most.
-        part: Which part of the images.
-        parts: Into how many they are divided.
-    """
-    import torch
-
-    from vitclinic.anatomy import eval_mode
-    from vitclinic.data import evaluation_batches
-    from vitclinic.models.segmenter import slide
-
-    at_once = max(1, min(batch_size, _PIXELS // (dataset.size[0] * dataset.size[1])))
-    parameter = next(network.parameters())
-    with torch.no_grad(), eval_mode(network):
-        for batch in evaluation_batches(dataset, split, at_once, part, parts):
-            moved = batch.to(parameter.device, parameter.dtype)
-            yield moved, slide(network, moved.images, window)
 
 
 def pixel_loss(scores: Tensor, masks: Tensor) -> Tensor:
@@ -169,17 +130,6 @@ def pixel_loss(scores: Tensor, masks: Tensor) -> Tensor:
     scores = scores.float() if scores.dtype.itemsize < 4 else scores
     of_pixels = F.cross_entropy(scores, masks.long(), ignore_index=VOID, reduction="none")
     return (of_pixels.sum((1, 2)) / (masks != VOID).sum((1, 2)).clamp(min=1)).mean()
-
-
-def count_batch(scores: Tensor, masks: Tensor, classes: int) -> tuple[NDArray[np.int64], float, int]:
-    """Return the counts of each image [B, 3, K], the sum of the cross-entropy, and how many pixels it is over."""
-    import torch.nn.functional as F
-
-    from vitclinic._core.segmentation import VOID, count_pixels
-
-    counts = count_pixels(scores.argmax(1), masks, classes).cpu().numpy()
-    nll = F.cross_entropy(scores.double(), masks.long(), ignore_index=VOID, reduction="sum")
-    return counts, float(nll), int((masks != VOID).sum())
 
 
 def summarize_counts(counts: NDArray[np.int64], nll: float, classes: tuple[str, ...]) -> Score:

@@ -32,7 +32,7 @@ MOST_SHOWN = 20
 """Boxes of an image that are shown, at most."""
 _NO_OBJECTS = "the network does not find objects; boxes are for runs of the task detection."
 _DRAWS = 200
-_NAMES = ("ap", "ap50", "ap75")
+_NAMES = {"boxes": ("ap", "ap50", "ap75"), "masks": ("mask_ap", "mask_ap50", "mask_ap75")}
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,17 @@ class DetectionPrecision(OwningProbe):
         seen = _look(subject)
         scalars: dict[str, Scalar] = {}
         arrays: dict[str, NDArray[Any]] = {"classes": np.array(subject.classes, dtype=np.str_)}
-        for kind, prefix in zip(seen[0].matches, ("", "mask_"), strict=False):
+        for kind in seen[0].matches:
+            names = _NAMES[kind]
             found = Detections([image.matches[kind] for image in seen], len(subject.classes))
             if not found.objects.sum():
                 raise DoesNotApply("the images show no objects, and AP is not defined without any.")
             precision = found.average_precision()
             ends = np.nanquantile(found.bootstrap(_DRAWS, subject.seed), (0.025, 0.975), axis=0)
-            for name, value, low, high in zip(_NAMES, summarize_precision(precision), *ends, strict=True):
-                scalars[prefix + name] = Scalar(value=value, low=float(low), high=float(high), n=len(seen))
-            arrays[f"class_{prefix}ap"] = precision.mean(1)
-            arrays[f"class_{prefix}ap50"] = precision[:, 0]
+            for name, value, low, high in zip(names, summarize_precision(precision), *ends, strict=True):
+                scalars[name] = Scalar(value=value, low=float(low), high=float(high), n=len(seen))
+            arrays[f"class_{names[0]}"] = precision.mean(1)
+            arrays[f"class_{names[1]}"] = precision[:, 0]
             arrays["class_objects"] = found.objects.sum(0)
         scalars["objects"] = Scalar(value=float(arrays["class_objects"].sum()))
         arrays["image_f1"] = np.array([image.quality for image in seen])

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
-from vitclinic._core.segmentation import class_iou, mean_iou, resample_counts
+from vitclinic._core.segmentation import class_iou, count_batch, mean_iou, resample_counts
 from vitclinic.data import Batch
 from vitclinic.models import Normalized
-from vitclinic.models.segmenter import Segmenter
+from vitclinic.models.segmenter import Segmenter, read_masks, score_pixels
 from vitclinic.probes.behaviour.outcomes import show_pixels, shrink_masks
 from vitclinic.probes.probe import OwningProbe, Result, register
 from vitclinic.probes.subject import Subject, find_headed
-from vitclinic.tasks.segmentation import count_batch, read_masks, score_pixels
 
 _NO_MASKS = "the network does not predict the class of each pixel; masks are for runs of the task segmentation."
 _QUANTILES = (0.025, 0.975)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,8 @@ _SIDE = 104
 @draws("segmentation")
 def segmentation(exams: Sequence[ExamView]) -> list[Figure]:
     """Show the IoU of each class, then the worst images, for each network."""
-    wanted = ("classes", "class_iou", "class_images", "shown_images", "shown_names")
-    wanted += ("shown_predicted", "shown_truth", "shown_iou")
+    shown = ("images", "names", "predicted", "truth", "iou")
+    wanted = ("classes", "class_iou", "class_images", *(f"shown_{key}" for key in shown))
     found = [each for each in select_usable(exams, "segmentation") if has_arrays(each[2], *wanted)]
     return [_masks(place, name, one, found) for place, name, one in found]
 
@@ -151,7 +152,8 @@ def _show_masks(arrays: Any, classes: list[str], number: int) -> Thumbnail:
     image = _as_colours(arrays["shown_images"][number])
     truth, predicted = arrays["shown_truth"][number], arrays["shown_predicted"][number]
     row = [image, _paint(image, truth), _paint(image, predicted)]
-    sentence, names = f"mean IoU {arrays['shown_iou'][number]:.0%}", ()
+    sentence = f"mean IoU {arrays['shown_iou'][number]:.0%}"
+    names: tuple[str, ...] = ()
     if (wrong := (truth != predicted) & (truth != _VOID)).any():
         pairs, counts = np.unique(np.stack([truth[wrong], predicted[wrong]]), axis=1, return_counts=True)
         label, taken = pairs[:, counts.argmax()].tolist()
@@ -196,7 +198,7 @@ def _frame(image: Picture, boxes: NDArray[np.float64], labels: NDArray[np.int64]
 
 
 def _factor(image: Picture) -> int:
-    return max(1, -(-_SIDE // min(image.shape[:2])))
+    return max(1, math.ceil(_SIDE / int(min(image.shape[:2]))))
 
 
 def _as_colours(image: Picture) -> Picture:
