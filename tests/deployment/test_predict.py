@@ -121,7 +121,8 @@ def test_files_folders_patterns_and_standard_input_name_the_same_images(run):
     assert (
         find_images(["-"], io.StringIO("\n".join(files))) == files == find_images(["-"], io.StringIO("\0".join(files)))
     )
-    for word, reason in ((folder / "x.png", "no image at"), (folder.parent.parent / "run", "contains no images")):
+    wrong = {folder / "x.png": "no image at", folder.parent.parent / "run": "contains no images", "ü" * 300: "too long"}
+    for word, reason in wrong.items():
         with pytest.raises(DataError, match=reason):
             find_images([word])
     with pytest.raises(DataError, match="lists no image"):

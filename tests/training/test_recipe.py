@@ -78,6 +78,7 @@ def test_words_win_over_the_file_also_for_the_length(tmp_path):
         (["data.split_seed=-1"], "'data.split_seed': .*greater than or equal to 0"),
         (["schedule.warmup=200%"], "'schedule.warmup': a run has no more than 100%"),
         (["checkpoint.keep_epochs=[-1]"], "keep_epochs"),
+        (["logging.trajectory=99999999"], "'logging.trajectory': .*less than or equal to 1000000"),
         (["model.drop_path_rate=.nan"], "'model': 'drop_path_rate' must be a finite number"),
         (["model.drop_path_rate=-1"], "'drop_path_rate' is a share, from 0 to below 1"),
         (["model.drop_rate=1"], "'drop_rate' is a share"),

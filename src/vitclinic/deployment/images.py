@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
-from vitclinic._core.io import staged
+from vitclinic._core.io import expand_path, find_path, staged
 from vitclinic.data.folder import IMAGE_SUFFIXES, image_files
 
 STDIN = "-"
@@ -100,13 +100,14 @@ def _expand(word: str, standard_input: IO[str]) -> list[str]:
         if not found:
             raise DataError("Standard input lists no image; write one file a line.")
         return found
-    path = Path(word).expanduser()
-    if path.is_dir():
+    path = expand_path(word, DataError)
+    is_there = find_path(word, DataError, "images") is not None
+    if is_there and path.is_dir():
         found = sorted(str(file) for file in image_files(path))
         if not found:
             raise DataError(f"'{word}' contains no images ({', '.join(sorted(IMAGE_SUFFIXES))}).")
         return found
-    if path.exists():
+    if is_there:
         return [str(path)]
     found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
     if not found:

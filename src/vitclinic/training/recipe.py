@@ -124,7 +124,7 @@ class LoggingConfig(Settings):
     trackio: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a project of trackio to log to (an extra)"
     )
-    trajectory: Annotated[int, Field(ge=10)] | None = Field(
+    trajectory: Annotated[int, Field(ge=10, le=1_000_000)] | None = Field(
         None, description="size of a random projection of the weights, recorded every epoch for the probe `trajectory`"
     )
 
