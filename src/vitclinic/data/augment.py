@@ -113,7 +113,9 @@ def shift_boxes(keys: Keys, padding: int, size: Size) -> NDArray[np.float64]:
 
 def flip(x_bhwc: NDArray[np.uint8], keys: Keys) -> NDArray[np.uint8]:
     """Mirror half of the images left to right."""
-    return np.where(is_mirrored(keys)[:, None, None, None], x_bhwc[:, :, ::-1], x_bhwc)
+    mirrored, flipped = is_mirrored(keys), x_bhwc.copy()
+    flipped[mirrored] = x_bhwc[mirrored, :, ::-1]
+    return flipped
 
 
 def is_mirrored(keys: Keys) -> NDArray[np.bool_]:

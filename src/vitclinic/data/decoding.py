@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from vitclinic._core.errors import DataError
 
@@ -59,7 +59,8 @@ def as_image(array: Pixels) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    return ImageOps.exif_transpose(image)
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
+    return ImageOps.exif_transpose(image) if turned else image  # Pillow's copies an upright one, too
 
 
 def with_channels(image: Image.Image, channels: int) -> Pixels:
@@ -71,7 +72,8 @@ def with_channels(image: Image.Image, channels: int) -> Pixels:
     if "A" in image.mode or "a" in image.mode or "transparency" in image.info:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-    array = np.array(image.convert("L" if channels == 1 else "RGB"))
+    mode = "L" if channels == 1 else "RGB"
+    array = np.array(image if image.mode == mode else image.convert(mode))
     return array[:, :, None] if array.ndim == 2 else array
 
 
