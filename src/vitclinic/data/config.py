@@ -120,7 +120,7 @@ class DataConfig(Settings):
     main_key: ClassVar[str | None] = "source"
 
     source: Annotated[str, Field(min_length=1)] = Field(
-        "shapes", description="folder, parquet, torchvision:NAME@ROOT, hf:NAME, digits, shapes or scenes"
+        "shapes", description="folder, parquet, shards, torchvision:NAME@ROOT, hf:NAME, digits, shapes or scenes"
     )
     target: Literal["class", "mask", "objects", "questions"] = Field(
         "class", description="what the images come with; the task says it"
@@ -154,6 +154,9 @@ class DataConfig(Settings):
     answers: Annotated[int, Field(ge=2)] | None = Field(
         None, description="how many of the most frequent training answers can be given (task vqa); all unless given"
     )
+    window: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        8, description="how many shards have their images shuffled together, and how many are fetched ahead"
+    )
     on_error: Literal["raise", "skip"] = Field("raise", description="what an unreadable image does")
 
     @model_validator(mode="after")
@@ -169,6 +172,7 @@ DATASETS = {
     "scenes[:N]": "embedded: procedural, several shapes an image with masks, boxes and questions, 64 x 64 RGB",
     "FOLDER": "one sub-folder per class, or train/val/test folders of them",
     "FILE.parquet": "Hugging Face style; also a folder of train*.parquet, test*.parquet",
+    "SHARDS": "tars as of WebDataset or parquet, here or elsewhere: a folder of tars, s3://b/{train-{000..099},val}.tar",
     "FILE.jsonl": "lines of image, question and answer(s); also a folder of train*.jsonl, test*.jsonl",
     "torchvision:NAME@FOLDER": "a torchvision set that is already on disk",
     "hf:NAME": "a set of the Hugging Face hub (pip install 'vitclinic[hf]')",

@@ -19,6 +19,7 @@ from vitclinic.data.config import DataConfig, ImageSpec
 from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.factory import open_source, survey
 from vitclinic.data.named import find_missing_data
+from vitclinic.data.shards.images import ShardedImages, ShardRecords
 from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
 from vitclinic.data.split import RECORDS, Split, Store, merge_val
 from vitclinic.data.text import TextSpec
@@ -70,8 +71,10 @@ class Dataset:
     def statistics(self) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel, in [0, 1], over (at most 2,000 of) the training images."""
         self.check_trainable()
-        count = len(self.train)
+        count, images = len(self.train), self.train.images
         rows = np.unique(np.linspace(0, count - 1, min(count, _STATISTICS_FROM)).astype(np.int64))
+        if isinstance(images, ShardedImages):
+            rows = images.choose(self.train.rows, _STATISTICS_FROM)
         total, squares, pixels = np.zeros(self.channels), np.zeros(self.channels), 0
         for part in np.array_split(rows, -(-len(rows) // 100)):  # large photographs are many bytes
             values = centre_view(self.train.read(part), self.size).reshape(-1, self.channels) / 255.0
@@ -152,7 +155,7 @@ def open_data(
     """
     if isinstance(config, str):
         config = DataConfig(source=config)
-    source = open_source(config)
+    source = open_source(config, progress)
     source.classes_of(config.target)
     way = find_preprocessing(source, size, channels, progress, margin=config.target == "class")
     stores = _stores(source, config, way, progress)
@@ -178,7 +181,9 @@ def find_preprocessing(
 
 
 def _is_small(source: Source, framed: Size, channels: int) -> bool:
-    """Return True if the decoded images of a source are cached."""
+    """Return True if the decoded images of a source are cached; those in shards never are."""
+    if isinstance(source.main, ShardRecords):
+        return False
     count = sum(len(records) for records in source.splits.values())
     return count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
 
@@ -232,7 +237,7 @@ def describe_data(
         (1281167, ImageSpec(num_classes=1000, in_chans=3, img_size=(224, 224)))
     """
     named = find_missing_data(config.source)
-    source = open_source(config) if named is None else named.as_source()
+    source = open_source(config, progress) if named is None else named.as_source()
     stores: dict[str, Store] = {
         split: _Undecoded(source.name, np.arange(len(records), dtype=np.int64))
         for split, records in source.splits.items()
@@ -251,6 +256,8 @@ def _stores(source: Source, config: DataConfig, way: Preprocessing, progress: Pr
         if small:
             key = cache_key(source.fingerprint, split, framed, channels, config.on_error)
             stores[split] = open_cached_images(records, key, framed, channels, config.on_error, progress)
+        elif isinstance(records, ShardRecords):
+            stores[split] = ShardedImages(records, way.size, framed, channels, config, progress)
         else:
             stores[split] = StreamedImages(records, way.size, framed, channels, config.on_error, progress)
         RECORDS[stores[split]] = records
@@ -314,6 +321,7 @@ def _dataset(
         of_origin = stores[origin], rows, labels[origin][rows], of_split, annotations.get(origin)
         splits[split] = Split(*of_origin, queries=asked)
     if config.train_on_val:
+        _check_joint(source, splits)
         splits |= merge_val(splits["train"], splits["val"])
     splits["train"] = _limit_train(splits["train"], config)
     contents = [classes, way.size, way.channels, [(s, stores[s].digest) for s in SPLITS if s in stores]]
@@ -338,14 +346,28 @@ def _limit_train(train: Split, config: DataConfig) -> Split:
     return train.take(subset(train.labels, count, config.split_seed))
 
 
+def _check_joint(source: Source, splits: Mapping[str, Split]) -> None:
+    """Raise a DataError if train and val lie in different shards: there is no window over both."""
+    if isinstance(source.main, ShardRecords) and splits["train"].images is not splits["val"].images:
+        raise DataError(
+            f"'data.train_on_val': '{source.name}' has shards of its own for val; name them as training shards instead."
+        )
+
+
 def _assign(
     source: Source, config: DataConfig, stores: Mapping[str, Store], labels: dict[str, NDArray[np.int64]]
 ) -> dict[str, tuple[str, NDArray[np.int64]]]:
-    """Return the source split and rows of each split, by class or by whole values of `split_by`."""
-    if config.split_by is None or "train" not in labels:
+    """Return the source split and rows of each split, by class or by whole values of `split_by`.
+
+    Whole shards are held out where a shard is no more than the share: validation then reads a few shards, not all.
+    """
+    split_by, main = config.split_by, source.main
+    if split_by is None and isinstance(main, ShardRecords) and len(main.shards) * config.held_out >= 1:
+        split_by = "shard"
+    if split_by is None or "train" not in labels:
         return assign(labels, config.split_seed, config.held_out)
-    if config.split_by == "label":
+    if split_by == "label":
         values = labels["train"]
     else:
-        values = source.read_column(config.split_by, "split_by")["train"][stores["train"].kept]
+        values = source.read_column(split_by, "split_by")["train"][stores["train"].kept]
     return assign_values(labels, values, config.split_seed, config.held_out)

@@ -23,9 +23,13 @@ from vitclinic.data.folder import open_folder
 from vitclinic.data.masks import open_mask_folder, open_mask_parquet
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
 from vitclinic.data.scenes import open_scenes
+from vitclinic.data.shards.images import ShardRecords
+from vitclinic.data.shards.names import check_shards, is_pattern, is_sharded
+from vitclinic.data.shards.source import open_shards
 from vitclinic.data.source import Source
 
 EMBEDDED = ("digits", "shapes", "scenes")
+PREFIXES = ("shapes", "scenes", "torchvision", "hf")
 
 
 def check_source(config: DataConfig) -> None:
@@ -39,8 +43,10 @@ def check_source(config: DataConfig) -> None:
             f"{NAMED_DATA[spec].title} does not come with vitclinic, and there is no folder '{spec}' here: give your"
             f" copy of it as `data` ({expected})."
         )
-    if spec == "digits" or spec.partition(":")[0] in ("shapes", "scenes") or spec.startswith(("torchvision:", "hf:")):
+    if "://" not in spec and (spec == "digits" or spec.partition(":")[0] in PREFIXES):
         return
+    if is_pattern(spec):
+        return check_shards(spec)
     path = find_path(spec, DataError, "data")
     if path is None:
         raise DataError(f"There is no data at '{spec}'.{_nearby(Path(spec).expanduser())}")
@@ -48,10 +54,12 @@ def check_source(config: DataConfig) -> None:
         raise DataError(f"'{spec}' is a device or a pipe; expected a folder with one sub-folder per class, or parquet.")
 
 
-def open_source(config: DataConfig) -> Source:
+def open_source(config: DataConfig, progress: Progress = lambda what, done, total: None) -> Source:
     """Open the source that `data=` names, without decoding an image."""
     check_source(config)
     spec = config.source
+    if "://" in spec:  # hf://datasets/... is a URL, not a name of the hub
+        return open_shards(config, progress)
     if spec == "digits":
         return open_digits()
     if spec.partition(":")[0] == "shapes":
@@ -62,6 +70,8 @@ def open_source(config: DataConfig) -> Source:
         return open_torchvision(spec)
     if spec.startswith("hf:"):
         return open_hub(spec)
+    if is_pattern(spec) or (config.target == "class" and is_sharded(spec)):
+        return open_shards(config, progress)
     path = Path(spec).expanduser()
     if config.target == "questions" or holds_questions(path):
         return open_asked(path, config)
@@ -99,6 +109,8 @@ LARGEST_DEFAULT, STEP, SMALLEST_VARIED = 224, 16, 32
 multiple of 16, from 32 to 224, that is not above the median shorter side."""
 
 _AT_MOST = 50_000
+_LOOKED_AT = 500
+"""Images in shards, which are fetched for it."""
 _SURVEY_FORMAT = 2
 
 
@@ -131,6 +143,8 @@ def _survey(source: Source, progress: Progress) -> Survey:
     grey = True
     records = source.main
     chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _AT_MOST)).astype(int))
+    if isinstance(records, ShardRecords):
+        chosen = records.choose(np.arange(len(records)), _LOOKED_AT)
     for number, index in enumerate(chosen):
         progress("looking at", number + 1, len(chosen))
         try:

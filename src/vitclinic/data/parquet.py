@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -148,6 +148,38 @@ def _join_queries(tables: dict[str, pa.Table], path: Path) -> tuple[dict[str, pa
     query, gallery = (tables[role] for role in ROLES)
     rest = {split: table for split, table in tables.items() if split not in ROLES}
     return {**rest, "test": pa.concat_tables([query, gallery])}, np.arange(len(query) + len(gallery)) < len(query)
+
+
+def read_labels(file: BinaryIO, path: Path) -> tuple[list[Any], list[str] | None]:
+    """Return the labels of a parquet file, integers or strings or None, and the names of the classes if it has them.
+
+    Only the column of the labels is read.
+
+    Raises:
+        DataError: It has no images, no labels, or labels of another kind.
+    """
+    with pq.ParquetFile(file) as table:
+        schema = table.schema_arrow
+        find_image_column(schema.empty_table(), path)
+        column = _label_column(schema.empty_table(), path)
+        labels = _with_plain_labels(table.read([column]), column, path).column(column).to_pylist()
+    return labels, _names_in_metadata(schema, column)
+
+
+def copy_images(path: Path, target: Path) -> None:
+    """Copy the images of a parquet file: their number, where each begins and the last one ends, their bytes."""
+    with pq.ParquetFile(path) as table, target.open("wb") as file:
+        column = find_image_column(table.schema_arrow.empty_table(), path)
+        places = np.zeros(table.metadata.num_rows + 1, np.int64)
+        file.seek(8 + places.nbytes)
+        places[0], row = file.tell(), 0
+        for batch in table.iter_batches(batch_size=64, columns=[column]):
+            for image in batch.column(0).to_pylist():
+                file.write((image or {}).get("bytes") or b"")
+                row += 1
+                places[row] = file.tell()
+        file.seek(0)
+        file.write((len(places) - 1).to_bytes(8, "little") + places.tobytes())
 
 
 def files_by_split(path: Path, splits: Sequence[str] = SPLITS) -> dict[str, list[Path]]:

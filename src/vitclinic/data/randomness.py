@@ -102,12 +102,15 @@ class SampleOrder:
         return self._epochs[epoch]
 
     def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        order = generator("order", self.seed, epoch).permutation(self.count)
+        order = self._permute(epoch)
         if self.repeats == 1:
             return order, np.zeros(self.count, np.int64)
         place = np.arange(self.count)
         pair, within = place // (2 * self.repeats), place % (2 * self.repeats)
         return order[np.minimum(2 * pair + within % 2, self.count - 1)], within // 2
+
+    def _permute(self, epoch: int) -> NDArray[np.int64]:
+        return generator("order", self.seed, epoch).permutation(self.count)
 
 
 class IdentityOrder(SampleOrder):

@@ -230,10 +230,12 @@ def assign_values(
     result = {
         split: (split, np.arange(len(found), dtype=np.int64)) for split, found in labels.items() if split != "train"
     }
-    order = list(generator("values", seed).permutation(np.unique(values)))
+    known, counts = np.unique(values, return_counts=True)
+    sizes = dict(zip(known.tolist(), counts.tolist(), strict=True))
+    order = generator("values", seed).permutation(known).tolist()
     for split in missing:
         taken: list[int] = []
-        while share and np.isin(values, taken).sum() < share * len(values):
+        while share and sum(sizes[value] for value in taken) < share * len(values):
             if len(order) < 2:
                 raise DataError("'data.split_by': the column has too few values to hold some out and train on others.")
             taken.append(order.pop())

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from vitclinic._core.environment import read_count
+from vitclinic._core.errors import DataError
 from vitclinic.data.annotations.batch import Annotations
 from vitclinic.data.annotations.geometry import fit_annotated
 from vitclinic.data.annotations.view import AnnotatedView
@@ -29,7 +30,8 @@ from vitclinic.data.cache import StreamedImages
 from vitclinic.data.config import Augment
 from vitclinic.data.dataset import Dataset
 from vitclinic.data.decoding import Images, Size, centre_view
-from vitclinic.data.randomness import Keys, SampleOrder, sample_keys, view_keys
+from vitclinic.data.randomness import Keys, sample_keys, view_keys
+from vitclinic.data.shards.images import ShardedImages, make_order
 from vitclinic.data.split import Split
 from vitclinic.data.token_labels import TokenLabels, mix_labels
 
@@ -88,7 +90,7 @@ class TrainingStream(TorchDataset[Batch]):
         self.augmenter = Augmenter(augment, dataset.size)
         config = self.augmenter.config
         self.smoothing = config.smoothing or 0.0
-        self.order = SampleOrder(len(self.split), seed, config.repeats or 1)
+        self.order = make_order(self.split, seed, config.repeats or 1)
         self.mixing = _mixing(config, dataset.size)
         self.views: Sequence[View] = views or [self.augmenter]
         self.token_labels = token_labels
@@ -110,6 +112,7 @@ class TrainingStream(TorchDataset[Batch]):
         return self.mixing.grid if isinstance(self.mixing, PatchMixing) else None
 
     def __getitem__(self, places: Places) -> Batch:
+        self._look_ahead(places.stop)
         if self.annotated is not None:
             return self._read_annotated(places, self.annotated)
         if self.token_labels is not None:
@@ -176,6 +179,13 @@ class TrainingStream(TorchDataset[Batch]):
         signed = torch.from_numpy(keys.view(np.int64))
         return Batch(images, labels, index, signed, annotations=Annotations.join(annotations))
 
+    def _look_ahead(self, place: int) -> None:
+        """Have the shards fetched that are read from this place on."""
+        images = self.split.images
+        if isinstance(images, ShardedImages):
+            coming, _ = self.order(np.arange(place, place + images.span, dtype=np.int64))
+            images.expect(self.split.rows[coming])
+
     @staticmethod
     def _partners(places: Places) -> NDArray[np.int64]:
         """Return, for each place, the row of its neighbour (places 2k and 2k + 1), in the batch or appended to it."""
@@ -216,6 +226,8 @@ class EvaluationStream(TorchDataset[Batch]):
     def __getitem__(self, rows: range) -> Batch:
         indices = np.arange(rows.start, rows.stop, dtype=np.int64)
         index, labels = torch.from_numpy(indices), torch.from_numpy(self.images.labels[indices])
+        if isinstance(self.images.images, ShardedImages):
+            self.images.images.expect(self.images.rows[rows.stop : rows.stop + self.images.images.span])
         if self.images.annotations is None:
             x_bhwc = np.ascontiguousarray(centre_view(self.images.read(indices), self.size))
             return Batch(to_unit_interval(x_bhwc), labels, index, index)
@@ -266,17 +278,36 @@ def read_ahead(stream: TorchDataset[T], requests: Iterable[range], workers: int,
     """Return an iterator over `stream[request]` for each request, read by `workers` processes (0: by this one)."""
     if workers == 0:
         return (stream[places] for places in requests)
-    return iter(
-        DataLoader(
-            stream,
-            batch_size=None,
-            sampler=requests,
-            num_workers=workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_own_session,
-            pin_memory=pin,
-        )
+    loader = DataLoader(
+        _Guarded(stream),
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=_own_session,
+        pin_memory=pin,
     )
+    return _raise_errors(iter(loader))
+
+
+class _Guarded(TorchDataset[T | DataError]):
+    """A stream whose errors about data are returned: raised in a worker, they would bring its traceback along."""
+
+    def __init__(self, stream: TorchDataset[T]) -> None:
+        self.stream = stream
+
+    def __getitem__(self, places: range) -> T | DataError:
+        try:
+            return self.stream[places]
+        except DataError as error:
+            return error
+
+
+def _raise_errors(results: Iterator[T | DataError]) -> Iterator[T]:
+    for result in results:
+        if isinstance(result, DataError):
+            raise result
+        yield result
 
 
 def _as_it_is(batch: Any) -> Any:
