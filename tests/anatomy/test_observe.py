@@ -13,6 +13,7 @@ from tests.anatomy import handwritten
 from tests.anatomy.map_products import Products
 from tests.anatomy.networks import NETWORK_PARAMS, NETWORKS, shaken
 from tests.anatomy.zoo import ZOO
+from tests.anatomy.zoo.kinds import describe_kinds, read_kinds
 from vitclinic._core.errors import AnatomyError, UnknownStructureError
 from vitclinic.anatomy import Anatomy, AttentionMap, Site, record_attention, taps
 from vitclinic.anatomy.families import recognise
@@ -115,11 +116,15 @@ QUICK = (
 )
 
 
+KINDS = read_kinds()
+
+
 def contract(name: str) -> None:
     """Hold what must be true of any network's anatomy."""
     entry = ZOO[name]
     network, images = entry.awake(), entry.images()
     anatomy = observe(network, images)
+    assert describe_kinds(anatomy) == KINDS[name]
     plain = logits(network, images)
     reading = {key: site for key, site in sites(anatomy).items() if key[1] != "activation"}
     with torch.no_grad(), taps(reading) as seen:

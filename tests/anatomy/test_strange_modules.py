@@ -304,6 +304,107 @@ def test_a_fixed_transform_along_tokens_is_a_token_mlp(images: Tensor) -> None:
     assert kinds(Anatomy.of(Net(Block(Fourier())).eval(), images))[1:3] == ["token_mlp", "mlp"]
 
 
+class Recurrence(nn.Module):
+    """A gated recurrence along tokens, written as a loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            state = token.sigmoid() * state + token
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class Graph(nn.Module):
+    """The largest difference to the nearest tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, x).topk(4, largest=False).indices
+        return (torch.stack([one[chosen] for one, chosen in zip(x, nearest, strict=True)]) - x[:, :, None]).amax(2)
+
+
+class Deformable(nn.Module):
+    """Features at points that each token chooses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        points = x[..., :2].tanh().unflatten(1, (4, 4))
+        sampled = nn.functional.grid_sample(x.mT.unflatten(-1, (4, 4)), points, align_corners=False)
+        return sampled.flatten(2).mT
+
+
+class Involution(nn.Module):
+    """Neighbours summed with weights that each token computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = nn.functional.unfold(x.mT.unflatten(-1, (4, 4)), 3, padding=1).unflatten(1, (WIDTH, 9))
+        return (near * x.mT[:, None, :9]).sum(2).mT
+
+
+class Opposite(nn.Module):
+    """The difference of each token and its mirror image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.flip(1)
+
+
+class RunningProduct(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid().cumprod(1)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "kind"),
+    [
+        (Recurrence(), "token_mlp"),
+        (Involution(), "token_mlp"),
+        (Opposite(), "token_mlp"),
+        (RunningProduct(), "token_mlp"),
+        (Graph(), "msa"),
+        (Deformable(), "msa"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else value,
+)
+def test_tokens_that_meet_without_a_layer_are_no_mlp(mixer: nn.Module, kind: str, images: Tensor) -> None:
+    """A token that moves when another's patch changes was mixed with it: an independent look at the kind."""
+    network = Net(Block(mixer)).eval()
+    anatomy = Anatomy.of(network, images)
+    assert kinds(anatomy) == ["stem", kind, "mlp", "head"]
+    assert (kind == "msa") == any("no softmax over tokens" in note for note in anatomy.notes)
+    tokens = torch.randn(1, 16, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (gradient,) = torch.autograd.grad(mixer(tokens)[0, 10].sum(), tokens)
+    assert gradient[0].abs().sum(-1).count_nonzero() > 1
+
+
+def test_a_gate_by_the_mean_of_all_tokens_leaves_an_mlp_an_mlp(images: Tensor) -> None:
+    class Excited(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attn(self.norm1(x))
+            y = self.mlp(self.norm2(x))
+            return x + y * y.mean(1, keepdim=True).sigmoid()
+
+    assert kinds(Anatomy.of(Net(Excited()).eval(), images)) == ["stem", "msa", "mlp", "head"]
+
+
+def test_patches_cut_and_joined_by_shuffling_pixels_are_on_a_grid() -> None:
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+    class Unshuffled(Net):
+        def __init__(self) -> None:
+            super().__init__(Block())
+            self.patch = nn.Linear(192, WIDTH)
+
+        def tokens(self, images: Tensor) -> Tensor:
+            return self.patch(nn.functional.pixel_unshuffle(images, 8).flatten(2).mT)
+
+    anatomy = Anatomy.of(Unshuffled().eval(), images)
+    assert [unit.output.layout.size for unit in anatomy.units[:-1]] == [(4, 4)] * 3
+    upsampled = nn.Sequential(
+        *(nn.Conv2d(3, 16, 4, 4), nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)),
+    )
+    assert [unit.output.layout.size for unit in Anatomy.of(upsampled.eval(), images).units[:-1]] == [(8, 8), (16, 16)]
+
+
 def test_additions_that_depend_on_the_batch_are_an_error(images: Tensor) -> None:
     class Uneven(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -204,3 +204,23 @@ def test_queries_and_keys_that_are_rotated_by_position_are_no_blocks() -> None:
     anatomy = Anatomy.of(entry.awake(), entry.images())
     assert kinds(anatomy) == ["stem", "position", *("msa", "mlp") * 2, "head"]
     assert all(unit.attention for unit in anatomy.of_kind("msa"))
+
+
+def test_a_strided_block_of_several_convolutions_is_one_unit() -> None:
+    """Its layers before the stride see a finer grid than its sum; one across a U sees coarser ones."""
+
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU()) for _ in range(3)))
+            self.pool, self.skip = nn.MaxPool2d(2), nn.Conv2d(8, 8, 1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.skip(x) + self.pool(self.convs(x))
+
+    layers = (nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), Strided(), Strided(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    network = nn.Sequential(*layers, nn.Linear(8, 10)).eval()
+    anatomy = Anatomy.of(network, IMAGES)
+    assert kinds(anatomy) == ["stem", "conv", "conv", "head"]
+    assert all(unit.residual is not None for unit in anatomy.of_kind("conv"))
+    check_removals(anatomy, network)

@@ -19,6 +19,7 @@ from vitclinic.anatomy.observation.places import (
     MIXED,
     OFF_GRID,
     PADDING,
+    Mixing,
     Outcome,
     Places,
     Step,
@@ -32,6 +33,7 @@ from vitclinic.anatomy.observation.places import (
     off_grid_tokens,
     pool,
     resize,
+    sample,
 )
 
 
@@ -62,9 +64,12 @@ def _keep(step: Step) -> Outcome:
     found = step.tracked
     best = max(found, key=lambda places: (places.keys is not None, bool((places.cells >= 0).any())))
     cells = best.cells.expand(shape)
+    mixing: Mixing | None = None
     for other in found:
         if other is not best and other.keys is None and best.keys is None:
             combined = _combine(cells, other.cells.expand(shape))
+            if other.grid == best.grid and bool(((combined == MIXED) & (cells >= 0)).any()):
+                mixing = "join"
             if step.name.removesuffix("_") in ("add", "sub", "lerp", "addcmul") and bool(
                 ((combined == MIXED) & (cells >= 0)).any()
             ):
@@ -73,7 +78,7 @@ def _keep(step: Step) -> Outcome:
                 best, combined = finer, finer.cells.expand(shape)
             cells = combined
     keys = None if best.keys is None else best.keys.expand(shape)
-    return [Places(cells, best.grid, keys, best.key_grid)], None
+    return [Places(cells, best.grid, keys, best.key_grid)], mixing
 
 
 def _copy(step: Step) -> Outcome:
@@ -122,7 +127,7 @@ def _move(step: Step) -> Outcome:
 
     def moved(keys: bool) -> list[Tensor]:
         def stand_in(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.is_floating_point():
+            if not isinstance(value, Tensor) or _is_index(value):
                 return value  # an index, even one that depends on the image, is used as it is
             places = step.of(value)
             if places is not None:
@@ -135,9 +140,15 @@ def _move(step: Step) -> Outcome:
         return [result] if isinstance(result, Tensor) else list(result)
 
     cells, keys = moved(False), moved(True) if keyed else None
+    indices = [value for value in pytree.tree_leaves(step.args) if isinstance(value, Tensor) and _is_index(value)]
+    mixing: Mixing | None = "choice" if any(step.of(index) for index in indices) else None
     if keys is None:
-        return [Places(part, best.grid) for part in cells], None
-    return [Places(part, best.grid, key, best.key_grid) for part, key in zip(cells, keys, strict=True)], None
+        return [Places(part, best.grid) for part in cells], mixing
+    return [Places(part, best.grid, key, best.key_grid) for part, key in zip(cells, keys, strict=True)], mixing
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point()
 
 
 def _added_tokens(step: Step) -> dict[int, Tensor]:
@@ -187,6 +198,11 @@ def _im2col(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
     return torch.where(unfolded < MIXED, PADDING, unfolded)
 
 
+def _unshuffle_pixels(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = step.func(args[0].double(), *args[1:])  # not made for integers; a double holds any cell
+    return result.long()
+
+
 _MOVES: dict[str, Callable[[Step, list[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"), _reshape),
     **dict.fromkeys(("clone", "contiguous", "alias", "detach", "_to_copy", "lift_fresh", "lift"), _unchanged),
@@ -202,6 +218,7 @@ _MOVES: dict[str, Callable[[Step, list[Any], dict[str, Any]], Any]] = {
     "reflection_pad2d": _as_is,
     "replication_pad2d": _as_is,
     "im2col": _im2col,
+    "pixel_unshuffle": _unshuffle_pixels,
 }
 
 
@@ -220,7 +237,8 @@ def _reduce(step: Step) -> Outcome:
         return [Places(pooled.cells.reshape(output), pooled.grid), *rest], "pool"
     low, high = places.cells.amin(axes, keepdim=True), places.cells.amax(axes, keepdim=True)
     cells = torch.where(low == high, low, MIXED).reshape(output)
-    return [Places(cells, places.grid), *rest], None
+    several = len(torch.unique(torch.stack((low, high))[:, (low != high) & (high >= 0)], dim=1).mT) > step.images
+    return [Places(cells, places.grid), *rest], "join" if several and places.keys is None else None
 
 
 def _pool_cells(places: Places, axes: list[int]) -> Places | None:
@@ -248,9 +266,11 @@ _RULES: dict[str, Callable[[Step], Outcome]] = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "matmul"), multiply),
     "linear": multiply_linear,
     "convolution": convolve,
+    "grid_sampler_2d": sample,
     **dict.fromkeys(("avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d", "adaptive_max_pool2d"), pool),
     **dict.fromkeys(
-        ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"), resize
+        ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "pixel_shuffle"),
+        resize,
     ),
     **dict.fromkeys(
         (

@@ -19,8 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-Mixing = Literal["attention", "matrix", "conv", "pool", "context"]
-"""`context` is one vector of all cells by softmax or by a product of features, which says nothing of any one cell."""
+Mixing = Literal["attention", "matrix", "conv", "pool", "context", "join", "choice"]
+"""`context` is one vector of all cells by softmax or by a product of features, which says nothing of any one cell.
+
+`join` is arithmetic of a cell with other cells, as in a recurrence written as a loop or a difference of neighbours;
+`choice` picks cells that the image decides on, as the nearest neighbours of a graph.
+"""
 Size = tuple[int, int]
 
 OFF_GRID, PADDING, MIXED = -1, 1 - 2**20, -(2**20)
@@ -166,8 +170,11 @@ def joined(cells: Tensor, axis: int) -> Tensor:
     return cells.narrow(axis, 0, 1) if cells.stride(axis) == 0 else cells.amax(axis, keepdim=True)
 
 
-FIXED_MIXERS = ("_fft_r2c", "_fft_c2r", "_fft_c2c", "mkldnn_rnn_layer", "lstm", "gru", "cumsum")
-"""Operations that mix cells in a fixed way and lose them: Fourier transforms and recurrent layers."""
+FIXED_MIXERS = (
+    *("_fft_r2c", "_fft_c2r", "_fft_c2c", "mkldnn_rnn_layer", "lstm", "gru"),
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+)
+"""Operations that mix cells in a fixed way and lose them: Fourier transforms, recurrent layers and running sums."""
 
 
 def lose(step: Step) -> Outcome:
@@ -215,6 +222,12 @@ def pool(step: Step) -> Outcome:
 def resize(step: Step) -> Outcome:
     places, output = step.of(step.args[0]), step.outputs[0]
     return ([_on_map(step, places, output)] if places is not None and output.ndim == 4 else lose(step)[0]), None
+
+
+def sample(step: Step) -> Outcome:
+    """Rule of sampling a feature map at points: if these depend on the image, it attends to cells."""
+    outcome, _ = resize(step)
+    return outcome, None if step.of(step.args[1]) is None else "attention"
 
 
 def _on_map(step: Step, places: Places, output: Tensor) -> Places:

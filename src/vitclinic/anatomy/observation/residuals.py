@@ -219,10 +219,10 @@ def _is_long(record: Trace, step: Step, steps: list[Step], output: int) -> bool:
     if any(record.depends(other.source, one.total) for one in inside for other in inside if other is not one):
         return True
     branch = Stretch(record, step.source, step.branch, value.call)
-    coarse = {part.places.grid for part in branch.mixers if part.places is not None and has_cells(part)} - {
-        None if value.places is None else value.places.grid
-    }
-    return branch.is_nonlinear and len(coarse) > 0 and sum(part.mixing == "conv" for part in branch.mixers) > 2
+    grids = [part.places.grid for part in branch.mixers if part.places is not None and has_cells(part)]
+    cells = math.inf if value.places is None else math.prod(value.places.grid)
+    coarser = any(math.prod(grid) < cells for grid in grids)  # a strided block works on finer grids than its sum's
+    return branch.is_nonlinear and coarser and sum(part.mixing == "conv" for part in branch.mixers) > 2
 
 
 def _outermost(record: Trace, steps: list[Step], output: int) -> list[Step]:

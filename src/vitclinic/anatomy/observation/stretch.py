@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from vitclinic.anatomy.observation.places import MIXED
-from vitclinic.anatomy.observation.trace import LAYERS, Call, Trace, Value
+from vitclinic.anatomy.observation.trace import LAYERS, Call, Trace, Value, has_cells
 from vitclinic.anatomy.removal import Bypass
 from vitclinic.anatomy.units import Kind
 
@@ -41,7 +41,8 @@ class Stretch:
     def kind(self) -> Kind:
         """Kind of the unit that this stretch is: by the way it mixes cells, or an MLP if it does not."""
         mixing = {value.mixing for value in self.values}
-        return next((kind for mix, kind in _KINDS.items() if mix in mixing), "mlp")
+        joined: Kind = "msa" if "choice" in mixing else "token_mlp"  # of cells that the image decides on, or of fixed
+        return next((kind for mix, kind in _KINDS.items() if mix in mixing), joined if "join" in mixing else "mlp")
 
     @property
     def mixers(self) -> list[Value]:
@@ -55,8 +56,11 @@ class Stretch:
 
     @property
     def is_pointwise(self) -> bool:
-        """True if layers and an activation function work on each cell by itself, as in an MLP."""
-        layered = any(value.op in LAYERS for value in self.values)
+        """True if layers and an activation function work on each cell by itself, as in an MLP.
+
+        The layers of a squeeze and excitation do not: they work on the mean of all cells.
+        """
+        layered = any(value.op in LAYERS and has_cells(value) for value in self.values)
         return layered and self.is_nonlinear and all(value.mixing is None for value in self.values)
 
     def calls(self) -> list[Call]:
