@@ -3,9 +3,9 @@
     PYTHONPATH=src:. python benchmarks/anatomies.py [--only 'timm/*'] [--limit 60]
 
 Each network is measured in a process of its own, with a limit of time and of memory. First come the columns of all
-networks, one of each module of timm before its others, then the treatments. Writes docs/results/anatomies.json after
-every network and docs/results/anatomies.md from it; nothing in them is edited by hand. Interrupted, the same command
-goes on: what was measured with the code of today is kept, and what was not stays as it was, and is counted.
+networks, the libraries in turn, then the treatments. Writes docs/results/anatomies.json after every network and
+docs/results/anatomies.md from it; nothing in them is edited by hand. Interrupted, the same command goes on: what was
+measured with the code of today is kept, and what was not stays as it was, and is counted.
 
   anatomy     the units that `Anatomy.of` finds, by a family or by observation
   features    every unit's output is read, finite, on its grid where it has one; after = before + branch to 1e-5
@@ -22,6 +22,7 @@ A **no** is something that vitclinic says or raises. **wrong** is what it does n
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import multiprocessing
 import resource
@@ -31,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -155,13 +157,27 @@ def _send_row(entry: Entry, limit: int, kept: dict[str, Cell], there: Connection
     there.send(measure(entry, limit, kept))
 
 
+def strip_prose(source: str) -> str:
+    """Return what a source file does, without comments and docstrings: a changed word there changes no result."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            kept = [
+                part for part in node.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
+            ]
+            node.body = kept or [ast.Pass()]
+    return ast.unparse(tree)
+
+
 def digest_code() -> dict[str, str]:
     """Return a digest of the code that each column and each treatment depends on."""
     package = ROOT / "src" / "vitclinic"
     own = {package / "treatments" / f"{name}.py": name for name in TREATMENTS}
     own[ROOT / "tests" / "anatomy" / "map_products.py"] = "attention"
     anatomy = [*sorted((package / "anatomy").rglob("*.py")), ROOT / "benchmarks" / "anatomy_checks.py"]
-    texts = {path: path.read_text() for path in [*anatomy, *sorted((package / "treatments").glob("*.py")), *own]}
+    texts = {
+        path: strip_prose(path.read_text()) for path in [*anatomy, *sorted((package / "treatments").glob("*.py")), *own]
+    }
     codes = {}
     for name in (*COLUMNS, *TREATMENTS):
         used = [
@@ -172,14 +188,17 @@ def digest_code() -> dict[str, str]:
 
 
 def order() -> list[str]:
-    """Return the names of the zoo, one network of each module of timm before the others of it."""
+    """Return the names of the zoo: the libraries in turn, and one network of each module of timm before its others."""
     seen: set[str] = set()
-    first, later = [], []
-    for name in sorted(ZOO, key=lambda name: name.startswith("timm/")):
-        module = timm.models.model_entrypoint(name.partition("/")[2]).__module__ if name.startswith("timm/") else name
-        (later if module in seen else first).append(name)
+    first: dict[str, list[str]] = {}
+    later = []
+    for name in ZOO:
+        library, _, model = name.partition("/")
+        module = timm.models.model_entrypoint(model).__module__ if library == "timm" else name
+        (later if module in seen else first.setdefault(library, [])).append(name)
         seen.add(module)
-    return [*first, *later]
+    in_turn = [name for names in zip_longest(*first.values()) for name in names if name is not None]
+    return [*in_turn, *later]
 
 
 def short(text: str, length: int = 110) -> str:
@@ -224,32 +243,50 @@ def refusals(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
+def is_current(row: dict[str, Any], names: tuple[str, ...], codes: dict[str, str]) -> bool:
+    """Return True if these cells of a row were measured with the code of today."""
+    return all(row["codes"].get(name) == codes[name] for name in names)
+
+
+def shares_of(groups: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a table of how many networks of each group have each column."""
+    lines = ["| | networks | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS)]
+    for group, members in groups.items():
+        shares = [share([row["cells"][column] for row in members]) for column in COLUMNS]
+        lines.append(f"| {group} | {len(members)} | {' | '.join(shares)} |")
+    return lines
+
+
 def page(results: dict[str, Any]) -> str:
     """Return the Markdown page of all rows."""
-    rows = results["networks"]
+    rows, codes = results["networks"], results["codes"]
     libraries = dict.fromkeys(row["library"] for row in rows.values())
     groups = {library: [row for row in rows.values() if row["library"] == library] for library in libraries}
     groups["all"] = list(rows.values())
-    older = sum(row["codes"][name] != code for row in rows.values() for name, code in results["codes"].items())
     cells = [cell for row in rows.values() for cell in (*row["cells"].values(), *row["treatments"].values())]
     wrong = sum(cell.get("wrong", False) for cell in cells)
     lines = ["# Which networks can be examined and treated?", ""]
     lines += [f"`{COMMAND}`, {results['date']}; nothing on this page is edited by hand, all reasons are in"]
     lines += [f"[anatomies.json](anatomies.json). {len(rows)} of the zoo's {len(ZOO)} networks, small, random weights;"]
     lines += [f"{len(cells)} cells, {wrong} of them wrong: claimed, and not so by the checks below."]
-    lines += [f"{older} cells were measured with an earlier version of the code or of its checks."] if older else []
+    lines += ["Wanted: 95% of features and of lesions, 95% of the attention that there is, none wrong."]
     lines += ["", "```text", textwrap.dedent(__doc__[__doc__.index("  anatomy ") : __doc__.index("A **no**")]).strip()]
     lines += ["```", "", __doc__[__doc__.index("A **no**") :].strip()]
-    lines += ["", "| | networks | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---|" * len(COLUMNS)]
-    for group, members in groups.items():
-        shares = [share([row["cells"][column] for row in members]) for column in COLUMNS]
-        lines.append(f"| {group} | {len(members)} | {' | '.join(shares)} |")
+    if older := [row for row in rows.values() if not is_current(row, COLUMNS, codes)]:
+        columns = {name: [row for row in group if row not in older] for name, group in groups.items()}
+        lines += ["", f"**With the code of today**, {len(rows) - len(older)} networks (the libraries in turn):", ""]
+        lines += [*shares_of(columns), "", "**All**, the others, marked (earlier) below, with an earlier version:"]
+    lines += ["", *shares_of(groups)]
+    if older := [row for row in rows.values() if not is_current(row, tuple(TREATMENTS), codes)]:
+        lines += ["", f"Treatments of {len(older)} networks were tried with an earlier version."]
     lines += ["", "| treatment fits | " + " | ".join(groups) + " |", "|---|" + "---|" * len(groups)]
     for name in TREATMENTS:
         shares = [share([row["treatments"][name] for row in members]) for members in groups.values()]
         lines.append(f"| {name} | {' | '.join(shares)} |")
     lines += ["", f"| network | {' | '.join(COLUMNS)} | treatments of {len(TREATMENTS)} | why not |", "|---" * 8 + "|"]
-    lines += [row_of(name, row) for name, row in rows.items()]
+    lines += [
+        row_of(name if is_current(row, COLUMNS, codes) else f"{name} (earlier)", row) for name, row in rows.items()
+    ]
     return "\n".join([*lines, *refusals(rows)]) + "\n"
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,6 +50,27 @@ NETWORKS = (
 )
 FAST = ("timm/beit_base_patch16_224", "hand-written/linear_patch_vit", "hand-written/sequence_first_vit")
 """The networks of every run; the others are slow tests."""
+
+OF_SEQUENCES: dict[str, tuple[str, ...]] = {
+    "gap_head": (
+        "timm/deit3_small_patch16_224",
+        *("transformers/DeiTForImageClassification", "transformers/ViTMSNForImageClassification"),
+        *("transformers/BlipVisionModel", "transformers/DINOv3ViTModel"),
+    ),
+    "registers": (
+        *("timm/eva_giant_patch14_224", "timm/naflexvit_base_patch16_gap", "timm/vit_small_patch14_reg4_dinov2"),
+        *("transformers/DeiTForImageClassification", "transformers/IJepaForImageClassification"),
+        *("transformers/Aimv2VisionModel", "transformers/DINOv3ViTModel"),
+    ),
+    "patch_dropout": (
+        *("timm/vit_small_patch14_reg4_dinov2", "timm/deit3_small_patch16_224", "timm/vit_base_patch16_siglip_256"),
+        *("transformers/DeiTForImageClassification", "transformers/IJepaForImageClassification"),
+        *("transformers/ViTMSNForImageClassification", "transformers/Aimv2VisionModel"),
+    ),
+}
+"""Further networks for treatments that few of the others have the part for."""
+QUICK = ("transformers/ViTForImageClassification", "transformers/Dinov2ForImageClassification", "torchvision/vit")
+"""Networks of every run for these treatments, beside their own and the fast ones."""
 
 SURGERY: dict[str, dict[str, Any]] = {
     "context_broadcasting": {"scaled": True, "initial_scale": 0.5},
@@ -122,6 +144,17 @@ REPLACED = {
 MATRIX = [
     pytest.param(network, marks=[] if network in FAST else [pytest.mark.slow], id=network) for network in NETWORKS
 ]
+PAIRS = [
+    pytest.param(
+        treatment,
+        network,
+        marks=[] if network in (*FAST, *further, *(QUICK if further else ())) else [pytest.mark.slow],
+        id=f"{treatment}-{network}",
+    )
+    for treatment in SURGERY
+    for further in [OF_SEQUENCES.get(treatment, ())]
+    for network in (*NETWORKS, *further)
+]
 
 
 def answer(network: nn.Module, images: Tensor) -> Tensor:
@@ -139,8 +172,24 @@ def observe_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anatomy_module, "unwrap", lambda network: (unwrap(network)[0], None))
 
 
-@pytest.mark.parametrize("network", MATRIX)
-@pytest.mark.parametrize("treatment", SURGERY)
+def test_ten_families_of_three_libraries_and_two_modules_have_the_part() -> None:
+    """What the next test trains; the networks of one module of timm are one family."""
+    libraries = {"timm", "transformers", "torchvision", "hand-written"}
+    for treatment in (*SURGERY, "patch_diversity"):
+        asked = (*NETWORKS, *OF_SEQUENCES.get(treatment, ()))
+        fitting = [network for network in asked if treatment not in REFUSALS.get(network, {})]
+        own = [network for network in fitting if network.startswith("hand-written/")]
+        assert {network.partition("/")[0] for network in fitting} == libraries, treatment
+        assert len(own) >= 2, treatment
+        assert len({family_of(network) for network in fitting if network not in own}) >= 10, treatment
+
+
+def family_of(network: str) -> str:
+    library, _, name = network.partition("/")
+    return timm.models.model_entrypoint(name).__module__ if library == "timm" else name
+
+
+@pytest.mark.parametrize(("treatment", "network"), PAIRS)
 def test_it_trains_two_steps_or_names_the_missing_part(treatment: str, network: str) -> None:
     untreated, images = ZOO[network].awake(), ZOO[network].images()
     names, core = set(untreated.state_dict()), unwrap(untreated)[0]
@@ -202,7 +251,12 @@ def test_patch_losses_train_two_steps(network: str) -> None:
 @pytest.mark.parametrize("network", MATRIX)
 @pytest.mark.parametrize(
     ("treatment", "options"),
-    [("context_broadcasting", {"scaled": True}), ("talking_heads", {}), ("local_attention", {"kernel": 99})],
+    [
+        ("context_broadcasting", {"scaled": True}),
+        ("talking_heads", {}),
+        ("local_attention", {"kernel": 99}),
+        ("patch_dropout", {"rate": 0.0}),
+    ],
 )
 def test_a_neutral_setting_leaves_the_outputs(treatment: str, options: dict[str, Any], network: str) -> None:
     if treatment in REFUSALS.get(network, {}):
@@ -214,7 +268,10 @@ def test_a_neutral_setting_leaves_the_outputs(treatment: str, options: dict[str,
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("network", MATRIX)
+@pytest.mark.parametrize(
+    "network",
+    [pytest.param(network, marks=[] if network == FAST[1] else [pytest.mark.slow], id=network) for network in NETWORKS],
+)
 @pytest.mark.parametrize("treatment", SURGERY)
 def test_a_copy_of_a_treated_network_is_independent(treatment: str, network: str) -> None:
     if treatment in REFUSALS.get(network, {}):

@@ -4,12 +4,14 @@ A line is the units in order, with `*` where an attention map can be recorded, a
 
     stem position msa* mlp msa* mlp head
 
-    PYTHONPATH=src:. python -m tests.anatomy.zoo.kinds     writes kinds.json anew: look at its difference
+    PYTHONPATH=src:. python -m tests.anatomy.zoo.kinds 'timm/vit_*'     writes these anew: look at the difference
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -45,6 +47,13 @@ def read_kinds() -> dict[str, str]:
     return record
 
 
+def record_kinds(pattern: str) -> None:
+    """Write the kinds of the networks with names like a pattern into the record."""
+    record = read_kinds()
+    record |= {name: describe_kinds(observe(entry)) for name, entry in ZOO.items() if fnmatch(name, pattern)}
+    write_json(_PATH, {name: record[name] for name in ZOO if name in record})
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    write_json(_PATH, {name: describe_kinds(observe(entry)) for name, entry in ZOO.items()})
+    record_kinds(sys.argv[1])
