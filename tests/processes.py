@@ -69,9 +69,11 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
 
-def run_command(*words: str, cwd: Path | str = ".", timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *words: str, cwd: Path | str = ".", environment: Mapping[str, str] | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     """Run `vitclinic WORDS` to its end."""
-    process = Command(list(words), cwd)
+    process = Command(list(words), cwd, environment)
     out, error = process.communicate(timeout)
     return subprocess.CompletedProcess(list(words), process.returncode or 0, out, error)
 

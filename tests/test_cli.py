@@ -13,17 +13,12 @@ import pytest
 import yaml
 
 import vitclinic as vitclinic_package
+from tests.processes import run_command
 from vitclinic.cli import VERBS
 
 
 def vitclinic(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "vitclinic", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        check=False,
-    )
+    return run_command(*arguments, environment={"COLUMNS": "200", **environment})
 
 
 def test_the_surface_grows_on_purpose():

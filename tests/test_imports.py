@@ -98,6 +98,7 @@ assert callable(examine) and callable(train) and vitclinic.exam.examine is exami
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_docstring_examples_run():
     import doctest
     import pkgutil
