@@ -77,19 +77,19 @@ def train(
     from vitclinic.training import Run
     from vitclinic.training import resume as resume_run
     from vitclinic.training import train as train_run
-    from vitclinic.training.overrides import WHY_DEFAULT, default_base
+    from vitclinic.training.overrides import default_base, explain_default
 
     recipe, changes = recipe_and_changes(words or [])
     _refuse_contradictions(words, recipe, resume, dry_run)
-    if dry_run:
-        _plan(recipe, changes, console_for(verbose, quiet or as_json), as_json)
-        return
     console = console_for(verbose, quiet or as_json)
+    if resume is None and recipe is None and (recipe := default_base(changes)) is not None:
+        console.print(explain_default(recipe), soft_wrap=True)
+    if dry_run:
+        _plan(recipe, changes, console, as_json)
+        return
     if resume is not None:  # mistakes are told before torch is loaded
         Run.open(resume)
     else:
-        if recipe is None and (recipe := default_base(changes)) is not None:
-            console.print(WHY_DEFAULT, soft_wrap=True)
         check_recipe(recipe, changes)
     with import_quickly():
         from vitclinic.training.display import Display

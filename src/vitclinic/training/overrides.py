@@ -27,6 +27,15 @@ WHY_DEFAULT = (
     "recipe small, as neither a recipe nor a network is named: convolutions before attention learn more from few images"
     " than a plain ViT in the same time (docs/results/cure.md)"
 )
+TASK_RECIPES = ("segmentation",)
+"""Tasks with a recipe of their name, for the embedded scenes: that of a run that names neither data nor a network."""
+
+
+def explain_default(name: str) -> str:
+    """Return why a run that names no recipe has this one."""
+    if name == DEFAULT:
+        return WHY_DEFAULT
+    return f"recipe {name}, as neither data nor a network is named: the embedded scenes (docs/results/scenes.md)"
 
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -69,11 +78,19 @@ def build_recipe(
 def default_base(overrides: Overrides | None = None, **keys: Any) -> str | None:
     """Return the name of the recipe to start from if none is named: `small`, or None with a network, weights or task.
 
+    A task that has a recipe for the embedded scenes starts from it if no data is named either.
+
     Example:
         >>> default_base(["data=photos/"]), default_base(["data=photos/", "model=resnet18"]), default_base(task="own")
         ('small', None, None)
+        >>> default_base(task="segmentation"), default_base(task="segmentation", data="streets/")
+        ('segmentation', None)
     """
-    given = {**_changes(overrides), **{key: value for key, value in keys.items() if value is not None}}
+    given = {**_changes(overrides), **_changes({key: value for key, value in keys.items() if value is not None})}
+    task = given.get("task")
+    task = task if isinstance(task, str) else _name(given, "task")
+    if task in TASK_RECIPES and not given.keys() & {"model", "init", "data"}:
+        return str(task)
     return None if given.keys() & {"model", "init", "task"} else DEFAULT
 
 

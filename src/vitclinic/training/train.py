@@ -76,7 +76,7 @@ def train(
     Args:
         recipe: Name of a shipped recipe (`vitclinic list recipes`), YAML file, plain data or `Recipe`. By default
             `small`, or the defaults of all keys if a `model`, `init` or `task` is given; at least one key
-            must then be given.
+            must then be given. A `task` alone that has a recipe for the embedded scenes takes that.
         overrides: Changes to it: `{"optimizer.lr": 3e-4}`, nested plain data, or words such as `"optimizer.lr=3e-4"`.
         model: Name of a network, or `{"name": ..., keyword: value}` with keywords for timm.
         init: Weights to start from: a run directory (`RUN@CHECKPOINT`), `timm:NAME`, `torchvision:NAME`, `hf:NAME` or a

@@ -49,7 +49,7 @@ from vitclinic.experiments.prescribe.stages import Stages
 from vitclinic.experiments.runner import Pool
 from vitclinic.training import Recipe, Run, build_recipe
 from vitclinic.training.budget import fit_size_to_images, image_counts
-from vitclinic.training.overrides import Overrides, default_base
+from vitclinic.training.overrides import DEFAULT, Overrides, default_base
 
 LEAST_IMAGES = 50
 """The fewest val and test images: fewer cannot tell arms apart."""
@@ -59,7 +59,7 @@ def build_plain_recipe(
     recipe: Recipe | str | Path | Mapping[str, Any] | None, overrides: Overrides | None, data: str | Path | None
 ) -> Recipe:
     """Return the recipe to compare with, without a seed of its own; `plain` unless a recipe or a network is named."""
-    if recipe is None and default_base(overrides) is not None:
+    if recipe is None and default_base(overrides) == DEFAULT:
         recipe = PLAIN
     resolved = build_recipe(recipe, overrides)
     if data is not None:
