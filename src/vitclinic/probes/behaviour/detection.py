@@ -59,7 +59,7 @@ class DetectionPrecision(OwningProbe):
 
     name = "detection"
     group = "Behaviour"
-    rank = -5  # the headline of its runs
+    rank = 55
     title = "Objects"
     question = "How well are objects found, and in which images is most missed or made up?"
     paper = "Lin et al. 2014; Hyeon-Woo et al. 2023, Table 7"

@@ -37,7 +37,7 @@ class SegmentationAccuracy(OwningProbe):
 
     name = "segmentation"
     group = "Behaviour"
-    rank = -10  # the headline of its runs
+    rank = 45
     title = "Masks"
     question = "How well do predicted masks cover the classes of pixels, and which images are worst?"
     paper = "Hyeon-Woo et al. 2023, Table 6"
