@@ -105,8 +105,8 @@ def _sentence(config: type[Config], problem: Any, where: str) -> str:
     if unknown:
         owner = _owner(config, path[:-1])
         known = list(owner.model_fields) if owner else []
-        hint = did_you_mean(path[-1], known) or f" Known here: {', '.join(known)}."
-        return f"Unknown key '{key}'.{hint}"
+        hint = _suggest_section(owner, path[-1]) or did_you_mean(path[-1], known)
+        return f"Unknown key '{key}'." + (hint or f" Known here: {', '.join(known)}.")
     if problem["type"] == SENTENCE:
         return str(problem["msg"])
     if problem["type"] == "missing":
@@ -127,6 +127,15 @@ def _owner(config: type[Config], path: list[str]) -> type[Config] | None:
         if owner is None or part in owner.model_fields:  # else the name or number of an entry, as in measures.x
             owner = section(owner, part) if owner else None
     return owner
+
+
+def _suggest_section(owner: type[Config] | None, word: str) -> str:
+    """Return ` Did you mean 'optimizer.lr'?` for a key of a section that was written without its section."""
+    sections = {name: section(owner, name) for name in owner.model_fields} if owner else {}
+    found = [
+        f"'{name}.{word.lower()}'" for name, inner in sections.items() if inner and word.lower() in inner.model_fields
+    ]
+    return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _is_union_member(part: Any) -> bool:
