@@ -97,8 +97,9 @@ def test_the_live_page_as_a_user_meets_it(page, folder):
     page.wait_for_function(f"{fill} !== 'rgb(215, 220, 226)'")
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     page.wait_for_function(f"{fill} === 'rgb(215, 220, 226)'")
-    # A constant learning rate is read off its axis, numbers between powers of ten are whole, and looks are not read aloud.
-    ticks = "(panel) => [...document.querySelectorAll(`[data-panel='${panel}'] .ytick text`)].map((tick) => tick.textContent)"
+    # A constant learning rate can be read off, as numbers between powers of ten; looks are not read aloud.
+    ticks = """(panel) => [...document.querySelectorAll(`[data-panel='${panel}'] .ytick text`)]
+      .map((tick) => tick.textContent)"""
     assert all(float(tick) >= 0 for tick in page.evaluate(ticks, "learning rate"))
     assert "0.001" in page.evaluate(ticks, "learning rate")
     assert "0.5" in page.evaluate(ticks, "gradient norm")

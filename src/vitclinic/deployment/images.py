@@ -190,7 +190,7 @@ def open_rows(path: Path | None, columns: Sequence[str] | None = None) -> Iterat
 
 
 def _readable(write: RowWriter) -> RowWriter:
-    r"""Write file names that are no UTF-8 with the bytes in question as `\udce9`, so that every reader takes the table."""
+    r"""Return a writer that writes bytes of file names that are no UTF-8 as `\udce9`: every reader takes the table."""
 
     def write_escaped(rows: Sequence[Row]) -> None:
         write([{key: _escape(value) for key, value in row.items()} for row in rows])

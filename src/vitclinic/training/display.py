@@ -45,7 +45,8 @@ class Display(callback.Display, Callback):
         self.console.print(
             f"[bold]{escape(trainer.recipe.model.name)}[/] ({count / 1e6:.2f} M parameters) on"
             f" [bold]{escape(data.name)}[/]: {len(data.train)} training images, {len(data.classes)}"
-            f" class{'es' * (len(data.classes) != 1)}, {data.size[0]} x {data.size[1]}; {trainer.total_steps} steps{resumed}",
+            f" class{'es' * (len(data.classes) != 1)}, {data.size[0]} x {data.size[1]};"
+            f" {trainer.total_steps} steps{resumed}",
             soft_wrap=True,
         )
         if data.skipped:
