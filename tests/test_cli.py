@@ -331,6 +331,23 @@ def recipe(tmp_path):
     return str(path)
 
 
+def test_ctrl_c_before_the_first_step_is_told(recipe, monkeypatch, capsys):
+    from vitclinic import training
+    from vitclinic.cli import main
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupted)
+    monkeypatch.setattr(sys, "argv", ["vitclinic", "train", recipe])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 130
+    assert "interrupted; a run that had begun goes on" in told
+    assert "vitclinic train --resume RUN" in told
+
+
 def test_training_prints_results_and_where_they_are(recipe, tmp_path):
     done = vitclinic("train", recipe)
     assert done.returncode == 0, done.stderr
