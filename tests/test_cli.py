@@ -331,12 +331,30 @@ def recipe(tmp_path):
     return str(path)
 
 
+def test_ctrl_c_before_the_first_step_is_told(recipe, monkeypatch, capsys):
+    from vitclinic import training
+    from vitclinic.cli import main
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupted)
+    monkeypatch.setattr(sys, "argv", ["vitclinic", "train", recipe])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 130
+    assert "interrupted; a run that had begun goes on" in told
+    assert "vitclinic train --resume RUN" in told
+
+
 def test_training_prints_results_and_where_they_are(recipe, tmp_path):
     done = vitclinic("train", recipe)
     assert done.returncode == 0, done.stderr
     assert "val accuracy" in done.stdout
     assert "95% interval" in done.stdout
     assert f'vitclinic.load_model("{tmp_path / "run"}")' in done.stdout
+    assert f"next: vitclinic predict {tmp_path / 'run'} IMAGES, vitclinic examine {tmp_path / 'run'}" in done.stdout
     assert "\x1b" not in done.stdout  # no colours, no progress bar in a pipe
 
 

@@ -172,6 +172,42 @@ def test_unreadable_images_are_told_and_counted(run, tmp_path, command):
     assert "None of the 1 images can be read" in told
 
 
+def test_a_pipe_is_not_waited_for_and_names_need_not_be_utf_8(run, tmp_path, command):
+    import os
+    import shutil
+
+    import pyarrow.parquet
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe.png")
+    name = os.fsencode(folder) + b"/caf\xe9.png"
+    shutil.copy(find_images([images_of(run)])[0], name)
+    for suffix in ("csv", "jsonl", "parquet"):
+        code, _, told = command("predict", run.path, folder, "-o", tmp_path / f"x.{suffix}")
+        assert code == 8
+        assert "pipe.png: " in told
+        assert "not a regular file" in told
+    wanted = f"{folder}/caf\\udce9.png"
+    assert [row["file"] for row in csv.DictReader((tmp_path / "x.csv").open(encoding="utf-8"))] == [wanted]
+    assert [json.loads(line)["file"] for line in (tmp_path / "x.jsonl").open(encoding="utf-8")] == [wanted]
+    assert pyarrow.parquet.read_table(tmp_path / "x.parquet")["file"].to_pylist() == [wanted]
+
+
+def test_a_size_that_a_run_cannot_take_is_refused(run, picture):
+    with pytest.raises(RecipeError, match="takes images of 32 x 32 pixels and no others"):
+        vitclinic.predict(run, picture(), size=48)
+    assert len(vitclinic.predict(run, picture(), size=32)) == 1
+
+
+@pytest.mark.parametrize("verb", [("predict", "RUN", "."), ("export", "RUN", "--to", "onnx"), ("examine", "RUN")])
+def test_a_misspelt_run_is_told_from_those_beside_it(verb, run, command):
+    wrong = run.path.with_name("rum")
+    code, _, told = command(*(wrong if word == "RUN" else word for word in verb))
+    assert code in (2, 4)
+    assert f"Did you mean '{run.path}'?" in told
+
+
 def test_standard_output_is_csv_or_json_and_nothing_else(run, command):
     good = find_images([images_of(run)])[0]
     code, printed, told = command("predict", run.path, good, "--top-k", 1)

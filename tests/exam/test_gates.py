@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +11,7 @@ import scipy.stats
 import vitclinic
 from tests.training.conftest import TINY
 from vitclinic._core.errors import RecipeError
+from vitclinic._core.records import Scalar
 from vitclinic.exam.gates import Gate, GateResult, find_correct, mcnemar, write_junit
 
 
@@ -35,6 +37,20 @@ def test_names_of_users_are_text_in_junit(tmp_path):
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     assert suite[0].get("classname") == '<b>&"'
     assert suite[0][0].get("message") == "a.b is 0 <i>."
+
+
+def test_characters_that_xml_cannot_hold_are_left_out_and_the_folder_is_made(tmp_path):
+    write_junit(tmp_path / "ci" / "x.xml", [GateResult("a\x1b[31m\udce9ü漢", "a.b<1", False, "is\x00 0.")])
+    case = ElementTree.parse(tmp_path / "ci" / "x.xml").getroot()[0]
+    assert (case.get("classname"), case[0].get("message")) == ("a?[31m?ü漢", "is? 0.")
+
+
+@pytest.mark.parametrize("operator", ["<", "<=", ">", ">="])
+def test_what_is_not_a_number_passes_no_gate(operator):
+    measured = SimpleNamespace(scalars={"nll": Scalar(value=float("nan"))}, reason="")
+    result = Gate.parse(f"accuracy.nll{operator}2").check("runs/a", {"accuracy": measured})
+    assert not result.passed
+    assert "not a number" in result.statement
 
 
 @pytest.fixture(scope="module")

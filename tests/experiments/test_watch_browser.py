@@ -84,8 +84,23 @@ def test_the_live_page_as_a_user_meets_it(page, folder):
     # Nothing overflows on a phone, and the dark theme reaches the figures.
     page.set_viewport_size({"width": 390, "height": 800})
     page.wait_for_function("document.documentElement.scrollWidth <= 390")
+    row_heights = "[...document.querySelectorAll('#table tbody tr')].map((line) => line.getBoundingClientRect().height)"
+    assert max(page.evaluate(row_heights)) < 120  # names wrap, as they often differ at their end alone
     page.get_by_role("button", name="Dark").click()
     page.wait_for_function("document.documentElement.dataset.theme === 'dark'")
     page.wait_for_function(
         "getComputedStyle(document.querySelector('[data-panel=loss] .ytick text')).fill === 'rgb(215, 220, 226)'"
     )
+    # On paper it is light, and dark again on the screen.
+    fill = "getComputedStyle(document.querySelector('[data-panel=loss] .ytick text')).fill"
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.wait_for_function(f"{fill} !== 'rgb(215, 220, 226)'")
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    page.wait_for_function(f"{fill} === 'rgb(215, 220, 226)'")
+    # A constant learning rate can be read off, as numbers between powers of ten; looks are not read aloud.
+    ticks = """(panel) => [...document.querySelectorAll(`[data-panel='${panel}'] .ytick text`)]
+      .map((tick) => tick.textContent)"""
+    assert all(float(tick) >= 0 for tick in page.evaluate(ticks, "learning rate"))
+    assert "0.001" in page.evaluate(ticks, "learning rate")
+    assert "0.5" in page.evaluate(ticks, "gradient norm")
+    assert page.locator("#pulse[role]").count() == 0

@@ -176,6 +176,20 @@ def test_the_only_checkpoint_being_bad_is_said(tiny, capsys):
     assert "before any good checkpoint" in capsys.readouterr().out
 
 
+def test_the_command_that_goes_on_can_be_copied_whatever_the_folder_is_called(tiny, tmp_path, capsys):
+    import shlex
+
+    from rich.console import Console
+
+    from vitclinic.training.display import show_result
+
+    run = train(tiny(out=str(tmp_path / "my runs" / "a [b]"), steps=2))
+    run.write_status("interrupted", reason="SIGINT at step 1")
+    show_result(run, Console(width=400))
+    line = next(one for one in capsys.readouterr().out.splitlines() if "--resume" in one)
+    assert shlex.split(line.partition(": ")[2]) == ["vitclinic", "train", "--resume", str(run.path)]
+
+
 class Listen(Callback):
     """Hears what a run says at its start."""
 

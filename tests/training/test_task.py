@@ -156,5 +156,6 @@ def test_what_is_printed_of_a_run_is_its_tasks_own(tiny, brightness):
     show_result(Run.open(run.path), console)
     printed = console.file.getvalue()
     assert "val error 0." in printed
+    assert f"next: vitclinic examine {run.path}\n" in printed  # what predict refuses is not named
     assert "squared_error" in printed
     assert "accuracy" not in printed

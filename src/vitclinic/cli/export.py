@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from vitclinic._core.errors import RecipeError, RunError
+from vitclinic._core.errors import RecipeError
 from vitclinic.cli.common import Quiet, Verbose, app, console_for, resumable
 
 
@@ -48,10 +48,10 @@ def export(
 
     Nothing is sent anywhere without --push. More: docs/export.md.
     """
-    from vitclinic.training.run import find_run
+    from vitclinic.training.run import find_run, no_run
 
     if find_run(run) is None:
-        raise RunError(f"'{run}' is not a run directory: it has no recipe.yaml.")
+        raise no_run(run)
     if push is not None and to not in (Form.timm, Form.hf):
         raise RecipeError("--push sends a folder: use it with --to timm or --to hf.")
     with resumable("nothing was written", same=False):

@@ -22,6 +22,7 @@ from vitclinic.cli.common import (
     follows,
     import_quickly,
     recipe_and_changes,
+    resumable,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SAMPLES = 8
 """Training images that the live page shows."""
+UNTRAINED = "a run that had begun goes on from its last checkpoint with: vitclinic train --resume RUN"
+"""Told where Ctrl-C came before the first step, or twice; otherwise the run itself says how it was saved."""
 
 
 @app.command()
@@ -91,13 +94,14 @@ def train(
         Run.open(resume)
     else:
         check_recipe(recipe, changes)
-    with import_quickly():
-        from vitclinic.training.display import Display
-    with _watched(watch, recipe, changes, resume, console) as changes, Display(console) as display:
-        if resume is not None:
-            run = resume_run(resume, changes, callbacks=[display])
-        else:
-            run = train_run(recipe, changes, callbacks=[display])
+    with resumable(UNTRAINED, same=False):  # the imports, too, and a second Ctrl-C that does not wait for the step
+        with import_quickly():
+            from vitclinic.training.display import Display
+        with _watched(watch, recipe, changes, resume, console) as changes, Display(console) as display:
+            if resume is not None:
+                run = resume_run(resume, changes, callbacks=[display])
+            else:
+                run = train_run(recipe, changes, callbacks=[display])
     finish(run, console, as_json)
 
 

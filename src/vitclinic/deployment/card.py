@@ -45,7 +45,7 @@ def write_card(folder: Path, run: Run, to: str) -> Path:
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n",
         f"# {recipe.model.name}, trained on {Path(facts['name']).name}\n",
         f"```python\n{_IMPORTS[to]}\n{ours}\n{_LOADING[to]}\n```\n",
-        f"Classifies images of {height} x {width} into {len(classes)} classes: {shown}.\n",
+        f"Classifies images of {height} x {width} into {len(classes)} class{'es' * (len(classes) != 1)}: {shown}.\n",
         _describe_data(run),
         f"## Recipe\n\n```yaml\n{_recipe_text(run)}```\n",
         _describe_measurements(run),

@@ -180,13 +180,26 @@ def open_rows(path: Path | None, columns: Sequence[str] | None = None) -> Iterat
         columns: Those of a table that may have no rows; otherwise the first row has them.
     """
     if path is None:
-        yield _csv(sys.stdout, columns)
+        yield _readable(_csv(sys.stdout, columns))
     elif path.suffix == ".parquet":
         with staged(path) as staging, _parquet(staging, columns) as write:
-            yield write
+            yield _readable(write)
     else:
         with staged(path) as staging, staging.open("w", encoding="utf-8", newline="") as file:
-            yield _csv(file, columns) if path.suffix == ".csv" else _json_lines(file)
+            yield _readable(_csv(file, columns) if path.suffix == ".csv" else _json_lines(file))
+
+
+def _readable(write: RowWriter) -> RowWriter:
+    r"""Return a writer that writes bytes of file names that are no UTF-8 as `\udce9`: every reader takes the table."""
+
+    def write_escaped(rows: Sequence[Row]) -> None:
+        write([{key: _escape(value) for key, value in row.items()} for row in rows])
+
+    return write_escaped
+
+
+def _escape(value: Any) -> Any:
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _csv(file: IO[str], columns: Sequence[str] | None) -> RowWriter:

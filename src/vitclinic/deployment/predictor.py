@@ -20,6 +20,7 @@ from torch.utils.data import Dataset as TorchDataset
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import pick_device
 from vitclinic._core.errors import DataError, RecipeError
+from vitclinic._core.io import refuse_special
 from vitclinic.data.annotations.annotation import upright_size
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import UNREADABLE, Preprocessing, Size, storage_size
@@ -69,6 +70,7 @@ class ImageStream(TorchDataset[Decoded]):
     def _read(self, image: str | Image.Image) -> tuple[Size, NDArray[np.uint8]]:
         if not isinstance(image, str):
             return upright_size(image), self.preprocessing(image)
+        refuse_special(Path(image))
         with Image.open(image) as opened:
             return upright_size(opened), self.preprocessing(opened)
 
@@ -215,6 +217,10 @@ def refuse_nothing_read(count: int, skipped: Mapping[str, str], read: int) -> No
 
 def _find_preprocessing(target: Network, size: int | None) -> Preprocessing:
     known = getattr(target.network, "preprocessing", None)
+    fixed = known.size if isinstance(known, Preprocessing) else target.size
+    if size is not None and fixed not in (None, (size, size)):
+        height, width = fixed
+        raise RecipeError(f"'{target.name}' takes images of {height} x {width} pixels and no others; remove `size`.")
     if isinstance(known, Preprocessing):
         return known
     backbone: Any = getattr(target.network, "backbone", target.network)

@@ -10,6 +10,7 @@ with `lost` the images that only the baseline has right, and `gained` those that
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from vitclinic._core.errors import RecipeError
-from vitclinic._core.io import write_bytes
+from vitclinic._core.io import write_bytes, write_errors
 from vitclinic.probes.probe import PROBES
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Gate:
         if scalar is None:
             why = "it was not measured" if measured is None else measured.reason or f"it has no '{self.scalar}'"
             return GateResult(name, str(self), False, f"{self.probe}.{self.scalar} is unknown: {why.rstrip('.')}.")
+        if math.isnan(scalar.value):  # no comparison with it holds
+            return GateResult(name, str(self), False, f"{self.probe}.{self.scalar} is not a number (NaN).")
         failed = bool(_OPERATORS[self.operator](scalar.value, self.number))
         interval = "" if scalar.low is None else f", 95% interval {scalar.low:.4g} to {scalar.high:.4g}"
         return GateResult(name, str(self), not failed, f"{self.probe}.{self.scalar} is {scalar.value:.4g}{interval}.")
@@ -152,14 +155,21 @@ def to_json(results: Sequence[GateResult]) -> list[dict[str, Any]]:
 
 
 def write_junit(path: Path, results: Sequence[GateResult]) -> None:
-    """Write results as JUnit's XML, which CI services show as tests."""
+    """Write results as JUnit's XML, which CI services show as tests; the folder is made."""
     failures = sum(not result.passed for result in results)
     suite = ElementTree.Element("testsuite", name="vitclinic", tests=str(len(results)), failures=str(failures))
     for result in results:
-        case = ElementTree.SubElement(suite, "testcase", classname=result.network, name=result.gate)
+        case = ElementTree.SubElement(suite, "testcase", classname=_printable(result.network), name=result.gate)
         if result.passed:
-            ElementTree.SubElement(case, "system-out").text = result.statement
+            ElementTree.SubElement(case, "system-out").text = _printable(result.statement)
         else:
-            ElementTree.SubElement(case, "failure", message=result.statement)
+            ElementTree.SubElement(case, "failure", message=_printable(result.statement))
     ElementTree.indent(suite)
+    with write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True) + b"\n")
+
+
+def _printable(text: str) -> str:
+    """Return a text without the characters that XML has no place for, such as those that colour a terminal."""
+    return re.sub("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)

@@ -165,7 +165,7 @@ def _facts_of(run: Run) -> dict[str, str]:
     facts = {
         "Network": recipe.model.name,
         "Treatments": ", ".join(treatment.name for treatment in recipe.treatments) or "none",
-        "Data": f"{data['name']}, {len(data['classes'])} classes, {height} x {width}",
+        "Data": f"{data['name']}, {len(data['classes'])} class{'es' * (len(data['classes']) != 1)}, {height} x {width}",
         "Images": counts,
         "Training": f"{length}, {recipe.optimizer.name}, lr {recipe.optimizer.lr:g}, batch {recipe.batch_size}",
     }

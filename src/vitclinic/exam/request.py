@@ -12,7 +12,7 @@ from vitclinic._core.io import expand_path
 from vitclinic._core.sources import LIBRARIES, check_model_name, read_model_names
 from vitclinic._core.time import parse_budget
 from vitclinic.probes.probe import PROBES, default_probes, known_probes, parse_probes
-from vitclinic.training.run import find_run
+from vitclinic.training.run import find_run, suggest_run
 
 if TYPE_CHECKING:
     from vitclinic.probes import Probe
@@ -55,6 +55,8 @@ def advise(text: str) -> str:
         return f"write {Path(text).stem}:FUNCTION, a function in it that returns a network."
     if Path(text).exists():
         return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
+    if run := suggest_run(text):
+        return f"there is no such run.{run}"
     prefix, colon, rest = text.partition(":")
     close = did_you_mean(prefix, LIBRARIES).replace("'?", f":{rest}'?") if colon else ""
     return f"write a run directory, timm:NAME[@FILE], torchvision:NAME[@FILE], hf:NAME or module:function.{close}"

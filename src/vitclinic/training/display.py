@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +13,11 @@ from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from vitclinic import tasks
 from vitclinic._core import callback
 from vitclinic._core.callback import Callback
 from vitclinic.tasks import Classification, Metric, headlines
+from vitclinic.tasks.representation import Representation
 from vitclinic.training.plan import HOW, PlannedGroup, RunPlan
 from vitclinic.training.run import Run
 from vitclinic.training.trainer import Trainer
@@ -41,8 +44,9 @@ class Display(callback.Display, Callback):
         resumed = f", resumed at step {trainer.step}" if trainer.step else ""
         self.console.print(
             f"[bold]{escape(trainer.recipe.model.name)}[/] ({count / 1e6:.2f} M parameters) on"
-            f" [bold]{escape(data.name)}[/]: {len(data.train)} training images, {len(data.classes)} classes,"
-            f" {data.size[0]} x {data.size[1]}; {trainer.total_steps} steps{resumed}",
+            f" [bold]{escape(data.name)}[/]: {len(data.train)} training images, {len(data.classes)}"
+            f" class{'es' * (len(data.classes) != 1)}, {data.size[0]} x {data.size[1]};"
+            f" {trainer.total_steps} steps{resumed}",
             soft_wrap=True,
         )
         if data.skipped:
@@ -100,14 +104,23 @@ class _Facts(ProgressColumn):
         return Text("  ".join(parts), style="cyan")
 
 
+def _name_use(task: tasks.Task, word: str) -> str:
+    """Return the command that uses a run of this task, if there is one."""
+    if isinstance(task, Representation):
+        return f"vitclinic features {word} -o FILE.parquet, "
+    if isinstance(task, Classification) or task.target in ("mask", "objects"):
+        return f"vitclinic predict {word} IMAGES, "
+    return f"vitclinic predict {word} IMAGES --ask QUESTION, " if task.target == "questions" else ""
+
+
 def show_result(run: Run, console: Console) -> None:
     """Print how a run ended and where to find it."""
     status = run.status
-    path = escape(str(run.path))
+    path, word = escape(str(run.path)), escape(shlex.quote(str(run.path)))  # commands are there to be copied
     if status["status"] != "finished":
         console.print(f"[yellow]{status['status']}[/]: {escape(status.get('reason', ''))}", soft_wrap=True)
         if status["status"] == "interrupted":
-            console.print(f"saved; continue with: vitclinic train --resume {path}", soft_wrap=True)
+            console.print(f"saved; continue with: vitclinic train --resume {word}", soft_wrap=True)
         else:
             good = status.get("kept_last", bool(run.checkpoints.names()))
             kept = "the last good checkpoint is kept" if good else "before any good checkpoint"
@@ -118,7 +131,8 @@ def show_result(run: Run, console: Console) -> None:
     if run.results:  # else there was neither val nor test
         console.print(_results_table(run))
     console.print(f"run directory: [bold]{path}[/]", soft_wrap=True)
-    console.print(f'use it: network = vitclinic.load_model("{path}")', soft_wrap=True)
+    console.print(f"next: {_name_use(run.recipe.task, word)}vitclinic examine {word}", soft_wrap=True)
+    console.print(f'in Python: network = vitclinic.load_model("{path}")', soft_wrap=True)
 
 
 def _results_table(run: Run) -> Table:

@@ -20,7 +20,7 @@ import yaml
 
 from vitclinic._core.config import validate
 from vitclinic._core.environment import read_count
-from vitclinic._core.errors import DamagedFileError, RecipeError, RunError, VitclinicError
+from vitclinic._core.errors import DamagedFileError, RecipeError, RunError, VitclinicError, did_you_mean
 from vitclinic._core.io import (
     find_path,
     fingerprint,
@@ -87,7 +87,7 @@ class Run:
         """
         found = find_path(str(Path(path) / "recipe.yaml"), RunError, "a run")
         if found is None or not found.is_file():
-            raise RunError(f"'{path}' is not a run directory: it has no recipe.yaml.")
+            raise no_run(str(path))
         return cls(found.parent)
 
     @classmethod
@@ -262,6 +262,23 @@ def find_run(text: str) -> tuple[Path, str] | None:
         if found is not None and found.is_file():
             return found.parent, checkpoint
     return None
+
+
+def no_run(text: str) -> RunError:
+    """Return the error for a text that names no run."""
+    why = "it has no recipe.yaml" if Path(text).is_dir() else "there is no such folder"
+    return RunError(f"'{text}' is not a run directory: {why}.{suggest_run(text)}")
+
+
+def suggest_run(text: str) -> str:
+    """Return ` Did you mean 'runs/photos'?` for a run beside, or at, a path where there is none; else nothing."""
+    folder = Path(text.partition("@")[0]).expanduser()
+    try:
+        beside = [path.parent for path in (*folder.parent.glob("*/recipe.yaml"), *folder.glob("*/recipe.yaml"))]
+        beside += [path.parent for path in Path("runs").glob("*/recipe.yaml")]
+    except OSError:  # the suggestion is not worth another error
+        return ""
+    return did_you_mean(str(folder), map(str, beside))
 
 
 def _digest(plain: dict[str, Any]) -> str:

@@ -132,7 +132,9 @@
         .filter(([, curve]) => curve).map(([name, curve]) => `${name} ${written(curve.mean.at(-1))} at step ${curve.step.at(-1)}`);
       plot.setAttribute("aria-label", `${panel} over steps; last: ${last.join("; ")}`);
       const log = panel === "gradient norm" && positive(list, panel);
-      draw(plot, data, { margin: { l: 52, r: 10, t: 10, b: 40 }, xaxis: { title: { text: "step" } }, yaxis: { type: log ? "log" : "linear" }, hovermode: "closest" });
+      // Ticks in full, where plotly would write 2 and 5 between powers of ten; a constant rate is not around zero.
+      const yaxis = log ? { type: "log", tickformat: "~g" } : { type: "linear", rangemode: panel === "learning rate" ? "tozero" : "normal" };
+      draw(plot, data, { margin: { l: 52, r: 10, t: 10, b: 40 }, xaxis: { title: { text: "step" } }, yaxis, hovermode: "closest" });
     }
     if (!figures.length && !box.childElementCount) box.append(make("p", "Nothing to draw yet.", { class: "none" }));
   };
@@ -229,7 +231,8 @@
       body.replaceChildren(...lines);
       if (active && body.contains(active)) active.focus();
     }
-    element("count").textContent = visible.length === runs.length ? `${runs.length} runs` : `${visible.length} of ${runs.length} runs`;
+    const count = visible.length === runs.length ? `${runs.length} runs` : `${visible.length} of ${runs.length} runs`;
+    if (element("count").textContent !== count) element("count").textContent = count; // read aloud when it is written
   };
 
   // ---- parallel coordinates ----
@@ -256,7 +259,8 @@
       const before = menu.value;
       menu.dataset.names = results.join("\n");
       menu.replaceChildren(...results.map((name) => make("option", name, { value: name })));
-      const usual = ["test accuracy", "val accuracy"].find((name) => results.includes(name));
+      const having = (name) => runs.filter((run) => name in run.scores).length;
+      const usual = [2, 1].flatMap((least) => ["test accuracy", "val accuracy"].filter((name) => having(name) >= least))[0];
       menu.value = results.includes(before) ? before : usual ?? results.find((name) => !name.startsWith("train")) ?? results[0];
     }
     const result = menu.value;
@@ -352,6 +356,8 @@
     if (runs.length) show();
   };
   dark.addEventListener("change", showTheme);
+  window.addEventListener("beforeprint", () => { root.dataset.theme = "light"; if (runs.length) show(); }); // paper is
+  window.addEventListener("afterprint", showTheme);
   element("theme").addEventListener("click", () => { picked = theme() === "dark" ? "light" : "dark"; showTheme(); });
   element("filter").addEventListener("input", show);
   element("result").addEventListener("change", show);
