@@ -1,7 +1,7 @@
 """How the processes of a run share a network: a copy each (DDP), or a part of every weight each (FSDP2).
 
 With `parallel=fsdp`, a process keeps its part of all weights, gradients, averaged weights and of the optimizer's state.
-The weights of a block are gathered for its forward and its backward pass and let go; what is in no block is gathered for
+The weights of a block are gathered for its forward and its backward pass and let go; what is in no block is there for
 the whole pass. Gradients are averaged and divided after every pass, also where DDP would wait for the last micro-batch:
 gradients that wait would be whole ones. Files hold whole tensors, so that any number of processes goes on from them.
 """
@@ -28,6 +28,11 @@ from vitclinic.training.rates import examine
 from vitclinic.training.recipe import Recipe
 
 NOTHING_TO_DIVIDE = "parallel is fsdp, but there is one process: it holds all weights, as with ddp"
+
+REACHES_IN = (
+    "parallel=fsdp does not fit this network: a part of it computes with the weights of a block from outside of the"
+    " block; use parallel=ddp."
+)
 
 
 def wrap_in_ddp(learner: nn.Module, distributed: Distributed, device: torch.device) -> DistributedDataParallel | None:
@@ -139,7 +144,11 @@ class Shards:
         return [self.gather(value) for value in state] if isinstance(state, list | tuple) else state
 
     def exported_state(self) -> dict[str, Tensor]:
-        """Return the divided state of the network to evaluate and store."""
+        """Return the weights of the network to evaluate and store, whole in the leading process."""
+        found: dict[str, Tensor] = self.gather(self._exported_parts())
+        return found
+
+    def _exported_parts(self) -> dict[str, Tensor]:
         state = self.network.state_dict()
         if self.ema is None:
             return state
@@ -158,7 +167,7 @@ class Shards:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Hold the whole network to evaluate in each process inside the context, which all of them enter."""
-        state = {name: gather_whole(value).detach() for name, value in self.exported_state().items()}
+        state = {name: gather_whole(value).detach() for name, value in self._exported_parts().items()}
         self.whole.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
         del state
         try:

@@ -24,7 +24,6 @@ class Passes:
     A learner whose weights are divided among `processes` (FSDP) averages its gradients after each pass by itself.
     """
 
-
     def __init__(
         self,
         learner: nn.Module,

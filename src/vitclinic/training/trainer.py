@@ -31,13 +31,11 @@ from vitclinic.training.network import (
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.parallel import (
     NOTHING_TO_DIVIDE,
+    REACHES_IN,
     OwnParts,
     Shards,
     clip_gradients,
     count_micro_batches,
-    divide_lists,
-    divide_optimizer_state,
-    load_divided,
     refuse_unshardable,
     wrap_in_ddp,
 )
@@ -46,6 +44,7 @@ from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.rows import Row
+from vitclinic.training.state import collect_state, restore_state
 from vitclinic.treatments import Losses, MixedSteps, StepRule
 
 log = logging.getLogger(__name__)
@@ -216,6 +215,8 @@ class Trainer:
                     self.samples = batches[0].images[:shown].detach().clone()
                 return rule(batches, self.passes)
             except (RuntimeError, MemoryError) as error:
+                if self.shards is not None and "DTensor" in str(error):
+                    raise ModelError(REACHES_IN) from error
                 if not is_out_of_memory(error):
                     raise
                 if self.distributed.size > 1 or self.micro_batch % 2:  # others wait for a gradient; or nothing to halve
@@ -281,65 +282,26 @@ class Trainer:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs in addition to the exported network; with shards, all processes call this.
+        """Return what resuming needs in addition to the exported network.
 
-        The leading process's alone is whole then.
+        With shards, all processes call this and `exported_state`, and the leading one's are whole.
         """
-        state = {
-            "step": self.step,
-            "first_loss": self.first_loss,
-            "skipped": self.skipped,
-            **({} if self.accumulate == self.planned_accumulate else {"accumulate": self.accumulate}),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "rule": self.rule.state_dict(),
-            "objectives": self.learner.objectives.state_dict(),
-            "raw_network": None if self._exports_network() else self.network.state_dict(),
-            **({} if self.criterion is None else {"criterion": self._criterion_state()}),
-        }
-        return state if self.shards is None else self.shards.gather(state)
+        return collect_state(self)
 
     def exported_state(self) -> dict[str, Tensor]:
-        """Return the weights of the network to evaluate and store; with shards, all processes call this."""
-        if self.shards is None:
-            return self.evaluation_network.state_dict()
-        found: dict[str, Tensor] = self.shards.gather(self.shards.exported_state())
-        return found
+        """Return the weights of the network to evaluate and store."""
+        return self.evaluation_network.state_dict() if self.shards is None else self.shards.exported_state()
 
     def load_exported(self, model: Mapping[str, Tensor]) -> None:
         """Take over the weights of the network to evaluate."""
-        if self.shards is None:
-            self.evaluation_network.load_state_dict(model)
-        else:
-            self.shards.load_exported(model)
-
-    def _exports_network(self) -> bool:
-        """Return True if the network to evaluate is the one that is trained."""
-        return self.ema is None if self.shards is not None else self.evaluation_network is self.network
+        (self.evaluation_network.load_state_dict if self.shards is None else self.shards.load_exported)(model)
 
     def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore a checkpoint: its exported network and what `state_dict` returned."""
-        self.load_exported(model)
-        if not self._exports_network():
-            load_divided(self.network, state["raw_network"])
-        if self.criterion is not None:
-            # What is missing is the network that the criterion exports, which has been loaded already.
-            load_divided(self.criterion, state["criterion"], strict=False)
-        load_divided(self.learner.objectives, state["objectives"])
-        self.optimizer.load_state_dict(divide_optimizer_state(state["optimizer"], self.parameters))
-        self.scaler.load_state_dict(state["scaler"])
-        self.rule.load_state_dict(divide_lists(state["rule"], self.parameters))
-        self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+        restore_state(self, model, state)
         halved = state.get("accumulate", self.accumulate)
         if not self.recipe.batch_size % (halved * self.distributed.size):
             self._divide(halved)
-
-    def _criterion_state(self) -> dict[str, Tensor]:
-        """Return the state of the criterion without the network that it exports: checkpoints have that already."""
-        assert self.criterion is not None
-        exported = {id(tensor) for tensor in self.evaluation_network.state_dict(keep_vars=True).values()}
-        state = self.criterion.state_dict(keep_vars=True)
-        return {name: tensor.detach() for name, tensor in state.items() if id(tensor) not in exported}
 
     def _requests(self) -> Iterator[range]:
         """Yield this process's positions in the stream, one range per micro-batch, from the current step on."""

@@ -1,9 +1,9 @@
 """Sharpness-aware minimisation [chen2022 Eq. 1-2]: step with the gradient at w + eps, applied at w.
 
 Every group of micro-batches with its own eps takes two passes: one at w, kept apart from the other gradients and not
-synchronised (each process climbs on its own images: m-sharpness; those that share the weights climb together), and one at w + eps, with the same dropout masks and
-with BatchNorm's running statistics frozen. Only the second gradients are summed, synchronised, clipped and used for
-the step. Weight decay is left to the optimizer and acts at w.
+synchronised (each process climbs on its own images: m-sharpness; processes that divide the weights climb together),
+and one at w + eps, with the same dropout masks and with BatchNorm's running statistics frozen. Only the second
+gradients are summed, synchronised, clipped and used for the step. Weight decay is left to the optimizer and acts at w.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ BatchTransform: TypeAlias = "Callable[[Batch], Batch]"
 class LossesAndGradients(Protocol):
     """Forward and backward of one micro-batch: adds to the parameters' gradients and returns the named losses.
 
-    With `sync=False` the gradients are not exchanged between processes, unless these share the weights (`processes`). `weight` scales the micro-batch's contribution
-    to the gradient of the step relative to the others; NaN makes the gradient NaN. Two calls on the same batch use the
-    same dropout masks. Images that require a gradient get one.
+    With `sync=False` the gradients are not exchanged between processes, unless these divide the weights (`processes`).
+    `weight` scales the micro-batch's contribution to the gradient of the step relative to the others; NaN makes the
+    gradient NaN. Two calls on the same batch use the same dropout masks. Images that require a gradient get one.
     """
 
     @property
@@ -45,7 +45,7 @@ class LossesAndGradients(Protocol):
 
     @property
     def processes(self) -> int:
-        """Over how many processes every pass averages its gradients, also without `sync`: 1, but for divided weights."""
+        """How many processes average the gradients of every pass, whatever `sync`: 1 unless they divide the weights."""
 
     @property
     def scale(self) -> float:
