@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def train_on_two(recipe, folder, words=()):
     file.write_text(json.dumps(recipe))
     done = run_ranks("train", "-q", str(file), *words)
     assert done.returncode == 0, done.stderr
-    return Run(recipe["out"])
+    return Run(Path(recipe["out"]))
 
 
 def tensors(value, path=""):
@@ -192,7 +193,7 @@ def trainer_of_two(plain):
         ({"compile": True}, "compile=true"),
         ({"optimizer": "lamb"}, "optimizer=lamb"),
         ({"logging": {"trajectory": 10}}, r"logging\.trajectory"),
-        ({"task": {"name": "dino", "outputs": 16, "local_crops": 0}}, "the task dino"),
+        ({"task": {"name": "dino", "local_crops": 0}, "data": "digits"}, "the task dino"),
         ({"task": "contrastive", "accumulate": 2}, "the task contrastive with micro-batches"),
         ({"treatments": [{"sam": {"m": 5}}]}, "40 images do not divide into ascents of 5 images on 2 processes"),
         ({"treatments": [{"sam": {"m": 12}}]}, "40 images do not divide into ascents of 12 images on 2 processes"),

@@ -24,6 +24,7 @@ from vitclinic._core.sharded import divide_like, gather_whole, is_sharded, join_
 from vitclinic.data import ImageSpec
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Criterion
+from vitclinic.training.network import Learner
 from vitclinic.training.rates import examine
 from vitclinic.training.recipe import Recipe
 
@@ -68,8 +69,35 @@ def count_micro_batches(recipe: Recipe, distributed: Distributed, sharded: bool)
     return recipe.batch_size // together
 
 
-def refuse_unshardable(recipe: Recipe, criterion: Criterion | None, divided: bool) -> None:
-    """Raise a RecipeError for what cannot be combined with `parallel=fsdp`."""
+def describe_sharing(recipe: Recipe, sharded: bool, images: int) -> list[str]:
+    """Return notices of what `parallel=fsdp` changes, for a micro-batch of so many images of all processes."""
+    if recipe.parallel == "ddp":
+        return []
+    if not sharded:
+        return [NOTHING_TO_DIVIDE]
+    climbing = [treatment.name for treatment in recipe.treatments if treatment.step_rule() is not None]
+    return [f"parallel is fsdp: {name} climbs on {images} images of all processes together" for name in climbing]
+
+
+def choose_blocks(recipe: Recipe, learner: Learner, spec: ImageSpec, divided: bool) -> list[nn.Module]:
+    """Return the blocks whose weights are gathered at a time.
+
+    Args:
+        recipe: The recipe.
+        learner: The network with its losses.
+        spec: The images.
+        divided: A pass sees only a part of a process's images.
+
+    Raises:
+        RecipeError: What cannot be combined with `parallel=fsdp`.
+    """
+    _refuse_unshardable(recipe, learner.criterion, divided)
+    blocks = find_blocks(learner.network, spec)
+    refuse_indivisible(learner, blocks)
+    return blocks
+
+
+def _refuse_unshardable(recipe: Recipe, criterion: Criterion | None, divided: bool) -> None:
     refused = {
         "precision=fp16 (use bf16)": recipe.precision == "fp16",
         "compile=true": recipe.compile,
@@ -104,23 +132,18 @@ class Shards:
         self._release()
 
     def divide(
-        self, learner: nn.Module, optimizer: torch.optim.Optimizer, spec: ImageSpec, decay: float | None
+        self, learner: nn.Module, blocks: Sequence[nn.Module], optimizer: torch.optim.Optimizer, decay: float | None
     ) -> ModelEmaV3 | None:
-        """Divide the weights of a learner that contains the network, and hand the optimizer the parts.
+        """Divide the weights of a learner that contains the network, block by block, and hand the optimizer the parts.
 
         Returns:
             The averages of the network's parts (`OwnParts`), if `decay` asks for such.
-
-        Raises:
-            RecipeError: A parameter cannot be divided.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         before = dict(learner.named_parameters())
         mesh = init_device_mesh(self.device.type, (self.distributed.size,))
-        blocks = find_blocks(self.network, spec)
-        refuse_indivisible(learner, blocks)
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(learner, mesh=mesh)
@@ -167,9 +190,10 @@ class Shards:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Hold the whole network to evaluate in each process inside the context, which all of them enter."""
-        state = {name: gather_whole(value).detach() for name, value in self._exported_parts().items()}
-        self.whole.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
-        del state
+        parts = self._exported_parts()
+        whole = {name: gather_whole(part) if is_sharded(part) else part.clone() for name, part in parts.items()}
+        self.whole.load_state_dict(whole, assign=True)
+        del parts, whole
         try:
             yield self.whole
         finally:
@@ -242,7 +266,7 @@ def clip_gradients(parameters: list[nn.Parameter], most: float) -> float:
     return norm
 
 
-def find_blocks(network: Normalized, spec: ImageSpec) -> list[nn.Module]:
+def find_blocks(network: nn.Module, spec: ImageSpec) -> list[nn.Module]:
     """Return the blocks of a network's anatomy that are modules which a pass calls; none without an anatomy."""
     called: set[nn.Module] = set()
     handles = [m.register_forward_pre_hook(lambda module, _: called.add(module)) for m in network.modules()]
@@ -256,6 +280,16 @@ def find_blocks(network: Normalized, spec: ImageSpec) -> list[nn.Module]:
     modules = dict(anatomy.network.named_modules())
     blocks = dict.fromkeys(modules[block.name] for block in anatomy.blocks if block.name in modules)
     return [module for module in blocks if module in called and any(True for _ in module.parameters())]
+
+
+def count_gathered(learner: nn.Module, blocks: Sequence[nn.Module]) -> int:
+    """Return about how many bytes of weights and gradients a process has whole at a time.
+
+    These are the weights of a block and of the next, the gradient of one, and those of what is in no block.
+    """
+    of_blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
+    others = sum(parameter.nbytes for parameter in learner.parameters()) - sum(of_blocks)
+    return 3 * max(of_blocks, default=0) + 2 * others
 
 
 def refuse_indivisible(learner: nn.Module, blocks: Sequence[nn.Module]) -> None:

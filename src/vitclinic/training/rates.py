@@ -101,7 +101,7 @@ def parameter_levels(anatomy: Anatomy) -> dict[int, int]:
     return levels
 
 
-def examine(network: Normalized, spec: ImageSpec) -> Anatomy:
+def examine(network: nn.Module, spec: ImageSpec) -> Anatomy:
     """Return the anatomy, by noise, which shows every residual."""
     generator = torch.Generator().manual_seed(0)
     example = torch.rand(1, spec.in_chans, *spec.img_size, generator=generator)

@@ -30,13 +30,13 @@ from vitclinic.training.network import (
 )
 from vitclinic.training.optimizer import Schedule, build_optimizer
 from vitclinic.training.parallel import (
-    NOTHING_TO_DIVIDE,
     REACHES_IN,
     OwnParts,
     Shards,
+    choose_blocks,
     clip_gradients,
     count_micro_batches,
-    refuse_unshardable,
+    describe_sharing,
     wrap_in_ddp,
 )
 from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
@@ -111,8 +111,8 @@ class Trainer:
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.divided = self._is_divided()
         if self.shards is not None:
-            refuse_unshardable(recipe, self.criterion, self.divided or self.accumulate > 1)
-            self.ema = self.shards.divide(self.learner, self.optimizer, spec, recipe.ema)
+            blocks = choose_blocks(recipe, self.learner, spec, self.divided or self.accumulate > 1)
+            self.ema = self.shards.divide(self.learner, blocks, self.optimizer, recipe.ema)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.passes = Passes(
@@ -126,8 +126,7 @@ class Trainer:
             processes=distributed.size if sharded else 1,
         )
         self.notices = [*self.notices, *self.task.notices(dataset)]
-        if recipe.parallel == "fsdp" and not sharded:
-            self.notices.append(NOTHING_TO_DIVIDE)
+        self.notices += describe_sharing(recipe, sharded, self.micro_batch * distributed.size)
         self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
