@@ -69,14 +69,21 @@ def count_micro_batches(recipe: Recipe, distributed: Distributed, sharded: bool)
     return recipe.batch_size // together
 
 
-def describe_sharing(recipe: Recipe, sharded: bool, images: int) -> list[str]:
-    """Return notices of what `parallel=fsdp` changes, for a micro-batch of so many images of all processes."""
+def describe_sharing(recipe: Recipe, blocks: Sequence[nn.Module] | None, images: int) -> list[str]:
+    """Return notices of what `parallel=fsdp` changes.
+
+    Args:
+        recipe: The recipe.
+        blocks: The blocks that are gathered; None if there is nothing to divide.
+        images: Images of a micro-batch of all processes.
+    """
     if recipe.parallel == "ddp":
         return []
-    if not sharded:
+    if blocks is None:
         return [NOTHING_TO_DIVIDE]
     climbing = [treatment.name for treatment in recipe.treatments if treatment.step_rule() is not None]
-    return [f"parallel is fsdp: {name} climbs on {images} images of all processes together" for name in climbing]
+    found = [f"parallel is fsdp: {name} climbs on {images} images of all processes together" for name in climbing]
+    return found if blocks else [*found, "parallel is fsdp: all weights are gathered at once, for want of known blocks"]
 
 
 def choose_blocks(recipe: Recipe, learner: Learner, spec: ImageSpec, divided: bool) -> list[nn.Module]:

@@ -110,6 +110,7 @@ class Trainer:
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.divided = self._is_divided()
+        blocks = None
         if self.shards is not None:
             blocks = choose_blocks(recipe, self.learner, spec, self.divided or self.accumulate > 1)
             self.ema = self.shards.divide(self.learner, blocks, self.optimizer, recipe.ema)
@@ -126,7 +127,7 @@ class Trainer:
             processes=distributed.size if sharded else 1,
         )
         self.notices = [*self.notices, *self.task.notices(dataset)]
-        self.notices += describe_sharing(recipe, sharded, self.micro_batch * distributed.size)
+        self.notices += describe_sharing(recipe, blocks, self.micro_batch * distributed.size)
         self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
