@@ -182,17 +182,17 @@ class Shards:
         state = self.network.state_dict()
         if self.ema is None:
             return state
-        averaged = self.ema.module.state_dict().values()
-        return {name: join_parts(part, like) for (name, like), part in zip(state.items(), averaged, strict=True)}
+        averaged = self.ema.module.state_dict()
+        return {name: join_parts(averaged[str(number)], like) for number, (name, like) in enumerate(state.items())}
 
     def load_exported(self, state: Mapping[str, Tensor]) -> None:
         """Take over the whole weights of the network to evaluate."""
         if self.ema is None:
             load_divided(self.network, state)
             return
-        pairs = zip(self.network.state_dict().items(), self.ema.module.state_dict().values(), strict=True)
-        for (name, like), part in pairs:
-            part.copy_(own_part(divide_like(state[name], like)))
+        averaged = self.ema.module.state_dict()
+        for number, (name, like) in enumerate(self.network.state_dict().items()):
+            averaged[str(number)].copy_(own_part(divide_like(state[name], like)))
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
