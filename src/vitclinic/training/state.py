@@ -28,7 +28,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "raw_network": None if _exports_network(trainer) else trainer.network.state_dict(),
         **({} if trainer.criterion is None else {"criterion": _criterion_state(trainer)}),
     }
-    return state if trainer.shards is None else trainer.shards.gather(state)  # type: ignore[no-any-return]
+    return state if trainer.shards is None else trainer.shards.gather(state)
 
 
 def restore_state(trainer: Trainer, model: Mapping[str, Tensor], state: dict[str, Any]) -> None:
