@@ -297,8 +297,9 @@ def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_steps_of_one(tmp_path):
-    recipe = plain(tmp_path, precision="fp64", steps=4)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_make_the_steps_of_one(tmp_path, parallel):
+    recipe = plain(tmp_path, precision="fp64", steps=4, parallel=parallel)
     alone = train({**recipe, "out": str(tmp_path / "alone")})
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**recipe, "out": str(tmp_path / "both")}))

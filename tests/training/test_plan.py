@@ -55,6 +55,19 @@ def test_optimizer_groups_are_matrices_and_the_rest():
     assert decayed.parameters + free.parameters == planned().parameters
 
 
+def test_processes_that_divide_the_weights_hold_a_part_and_what_they_gather():
+    plan, width = planned(parallel="fsdp"), 24
+    memory, block = plan.memory, 12 * width**2 + 13 * width
+    assert memory.gathered == 4 * (3 * block + 2 * (plan.parameters - 2 * block))
+    kept = memory.weights + memory.gradients + memory.optimizer
+    assert memory.of_process(4) == kept // 4 + memory.gathered + (memory.images + memory.activations) // 4
+    assert planned().memory.of_process(4) == kept + (memory.images + memory.activations) // 4
+    assert "in each of 4" in describe_plan(plan)["memory"]
+    assert not any("one process" in note for note in plan.notes)
+    with pytest.raises(RecipeError, match="precision=fp16"):
+        planned(parallel="fsdp", precision="fp16")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

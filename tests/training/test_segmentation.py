@@ -273,8 +273,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_steps_of_one(recipe, tmp_path):
-    plain = recipe(steps=5, precision="fp64", accumulate=1)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_make_the_steps_of_one(recipe, tmp_path, parallel):
+    plain = recipe(steps=5, precision="fp64", accumulate=1, parallel=parallel)
     alone = train({**plain, "out": str(tmp_path / "alone")})
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**plain, "out": str(tmp_path / "both")}))

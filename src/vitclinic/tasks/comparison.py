@@ -68,6 +68,9 @@ class ComparisonCriterion(Criterion):
             self.step = _gather(Compared(torch.cat(own, dim=1), labels, keys))
         return list(batches)
 
+    def needs_whole(self, divided: bool) -> bool:
+        return divided
+
     def _project(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the network's features of the first view, and the projected ones of all views [V, B, D]."""
         views = [batch.images, *batch.crops]

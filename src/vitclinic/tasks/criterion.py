@@ -65,6 +65,11 @@ class Criterion(nn.Module):
         """Return the network to evaluate and store."""
         return network
 
+    def needs_whole(self, divided: bool) -> bool:
+        """Return True if more than `forward` computes with the network, which then must be whole in each process."""
+        names = ("prepare", "finish", "exported")
+        return any(getattr(type(self), name) is not getattr(Criterion, name) for name in names)
+
 
 def count_features(network: nn.Module, spec: ImageSpec, size: tuple[int, int] | None = None) -> int:
     """Return the number of features of a network without a head, from one pass at `size`, or full size.

@@ -186,8 +186,8 @@ def _mean_by_size(taken: Sequence[Sequence[Sequence[float]]], shares: Sequence[S
 def _evaluation_cost(trainer: Trainer, dataset: Dataset) -> float:
     """Measure the seconds per image of a forward pass, without gradients."""
     batch = next(evaluation_batches(dataset, "train", trainer.recipe.batch_size)).to(trainer.device, trainer.dtype)
-    network = trainer.evaluation_network.eval()
-    with torch.no_grad():
+    with torch.no_grad(), trainer.evaluation() as network:
+        network.eval()
         network(batch.images)
         started = time.perf_counter()
         network(batch.images)

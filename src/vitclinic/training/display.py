@@ -280,4 +280,7 @@ def _describe_memory(plan: RunPlan) -> str:
     listed = " + ".join(f"{name} {format_amount(value, 'B')}" for name, value in parts.items() if value)
     fewer = "" if memory.pass_images < plan.micro_batch else "; accumulate=N, or N processes, divide them by N"
     traced = "" if memory.activations is None else f" (activations: {HOW}{fewer})"
-    return f"{format_amount(memory.total, 'B')} in one process: {listed}{traced}"
+    counts = [] if memory.gathered is None else [count for count in (2, 4, 8) if not plan.micro_batch % count]
+    each = [f"about {format_amount(memory.of_process(count), 'B')} in each of {count}" for count in counts]
+    shared = f"; with parallel=fsdp {', '.join(each)}" if each else ""
+    return f"{format_amount(memory.total, 'B')} in one process: {listed}{traced}{shared}"

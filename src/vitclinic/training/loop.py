@@ -128,9 +128,10 @@ class Session:
     def _score(self, split: str) -> Row:
         started = time.perf_counter()
         trainer = self.trainer
-        self.distributed.share_buffers(trainer.evaluation_network)
         task = trainer.task
-        score = task.evaluate(trainer.evaluation_network, trainer.dataset, split, self.distributed)
+        with trainer.evaluation() as network:
+            self.distributed.share_buffers(network)
+            score = task.evaluate(network, trainer.dataset, split, self.distributed)
         rate = score["count"] / (time.perf_counter() - started)
         row = {
             "kind": split,
@@ -159,7 +160,7 @@ class Session:
     def _restore_best(self, best: Row) -> Row:
         """Load the best weights and return their score; if they are damaged, score the last ones instead."""
         try:
-            self.trainer.evaluation_network.load_state_dict(self.run.checkpoints.read_model("best"))
+            self.trainer.load_exported(self.run.checkpoints.read_model("best"))
             return best
         except RunError as error:
             if self.distributed.is_leader:
@@ -176,15 +177,17 @@ class Session:
             self.callback.on_failure(self.failure)
 
     def _save(self, names: list[str]) -> None:
-        if not names or not self.distributed.is_leader or self.metrics is None:
+        if not names or not (self.distributed.is_leader or self.trainer.shards):
+            return
+        model, state = self.trainer.exported_state(), {**self.trainer.state_dict(), "best": self.best}
+        if self.metrics is None:
             return
         self.metrics.sync()
-        state = {**self.trainer.state_dict(), "best": self.best}
         if self.failure is not None:
             state["failure"] = self.failure
         # `last` is written last: after a kill in between, the step that leads to the others runs again.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
-        self.run.checkpoints.save(ordered, self.trainer.evaluation_network.state_dict(), state)
+        self.run.checkpoints.save(ordered, model, state)
         self.run.write_status("running", step=self.trainer.step)
 
     def _epochs_done(self, before: int) -> list[str]:

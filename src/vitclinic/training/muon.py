@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitclinic._core.sharded import divide_like, gather_whole
 from vitclinic.models import Normalized
 
 MOMENTUM = 0.95
@@ -120,10 +121,12 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         gathered = state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
-        update = orthogonalize(parameter.grad.add(gathered, alpha=group["momentum"]).flatten(1))
+        # Of a matrix that is divided among processes (FSDP), each orthogonalizes the whole and keeps its own part.
+        matrix = gather_whole(parameter.grad.add(gathered, alpha=group["momentum"]))
+        update = orthogonalize(matrix.flatten(1))
         rate = 0.2 * math.sqrt(max(update.shape)) * group["lr"]
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update.reshape(parameter.shape), alpha=-rate)
+        parameter.add_(divide_like(update.reshape(parameter.shape), parameter), alpha=-rate)
 
     def _share(self) -> None:
         """Let AdamW work on its own groups of all, and on the common state."""

@@ -19,7 +19,10 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Passes:
-    """Forward and backward of a learner (`LossesAndGradients`) with DDP, compilation, autocast and loss scaler."""
+    """Forward and backward of a learner (`LossesAndGradients`) with DDP, compilation, autocast and loss scaler.
+
+    A learner whose weights are divided among `processes` (FSDP) averages its gradients after each pass by itself.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class Passes:
         compiled: bool,
         precision: str,
         accumulate: int,
+        processes: int = 1,
     ) -> None:
         self.module, self.parameters, self.scaler = learner, parameters, scaler
         self.ddp = ddp
@@ -38,7 +42,7 @@ class Passes:
         self.wrapped: nn.Module = torch.compile(outer) if compiled else outer  # type: ignore[assignment]
         self.alone: nn.Module = torch.compile(learner) if compiled and ddp else learner  # type: ignore[assignment]
         self.device = parameters[0].device
-        self.precision, self.accumulate = precision, accumulate
+        self.precision, self.accumulate, self.processes = precision, accumulate, processes
 
     @property
     def scale(self) -> float:

@@ -27,6 +27,7 @@ from vitclinic.tasks.criterion import Moment
 from vitclinic.training.budget import fit_size_to_images, image_counts, total_steps
 from vitclinic.training.init import InitialWeights, read_initial_weights, settle
 from vitclinic.training.overrides import Overrides, build_recipe
+from vitclinic.training.parallel import NOTHING_TO_DIVIDE, choose_blocks, count_gathered
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.teaching import describe_token_labels
 from vitclinic.training.trainer import Trainer
@@ -68,12 +69,21 @@ class Memory:
     """The tensors of one forward and backward pass of `pass_images` images; None if they cannot be traced."""
     pass_images: int
     """How many images go through the network at a time."""
+    gathered: int | None = None
+    """With `parallel=fsdp`, about what a process has whole at a time of weights and gradients."""
 
     @property
     def total(self) -> int:
         """The sum; without the activations if they are not known."""
         held = (self.weights, self.averaged, self.gradients, self.optimizer, self.step_rule, self.images)
         return sum(held) + (self.activations or 0)
+
+    def of_process(self, processes: int) -> int:
+        """Return about what each of several processes holds, which divide the images, and with fsdp all else, too."""
+        by_image = self.images + (self.activations or 0)
+        kept = self.total - by_image
+        divided = kept if self.gathered is None else kept // processes + self.gathered
+        return divided + by_image // processes
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,9 @@ def plan_run(
     alone = Distributed()
     steps = None if built.max_time is not None else total_steps(built, dataset, alone, _CPU)
     trainer = Trainer(built.model_copy(update={"compile": False}), dataset, steps or 1, alone, _CPU, init)
-    notes = [*settled, *trainer.notices, *_find_notes(built)]
+    notices = [notice for notice in trainer.notices if notice != NOTHING_TO_DIVIDE]
+    notes = [*settled, *notices, *_find_notes(built)]
+    gathered = _plan_division(trainer) if built.parallel == "fsdp" else None
     network, learner = trainer.network, trainer.learner
     parameters, trainable = _count(network.parameters()), _count(trainer.parameters)
     own = {id(parameter) for parameter in network.parameters()}
@@ -207,7 +219,7 @@ def plan_run(
         steps_per_epoch=trainer.steps_per_epoch,
         forward_flops=flops,
         passes=max([t.passes() for t in built.treatments], default=1.0) * trainer.task.passes(dataset.spec),
-        memory=memory,
+        memory=replace(memory, gathered=gathered),
         notes=tuple(notes),
     )
 
@@ -228,6 +240,12 @@ def _find_notes(recipe: Recipe) -> Iterator[str]:
         pick_device(recipe.device)
     except RecipeError as error:
         yield str(error)
+
+
+def _plan_division(trainer: Trainer) -> int:
+    """Return how many bytes of the weights a process would gather; what cannot be divided is raised as by a start."""
+    divided = trainer.divided or trainer.accumulate > 1
+    return count_gathered(trainer.learner, choose_blocks(trainer.recipe, trainer.learner, trainer.spec, divided))
 
 
 def _trace(trainer: Trainer) -> tuple[Memory, int | None, str | None]:

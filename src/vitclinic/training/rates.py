@@ -38,7 +38,7 @@ def freeze_units(recipe: Recipe, network: Normalized, spec: ImageSpec) -> None:
         head = _head_parameters(network)
         frozen |= {id(parameter) for parameter in network.backbone.parameters()} - head
     if names:
-        anatomy = _examine(network, spec)
+        anatomy = examine(network, spec)
         owned = parameters_by_unit(anatomy)
         known = [*owned, *(block.name for block in anatomy.blocks)]
         for name in names:
@@ -62,7 +62,7 @@ def rate_scales(recipe: Recipe, network: Normalized, spec: ImageSpec) -> dict[in
     """Return the factor on the learning rate of parameters, by their id; empty if all have the same rate."""
     scales: dict[int, float] = {}
     if recipe.layer_decay != 1.0:
-        levels = parameter_levels(_examine(network, spec))
+        levels = parameter_levels(examine(network, spec))
         last = max(levels.values())
         scales = {key: recipe.layer_decay ** (last - level) for key, level in levels.items()}
     if recipe.head_lr is not None:
@@ -101,7 +101,7 @@ def parameter_levels(anatomy: Anatomy) -> dict[int, int]:
     return levels
 
 
-def _examine(network: Normalized, spec: ImageSpec) -> Anatomy:
+def examine(network: nn.Module, spec: ImageSpec) -> Anatomy:
     """Return the anatomy, by noise, which shows every residual."""
     generator = torch.Generator().manual_seed(0)
     example = torch.rand(1, spec.in_chans, *spec.img_size, generator=generator)

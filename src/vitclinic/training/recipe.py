@@ -221,6 +221,9 @@ class Recipe(Settings):
     )
     workers: Annotated[int, Field(ge=0, le=256)] | None = Field(None, description="processes that read images")
     device: str = "auto"
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="several processes: each a copy of the network, or fsdp: each a part of every weight"
+    )
     logging: LoggingConfig = LoggingConfig()
 
     @property
@@ -229,7 +232,7 @@ class Recipe(Settings):
         size = self.model.img_size
         return (size[0], size[1]) if isinstance(size, list) else size
 
-    unidentified: ClassVar[frozenset[str]] = frozenset({"out", "workers", "device", "logging"})
+    unidentified: ClassVar[frozenset[str]] = frozenset({"out", "workers", "device", "parallel", "logging"})
     """Keys that do not change what is computed and are left out of the digest."""
 
     @model_validator(mode="before")

@@ -64,6 +64,7 @@ def train(
     out: str | Path | None = None,
     workers: int | None = None,
     device: str | None = None,
+    parallel: Literal["ddp", "fsdp"] | None = None,
     logging: Mapping[str, Any] | LoggingConfig | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
@@ -108,6 +109,7 @@ def train(
         out: The run directory; `runs/DATA-MODEL-DIGEST` unless given.
         workers: Processes that read images.
         device: `"auto"`, `"cpu"`, `"cuda"` ...
+        parallel: Of several processes, each holds a copy of the network (`"ddp"`) or a part of every weight (`"fsdp"`).
         logging: Additional output, such as `{"tensorboard": True}`.
         callbacks: Notified of data reading, steps, epochs, rows of metrics and the end.
 
@@ -142,6 +144,7 @@ def resume(
     data: str | Path | None = None,
     workers: int | None = None,
     device: str | None = None,
+    parallel: Literal["ddp", "fsdp"] | None = None,
     logging: Mapping[str, Any] | LoggingConfig | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
@@ -153,6 +156,7 @@ def resume(
         data: The new location of the data, if it has moved; the content must be the same.
         workers: Processes that read images.
         device: `"auto"`, `"cpu"`, `"cuda"` ...
+        parallel: Of several processes, each holds a copy of the network (`"ddp"`) or a part of every weight (`"fsdp"`).
         logging: Additional output.
         callbacks: Notified of data reading, steps, epochs, rows of metrics and the end.
 
@@ -170,7 +174,9 @@ def resume(
     run.refuse_edited_recipe()
     _check_closed(data)
     source = None if data is None else {"source": data}
-    recipe = build_recipe(run.recipe, overrides, data=source, workers=workers, device=device, logging=logging)
+    recipe = build_recipe(
+        run.recipe, overrides, data=source, workers=workers, device=device, parallel=parallel, logging=logging
+    )
     changed = {key for key, value in recipe if value != getattr(run.recipe, key)}
     if recipe.digest("") != run.recipe.digest("") or "out" in changed:
         raise RecipeError(f"A resumed run keeps its recipe: {', '.join(sorted(changed))} cannot change.")

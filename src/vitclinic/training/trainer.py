@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.distributed import Distributed
-from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.errors import ModelError
 from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data import Batch, Dataset
 from vitclinic.models import Normalized
@@ -29,11 +29,22 @@ from vitclinic.training.network import (
     check_memory,
 )
 from vitclinic.training.optimizer import Schedule, build_optimizer
+from vitclinic.training.parallel import (
+    REACHES_IN,
+    OwnParts,
+    Shards,
+    choose_blocks,
+    clip_gradients,
+    count_micro_batches,
+    describe_sharing,
+    wrap_in_ddp,
+)
 from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
 from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.rows import Row
+from vitclinic.training.state import collect_state, restore_state
 from vitclinic.treatments import Losses, MixedSteps, StepRule
 
 log = logging.getLogger(__name__)
@@ -68,16 +79,19 @@ class Trainer:
         self.first_loss: float | None = None
         self.skipped = 0
         self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
-        self.accumulate = recipe.accumulate
-        self.micro_batch = _micro_batch(recipe, distributed)
+        sharded = recipe.parallel == "fsdp" and distributed.size > 1
+        self.accumulate = self.planned_accumulate = count_micro_batches(recipe, distributed, sharded)
+        self.micro_batch = recipe.batch_size // (self.accumulate * distributed.size)
 
         self.spec = spec = recipe.task.frame(dataset.spec)
         check_memory(self.micro_batch, (spec.in_chans, *spec.img_size))
         treatments = recipe.treatments
         network, self.loaded = build_network(recipe, dataset, init)
-        network = network.to(device, self.dtype)
+        home = torch.device("cpu") if sharded else device  # the device may not hold the whole
+        network = network.to(home, self.dtype)
         # Copy before any objective adds hooks to the network.
-        self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema else None
+        self.shards = Shards(network, distributed, device) if sharded else None
+        self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema and not sharded else None
         objectives = build_objectives(recipe, network, spec)
         self.rule = choose_step_rule(treatments)
         self.early_rule = choose_early_rule(treatments)
@@ -91,23 +105,29 @@ class Trainer:
         self.network: Normalized = network
         self.task = recipe.resolved_task
         self.criterion = build_criterion(recipe, network, spec)
-        self.learner = Learner(network, self.task, objectives, self.criterion).to(device, self.dtype).train()
+        self.learner = Learner(network, self.task, objectives, self.criterion).to(home, self.dtype).train()
         freeze_units(recipe, network, spec)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        self.divided = self._is_divided()
+        blocks = None
+        if self.shards is not None:
+            blocks = choose_blocks(recipe, self.learner, spec, self.divided or self.accumulate > 1)
+            self.ema = self.shards.divide(self.learner, blocks, self.optimizer, recipe.ema)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
         self.passes = Passes(
             self.learner,
             self.parameters,
             self.scaler,
-            ddp=self._wrap_in_ddp(self.learner),
+            ddp=None if sharded else wrap_in_ddp(self.learner, distributed, device),
             compiled=recipe.compile,
             precision=recipe.precision,
-            accumulate=recipe.accumulate,
+            accumulate=self.accumulate,
+            processes=distributed.size if sharded else 1,
         )
-        self.divided = self._is_divided()
         self.notices = [*self.notices, *self.task.notices(dataset)]
+        self.notices += describe_sharing(recipe, blocks, self.micro_batch * distributed.size)
         self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
         self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
@@ -125,10 +145,19 @@ class Trainer:
 
     @property
     def evaluation_network(self) -> nn.Module:
-        """The network to evaluate and export; with `ema`, the one with averaged weights, or the task's teacher."""
+        """The network to evaluate and export; with `ema`, the one with averaged weights, or the task's teacher.
+
+        With shards it has weights only inside of `evaluation`.
+        """
+        if self.shards is not None:
+            return self.shards.whole
         if self.criterion is not None:
             return self.criterion.exported(self.network if self.ema is None else self.ema.module)
         return self.network if self.ema is None else self.ema.module
+
+    def evaluation(self) -> AbstractContextManager[nn.Module]:
+        """Return a context with the whole network to evaluate; with shards, all processes enter it."""
+        return nullcontext(self.evaluation_network) if self.shards is None else self.shards.gathered()
 
     @property
     def epoch(self) -> int:
@@ -161,7 +190,7 @@ class Trainer:
             group["weight_decay"] = decay * self.decay_factor(self.step)
         losses = self._differentiate(rule or self.due_rule)
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
+        norm = clip_gradients(self.parameters, self.recipe.clip or math.inf)
         stepped = math.isfinite(norm)
         self.skipped = 0 if stepped else self.skipped + 1
         if stepped:
@@ -169,7 +198,7 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None and stepped:
-            self.ema.update(self.network, self.step + 1)
+            self.ema.update(self.network if self.shards is None else OwnParts(self.network), self.step + 1)
         if self.criterion is not None and stepped:
             self.criterion.finish(self.network)
         self.step += 1
@@ -186,6 +215,8 @@ class Trainer:
                     self.samples = batches[0].images[:shown].detach().clone()
                 return rule(batches, self.passes)
             except (RuntimeError, MemoryError) as error:
+                if self.shards is not None and "DTensor" in str(error):
+                    raise ModelError(REACHES_IN) from error
                 if not is_out_of_memory(error):
                     raise
                 if self.distributed.size > 1 or self.micro_batch % 2:  # others wait for a gradient; or nothing to halve
@@ -251,43 +282,26 @@ class Trainer:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs in addition to the exported network."""
-        return {
-            "step": self.step,
-            "first_loss": self.first_loss,
-            "skipped": self.skipped,
-            **({} if self.accumulate == self.recipe.accumulate else {"accumulate": self.accumulate}),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "rule": self.rule.state_dict(),
-            "objectives": self.learner.objectives.state_dict(),
-            "raw_network": None if self.evaluation_network is self.network else self.network.state_dict(),
-            **({} if self.criterion is None else {"criterion": self._criterion_state()}),
-        }
+        """Return what resuming needs in addition to the exported network.
+
+        With shards, all processes call this and `exported_state`, and the leading one's are whole.
+        """
+        return collect_state(self)
+
+    def exported_state(self) -> dict[str, Tensor]:
+        """Return the weights of the network to evaluate and store."""
+        return self.evaluation_network.state_dict() if self.shards is None else self.shards.exported_state()
+
+    def load_exported(self, model: Mapping[str, Tensor]) -> None:
+        """Take over the weights of the network to evaluate."""
+        (self.evaluation_network.load_state_dict if self.shards is None else self.shards.load_exported)(model)
 
     def load_state_dict(self, model: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Restore a checkpoint: its exported network and what `state_dict` returned."""
-        self.evaluation_network.load_state_dict(model)
-        if self.evaluation_network is not self.network:
-            self.network.load_state_dict(state["raw_network"])
-        if self.criterion is not None:
-            # What is missing is the network that the criterion exports, which has been loaded already.
-            self.criterion.load_state_dict(state["criterion"], strict=False)
-        self.learner.objectives.load_state_dict(state["objectives"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.rule.load_state_dict(state["rule"])
-        self.step, self.first_loss, self.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+        restore_state(self, model, state)
         halved = state.get("accumulate", self.accumulate)
         if not self.recipe.batch_size % (halved * self.distributed.size):
             self._divide(halved)
-
-    def _criterion_state(self) -> dict[str, Tensor]:
-        """Return the state of the criterion without the network that it exports: checkpoints have that already."""
-        assert self.criterion is not None
-        exported = {id(tensor) for tensor in self.evaluation_network.state_dict(keep_vars=True).values()}
-        state = self.criterion.state_dict(keep_vars=True)
-        return {name: tensor.detach() for name, tensor in state.items() if id(tensor) not in exported}
 
     def _requests(self) -> Iterator[range]:
         """Yield this process's positions in the stream, one range per micro-batch, from the current step on."""
@@ -314,13 +328,7 @@ class Trainer:
         size = self.sizes(self.step)
         return batch if size == self.sizes.full else shrink(batch, size, self.cell)
 
-    def _wrap_in_ddp(self, learner: Learner) -> DistributedDataParallel | None:
-        if self.distributed.size == 1:
-            return None
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(learner, device_ids=ids)
-
-    def _row(self, losses: Losses, norm: Tensor, started: float) -> Row:
+    def _row(self, losses: Losses, norm: float, started: float) -> Row:
         means = self.distributed.sum(lambda: torch.stack([v.double() for v in losses.values()])) / self.distributed.size
         named = dict(zip(losses, means.tolist(), strict=True))
         duration = time.perf_counter() - started
@@ -331,18 +339,8 @@ class Trainer:
             "loss": sum(named.values()),
             "losses": named,
             "lr": self.rate(self.step - 1),
-            "grad_norm": float(norm),
+            "grad_norm": norm,
             **({} if self.criterion is None else self.criterion.facts()),
             **({"img_size": list(self.sizes(self.step - 1))} if self.sizes.ends else {}),
             "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
         }
-
-
-def _micro_batch(recipe: Recipe, distributed: Distributed) -> int:
-    parts = distributed.size * recipe.accumulate
-    if recipe.batch_size % parts:
-        raise RecipeError(
-            f"batch_size {recipe.batch_size} does not divide into {distributed.size} processes x {recipe.accumulate}"
-            " micro-batches; choose a multiple."
-        )
-    return recipe.batch_size // parts

@@ -1,9 +1,9 @@
 """Sharpness-aware minimisation [chen2022 Eq. 1-2]: step with the gradient at w + eps, applied at w.
 
-Every group of micro-batches with its own eps takes two passes: one at w, kept apart from the other gradients and never
-synchronised (each process climbs on its own images: m-sharpness), and one at w + eps, with the same dropout masks and
-with BatchNorm's running statistics frozen. Only the second gradients are summed, synchronised, clipped and used for
-the step. Weight decay is left to the optimizer and acts at w.
+Every group of micro-batches with its own eps takes two passes: one at w, kept apart from the other gradients and not
+synchronised (each process climbs on its own images: m-sharpness; processes that divide the weights climb together),
+and one at w + eps, with the same dropout masks and with BatchNorm's running statistics frozen. Only the second
+gradients are summed, synchronised, clipped and used for the step. Weight decay is left to the optimizer and acts at w.
 """
 
 from __future__ import annotations
@@ -105,6 +105,9 @@ class SharpnessAware(Treatment):
     def pass_images(self, images: int) -> int:
         return min(images, self.m) if self.rho and self.m and self.every == 1 else images
 
+    def ascent_images(self, images: int) -> int:
+        return min(images, self.m) if self.rho and self.m else images
+
     def copies(self) -> float:
         """Return 1, for w while the weights are at w + eps; LookSAM also keeps the first gradient and its component."""
         if not self.rho:
@@ -155,7 +158,7 @@ class SharpnessAwareStep:
             return _mean(passes)
         parts = [(part, len(part) / len(batch)) for batch in batches for part in batch.split(self.m)]
         groups = [parts] if self.together else [[part] for part in parts]
-        self.images = max(sum(len(part) for part, _ in group) for group in groups)
+        self.images = max(sum(len(part) for part, _ in group) for group in groups) * losses_and_gradients.processes
         losses = sharpness_aware_gradients(
             [self._two_passes(group, losses_and_gradients, last=group is groups[-1]) for group in groups],
             parameters,

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+
+from vitclinic._core.sharded import inner_product, own_part, own_parts, total_norm
 
 T = TypeVar("T")
 
@@ -62,6 +63,8 @@ class Ascent:
         gradients.clear()
         norm = self._turn(moved, slopes)
         scale = self.rho / norm if math.isfinite(norm) and norm > 0 else 0.0
+        # Of weights that are divided among processes (FSDP), each moves and restores its own parts.
+        moved, slopes = own_parts(moved), own_parts(slopes)
         copies = [p.detach().clone() for p in moved] if scale else []
         try:
             if scale:
@@ -78,12 +81,13 @@ class Ascent:
     def _turn(self, weights: list[Tensor], slopes: list[Tensor]) -> float:
         """Turn the gradient in place into the direction of the ascent; return the norm to divide it by."""
         if not self.adaptive or not slopes:
-            return float(get_total_norm(slopes))
-        stretch = torch._foreach_abs(weights)
+            return total_norm(slopes)
+        parts = own_parts(slopes)
+        stretch = torch._foreach_abs(own_parts(weights))
         torch._foreach_add_(stretch, self.eta)
-        torch._foreach_mul_(slopes, stretch)
-        norm = float(get_total_norm(slopes))
-        torch._foreach_mul_(slopes, stretch)
+        torch._foreach_mul_(parts, stretch)
+        norm = total_norm(slopes)
+        torch._foreach_mul_(parts, stretch)
         return norm
 
 
@@ -152,16 +156,16 @@ class OrthogonalPart:
     def learn(self, parameters: Sequence[nn.Parameter], first: Sequence[Tensor]) -> None:
         """Update the component from the gradients `first` at w and `.grad` at w + eps, both over all processes."""
         second = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
-        norm, size = float(get_total_norm(first)), float(get_total_norm(second))
+        norm, size = total_norm(first), total_norm(second)
         if not math.isfinite(norm + size):
             return
         if norm > 0:
-            along = sum(float((g / norm * s).sum()) for g, s in zip(first, second, strict=True))
-            torch._foreach_add_(second, list(first), alpha=-along / norm)
-        length = float(get_total_norm(second))
+            along = inner_product(first, second, length=norm)
+            torch._foreach_add_(own_parts(second), own_parts(first), alpha=-along / norm)
+        length = total_norm(second)
         # If both gradients are parallel, the remainder is rounding error, not a direction.
         rounding = 100 * max(torch.finfo(s.dtype).eps for s in second) * size
-        torch._foreach_mul_(second, 1 / length if length > rounding else 0.0)
+        torch._foreach_mul_(own_parts(second), 1 / length if length > rounding else 0.0)
         self.direction, self.steps = second, self.steps + 1
 
     @torch.no_grad()
@@ -169,10 +173,11 @@ class OrthogonalPart:
         """Add the reused component to the gradient in `.grad`."""
         assert self.direction is not None
         pairs = [(p.grad, v) for p, v in zip(parameters, self.direction, strict=True) if p.grad is not None]
-        norm = float(get_total_norm([g for g, _ in pairs]))
+        norm = total_norm([g for g, _ in pairs])
         if not math.isfinite(norm):
             return
-        torch._foreach_add_([g for g, _ in pairs], [v.to(g) for g, v in pairs], alpha=self.alpha * norm)
+        parts = [(own_part(g), own_part(v)) for g, v in pairs]
+        torch._foreach_add_([g for g, _ in parts], [v.to(g) for g, v in parts], alpha=self.alpha * norm)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 
 from vitclinic._core.errors import TreatmentError
+from vitclinic._core.sharded import total_norm
 from vitclinic.treatments.sam_core import (
     Ascent,
     Group,
@@ -165,7 +165,7 @@ class SAM(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = self.gradients(closure, *more)
         found = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if math.isfinite(float(get_total_norm(found))):
+        if math.isfinite(total_norm(found)):
             self.optimizer.step()
         return loss
 

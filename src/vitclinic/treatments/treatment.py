@@ -30,9 +30,9 @@ BatchTransform: TypeAlias = "Callable[[Batch], Batch]"
 class LossesAndGradients(Protocol):
     """Forward and backward of one micro-batch: adds to the parameters' gradients and returns the named losses.
 
-    With `sync=False` the gradients are not exchanged between processes. `weight` scales the micro-batch's contribution
-    to the gradient of the step relative to the others; NaN makes the gradient NaN. Two calls on the same batch use the
-    same dropout masks. Images that require a gradient get one.
+    With `sync=False` the gradients are not exchanged between processes, unless these divide the weights (`processes`).
+    `weight` scales the micro-batch's contribution to the gradient of the step relative to the others; NaN makes the
+    gradient NaN. Two calls on the same batch use the same dropout masks. Images that require a gradient get one.
     """
 
     @property
@@ -42,6 +42,10 @@ class LossesAndGradients(Protocol):
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that the optimizer trains."""
+
+    @property
+    def processes(self) -> int:
+        """How many processes average the gradients of every pass, whatever `sync`: 1 unless they divide the weights."""
 
     @property
     def scale(self) -> float:
@@ -166,6 +170,10 @@ class Treatment(Config):
 
     def pass_images(self, images: int) -> int:
         """Return how many images of a process's micro-batch of `images` go through the network at a time."""
+        return images
+
+    def ascent_images(self, images: int) -> int:
+        """Return how many of `images` share a gradient of their own within a step; all of them in a plain one."""
         return images
 
     def copies(self) -> float:

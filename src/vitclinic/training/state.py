@@ -1,0 +1,61 @@
+"""What a checkpoint holds of a trainer: whole tensors, also where each process has a part of the weights only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vitclinic.training.parallel import divide_lists, divide_optimizer_state, load_divided
+
+if TYPE_CHECKING:
+    from vitclinic.training.trainer import Trainer
+
+
+def collect_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what resuming needs in addition to the exported network."""
+    halved = trainer.accumulate != trainer.planned_accumulate
+    state = {
+        "step": trainer.step,
+        "first_loss": trainer.first_loss,
+        "skipped": trainer.skipped,
+        **({"accumulate": trainer.accumulate} if halved else {}),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scaler": trainer.scaler.state_dict(),
+        "rule": trainer.rule.state_dict(),
+        "objectives": trainer.learner.objectives.state_dict(),
+        "raw_network": None if _exports_network(trainer) else trainer.network.state_dict(),
+        **({} if trainer.criterion is None else {"criterion": _criterion_state(trainer)}),
+    }
+    return state if trainer.shards is None else trainer.shards.gather(state)
+
+
+def restore_state(trainer: Trainer, model: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+    """Restore the exported network and what `collect_state` returned."""
+    trainer.load_exported(model)
+    if not _exports_network(trainer):
+        load_divided(trainer.network, state["raw_network"])
+    if trainer.criterion is not None:
+        # What is missing is the network that the criterion exports, which has been loaded already.
+        load_divided(trainer.criterion, state["criterion"], strict=False)
+    load_divided(trainer.learner.objectives, state["objectives"])
+    trainer.optimizer.load_state_dict(divide_optimizer_state(state["optimizer"], trainer.parameters))
+    trainer.scaler.load_state_dict(state["scaler"])
+    trainer.rule.load_state_dict(divide_lists(state["rule"], trainer.parameters))
+    trainer.step, trainer.first_loss, trainer.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+
+
+def _exports_network(trainer: Trainer) -> bool:
+    """Return True if the network to evaluate is the one that is trained."""
+    if trainer.shards is not None:
+        return trainer.ema is None
+    return trainer.evaluation_network is trainer.network
+
+
+def _criterion_state(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the state of the criterion without the network that it exports: checkpoints have that already."""
+    assert trainer.criterion is not None
+    exported = {id(tensor) for tensor in trainer.evaluation_network.state_dict(keep_vars=True).values()}
+    state = trainer.criterion.state_dict(keep_vars=True)
+    return {name: tensor.detach() for name, tensor in state.items() if id(tensor) not in exported}
