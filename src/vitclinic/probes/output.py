@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError
+from vitclinic.anatomy.wrappers import call_with_images, image_keyword
 from vitclinic.models import Headed, Normalized
-from vitclinic.models.calling import call_with_images, image_keyword
 from vitclinic.probes.guards import preserve_state
 
 log = logging.getLogger(__name__)

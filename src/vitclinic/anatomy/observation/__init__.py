@@ -107,7 +107,8 @@ class _Observer:
         elif any(step.again for step in self.steps):
             yield "parts of the network run more than once for each image; the first run is read, and none is removed."
         if plain := [unit.name for unit in units if unit.kind == "msa" and unit.attention is None]:
-            yield f"no softmax over tokens, or several that differ, make the attention of {', '.join(plain)}: no map."
+            why = "it is not one softmax over the same tokens of every image"
+            yield f"no map can be recorded of the attention of {', '.join(plain)}: {why}."
         maps = {unit.name: unit.attention.seen for unit in units if unit.attention is not None}
         if mixed := [name for name, seen in maps.items() if seen is not None and seen.mixed_later]:
             yield f"the heads of {', '.join(mixed)} are mixed after the softmax; maps are those before."
@@ -186,7 +187,7 @@ class _Observer:
         stretch = Stretch(self.record, step.source, step.branch, owner)
         before = self.locator.read(self._enter(step), [owner])
         after = self.locator.read(end, [owner]) or self.locator.read(step.total, [owner])
-        if before is None and after is not None and after.layout.spatial:
+        if before is None and after is not None:
             before = self.locator.read_operand(step.skip, step.total)
         if before is None or after is None:
             return None
