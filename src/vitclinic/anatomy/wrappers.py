@@ -100,7 +100,9 @@ def call_with_images(network: nn.Module, images: Tensor) -> Any:
 
 
 def check_weights(network: nn.Module) -> None:
-    """Raise an AnatomyError if a network has no weights yet."""
+    """Raise an AnatomyError if a network has no weights yet, or none of its code."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise AnatomyError("the network is a TorchScript module, whose layers cannot be read; pass the nn.Module.")
     if any(parameter.is_meta for parameter in network.parameters()):
         raise AnatomyError("the network is on the meta device and has no weights; load them first.")
 

@@ -183,7 +183,7 @@ def _plain(output: Any) -> Any:
     """Return the contents of an output object, such as a Hugging Face output or a dataclass."""
     if isinstance(output, Tensor | tuple | list):
         return output
-    return dict(output) if isinstance(output, dict) else vars(output)
+    return dict(output) if isinstance(output, dict) else getattr(output, "__dict__", output)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
