@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 _PACKAGES = ("vitclinic", "torch", "timm", "numpy")
 _NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
-_WITHOUT_GRADIENT = "does not require grad and does not have a grad_fn"
-"""What torch says then."""
 """Errors meaning that a probe does not apply; any other error is a failure."""
+_WITHOUT_GRADIENT = "does not require grad and does not have a grad_fn"
+"""What torch says of an output that was computed without gradients."""
 
 
 def record(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
