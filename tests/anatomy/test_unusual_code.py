@@ -182,3 +182,17 @@ def test_a_torchscript_module_is_told() -> None:
         script = torch.jit.trace(Net(nn.ReLU()).eval(), torch.rand(1, 3, 32, 32))
     with pytest.raises(AnatomyError, match="is a TorchScript module, whose layers cannot be read"):
         Anatomy.of(script)
+
+
+def test_numbers_of_an_image_that_are_added_on_no_grid_are_no_unit(images: Tensor) -> None:
+    class Grey(Net):
+        """Colours become one grey, image by image."""
+
+        def tokens(self, images: Tensor) -> Tensor:
+            grey = []
+            for red, green, blue in images.clone():
+                luma = 0.3 * red + (0.6 * green + 0.1 * red)
+                grey.append(torch.stack((luma, green, blue)))
+            return super().tokens(torch.stack(grey))
+
+    assert kinds(Anatomy.of(Grey(Block()).eval(), images)) == ["stem", "msa", "mlp", "head"]

@@ -187,7 +187,8 @@ class _Observer:
         stretch = Stretch(self.record, step.source, step.branch, owner)
         before = self.locator.read(self._enter(step), [owner])
         after = self.locator.read(end, [owner]) or self.locator.read(step.total, [owner])
-        if before is None and after is not None:
+        unseeing = self.record.values[step.skip].places is None  # a token that comes from no image
+        if before is None and after is not None and (after.layout.spatial or unseeing):
             before = self.locator.read_operand(step.skip, step.total)
         if before is None or after is None:
             return None
