@@ -184,15 +184,14 @@ def test_a_torchscript_module_is_told() -> None:
         Anatomy.of(script)
 
 
-def test_numbers_of_an_image_that_are_added_on_no_grid_are_no_unit(images: Tensor) -> None:
-    class Grey(Net):
-        """Colours become one grey, image by image."""
+def test_colours_that_are_added_to_each_other_are_no_unit(images: Tensor) -> None:
+    class Chroma(Net):
+        """Begins with a change of colours, from red, green and blue to luma and chroma."""
 
         def tokens(self, images: Tensor) -> Tensor:
-            grey = []
-            for red, green, blue in images.clone():
-                luma = 0.3 * red + (0.6 * green + 0.1 * red)
-                grey.append(torch.stack((luma, green, blue)))
-            return super().tokens(torch.stack(grey))
+            red, green, blue = (images * 255).unbind(1)
+            luma = red * 0.299 + green * 0.587 + blue * 0.114
+            colours = torch.stack((luma, 0.564 * (blue - luma) + 128, 0.713 * (red - luma) + 128), 1)
+            return super().tokens(colours)
 
-    assert kinds(Anatomy.of(Grey(Block()).eval(), images)) == ["stem", "msa", "mlp", "head"]
+    assert kinds(Anatomy.of(Chroma(Block()).eval(), images)) == ["stem", "msa", "mlp", "head"]

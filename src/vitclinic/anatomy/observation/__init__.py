@@ -78,7 +78,8 @@ class _Observer:
             raise UnknownStructureError("the network's output does not depend on the image.")
         self.output = next((index for index in outputs if len(record.values[index].shape) == 2), outputs[0])
         steps = [step for step in find_steps(record, self.output) if not _is_pooled(record.values[step.total])]
-        self.steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
+        steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
+        self.steps = [step for step in steps if not _is_arithmetic(record, step)]
         self.joins = find_joins(record, self.steps)
         self.ends: list[int] = []
         """Values that the units end with, the head's apart; filled by `drafts`."""
@@ -327,6 +328,13 @@ def _is_pooled(value: Value) -> bool:
     """Return True for features that describe no cell or token, and are not several of any other kind."""
     positions = [length for length in value.shape[1:] if length > 1]
     return _is_lost(value.places) and len(positions) < 2
+
+
+def _is_arithmetic(record: Trace, step: Step) -> bool:
+    """Return True for numbers that are added to each other as they are, such as the colours of an image."""
+    branch = Stretch(record, step.source, step.branch, record.values[step.total].call)
+    acting = any(value.op in LAYERS or value.op in NORMS or value.mixing for value in branch.values)
+    return not acting and not branch.is_nonlinear and not branch.parameters()
 
 
 def _is_of_stem(value: Value) -> bool:
