@@ -40,6 +40,9 @@ def test_a_tap_that_nothing_passed_is_an_error_that_names_it() -> None:
     ):
         network(IMAGES)
     assert not hooks(network)
+    many = {number: out_of(nn.Identity()) for number in range(9)}
+    with pytest.raises(AnatomyError, match="the taps 0, 1, 2, 6 more were never reached"), taps(many):
+        pass
 
 
 def test_hooks_come_off_when_the_forward_pass_or_the_consumer_fails() -> None:

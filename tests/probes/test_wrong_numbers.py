@@ -59,6 +59,7 @@ LOSS = (
     "flatness",
     "landscape",
     "ntk",
+    "saliency",
 )
 
 
@@ -225,11 +226,34 @@ def test_weight_norms_need_no_anatomy(loader):
 
 
 def test_a_freshly_drawn_classifier_has_no_accuracy(loader):
-    found = statuses(vit(), loader, "accuracy", "sharpness", "norms", "shift", drawn=("head.weight", "head.bias"))
-    for name in ("accuracy", "sharpness", "shift"):
+    names = ("accuracy", "sharpness", "shift", "saliency")
+    found = statuses(vit(), loader, *names, "norms", drawn=("head.weight", "head.bias"))
+    for name in names:
         assert found[name][0] == "does_not_apply"
         assert "drawn at random" in found[name][1]
         assert "(head.weight, head.bias)" in found[name][1]
     assert found["norms"][0] == "ok"
     with pytest.raises(DoesNotApply):
         Accuracy()(vit(), loader, drawn=("head.weight",))
+
+
+def test_one_output_has_no_saliency_and_features_none_either(loader):
+    for outputs, reason in ((1, "a single output"), (0, "no class scores")):
+        status, why = statuses(vit(num_classes=outputs), loader, "saliency")["saliency"]
+        assert status == "does_not_apply"
+        assert reason in why
+
+
+def test_a_forward_without_gradients_is_a_sentence(loader):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = vit()
+
+        @torch.no_grad()
+        def forward(self, x):
+            return self.inner(x)
+
+    found = statuses(Frozen(), loader, "saliency", "sharpness")
+    sentence = "the network's output has no gradient: its forward runs without (torch.no_grad, detach)."
+    assert found == dict.fromkeys(("saliency", "sharpness"), ("failed", sentence))

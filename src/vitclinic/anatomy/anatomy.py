@@ -18,7 +18,15 @@ from vitclinic.anatomy.forward import eval_mode
 from vitclinic.anatomy.observation import observe
 from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid, taps, watch
 from vitclinic.anatomy.units import Block, Kind, Unit
-from vitclinic.anatomy.wrappers import check_weights, find_example, reason, unwrap, unwrap_parallel, weight_like
+from vitclinic.anatomy.wrappers import (
+    call_with_images,
+    check_weights,
+    find_example,
+    reason,
+    unwrap,
+    unwrap_parallel,
+    weight_like,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each unit's output for one image, without the batch axis, by the unit's name."""
@@ -246,7 +254,7 @@ def _check_units(network: nn.Module, units: tuple[Unit, ...], example: Tensor) -
     Checked: something passes every site, and total = skip + branch for every residual.
     """
     with eval_mode(network), _measure_grids(_layouts(units)) as grids, taps(_sites(units)) as seen:
-        network(example)
+        call_with_images(network, example)
     for unit in units:
         if found := _find_difference(unit, seen):
             raise AnatomyError(
@@ -265,7 +273,7 @@ def _drop_wrong_residuals(
     The sentences say which those are; the shapes are those of outputs.
     """
     with eval_mode(network), taps(_sites(units)) as seen:
-        network(example)
+        call_with_images(network, example)
     checked, doubts = [], []
     for unit in units:
         found = _find_difference(unit, seen)

@@ -222,10 +222,12 @@ class _Additions(TorchFunctionMode):
         self._numbers.append(0)
         self.__enter__()  # type: ignore[no-untyped-call]
 
-    def _stop(self, *_: Any) -> None:
+    def _stop(self, _: Any = None, __: Any = None, output: Any = None) -> None:
         if self._numbers:
             number = self._numbers.pop()
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if output is None:  # an error ended the call before its last addition
+                return
             expected = [watch.of for watch in self._watches if watch.of is not None and watch.is_in_call()]
             if expected and expected[0] != number:
                 raise AnatomyError(

@@ -215,6 +215,8 @@ def onto_grid(layout: Layout, activation: Tensor, size: Size | None) -> Tensor:
 
 
 Key = TypeVar("Key", bound=Hashable)
+_NAMED = 3
+"""Taps that an error names."""
 
 
 @contextmanager
@@ -249,8 +251,9 @@ def stream(sites: Mapping[Key, Site], consumer: Callable[[Key, Tensor], None], *
                 hooks.callback(handle.remove)
         yield
     if silent:
+        named = [*map(repr, silent)][:_NAMED] + [f"{len(silent) - _NAMED} more"] * (len(silent) > _NAMED)
         raise AnatomyError(
-            f"the taps {', '.join(map(repr, silent))} were never reached: call the network inside the context, "
+            f"the taps {', '.join(named)} were never reached: call the network inside the context, "
             "and create a new anatomy if its modules were replaced."
         )
 

@@ -1,7 +1,8 @@
-"""The network inside its wrappers, and an image that it takes."""
+"""The network inside its wrappers, an image that it takes, and how it is called with images."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -15,6 +16,8 @@ from vitclinic.anatomy.forward import eval_mode
 
 _WRAPPED = ("_orig_mod", "module", "backbone", "model", "network", "net", "encoder")
 """Attributes in which torch.compile, DDP, and modules that only prepare images or outputs keep the network."""
+IMAGES = "pixel_values"
+"""The name that Hugging Face's networks have for images."""
 _SIZES = (64, 224, 32, 96, 128, 256, 384, 28, 16, 8)
 """Image sizes to try with a network that does not say its own: small for those that take any, then the most common."""
 
@@ -56,8 +59,50 @@ def _inside(module: nn.Module) -> nn.Module | None:
     return next((child for child in inside if any(True for _ in child.children())), None)
 
 
+def image_keyword(network: nn.Module) -> str | None:
+    """Return the keyword that a network takes its images by; None if they are its first argument.
+
+    That is `pixel_values` if `forward` has it behind other arguments, else the only required keyword of a `forward`
+    without positional arguments.
+
+    Example:
+        >>> class Encoder(nn.Module):
+        ...     def forward(self, *, pixel_values, output_attentions=False): ...
+        >>> image_keyword(Encoder()), image_keyword(nn.Flatten())
+        ('pixel_values', None)
+    """
+    inside = unwrap_parallel(getattr(network, "_orig_mod", network))  # they hand on whatever they are called with
+    try:
+        parameters = list(inspect.signature(inside.forward).parameters.values())
+    except (TypeError, ValueError):  # a forward without a Python signature
+        return None
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if positional and positional[0].name == IMAGES:
+        return None
+    if any(each.name == IMAGES for each in parameters):
+        return IMAGES
+    if positional or any(each.kind == each.VAR_POSITIONAL for each in parameters):
+        return None
+    required = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
+    return required[0] if len(required) == 1 else None
+
+
+def call_with_images(network: nn.Module, images: Tensor) -> Any:
+    """Return what a network returns for images [B, C, H, W].
+
+    Example:
+        >>> import torch
+        >>> call_with_images(nn.Flatten(), torch.zeros(2, 3, 4, 4)).shape
+        torch.Size([2, 48])
+    """
+    keyword = image_keyword(network)
+    return network(images) if keyword is None else network(**{keyword: images})
+
+
 def check_weights(network: nn.Module) -> None:
-    """Raise an AnatomyError if a network has no weights yet."""
+    """Raise an AnatomyError if a network has no weights yet, or none of its code."""
+    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
+        raise AnatomyError("the network is a TorchScript module, whose layers cannot be read; pass the nn.Module.")
     if any(parameter.is_meta for parameter in network.parameters()):
         raise AnatomyError("the network is on the meta device and has no weights; load them first.")
 
@@ -88,7 +133,7 @@ def find_example(network: nn.Module, family: Family | None) -> Tensor:
         example = torch.randn(1, *size, generator=generator)
         try:
             with torch.no_grad(), eval_mode(network):
-                network(example.to(like))
+                call_with_images(network, example.to(like))
             return example
         except Exception as failure:  # noqa: BLE001 the user's own code may raise anything
             error = error or failure

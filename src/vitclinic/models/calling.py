@@ -1,63 +1,21 @@
-"""Calling a network with a batch of images: what it calls its argument, and which sizes its patches divide."""
+"""What a network can be called with: whether it is ready, and which sizes its patches divide."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from vitclinic._core.errors import ModelError
 
-IMAGES = "pixel_values"
-"""The name that Hugging Face's networks have for images."""
 MULTIPLE = 4
 """Sizes are multiples of so many pixels if the network has no patches."""
 
 Size = tuple[int, int]
-
-
-def image_keyword(network: nn.Module) -> str | None:
-    """Return the keyword that a network takes its images by; None if they are its first argument.
-
-    That is `pixel_values` if `forward` has it behind other arguments, else the only required keyword of a `forward`
-    without positional arguments.
-
-    Example:
-        >>> class Encoder(nn.Module):
-        ...     def forward(self, *, pixel_values, output_attentions=False): ...
-        >>> image_keyword(Encoder()), image_keyword(nn.Flatten())
-        ('pixel_values', None)
-    """
-    try:
-        parameters = list(inspect.signature(network.forward).parameters.values())
-    except (TypeError, ValueError):  # a forward without a Python signature
-        return None
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if positional and positional[0].name == IMAGES:
-        return None
-    if any(each.name == IMAGES for each in parameters):
-        return IMAGES
-    if positional or any(each.kind == each.VAR_POSITIONAL for each in parameters):
-        return None
-    required = [each.name for each in parameters if each.kind == each.KEYWORD_ONLY and each.default is each.empty]
-    return required[0] if len(required) == 1 else None
-
-
-def call_with_images(network: nn.Module, images: Tensor) -> Any:
-    """Return what a network returns for images [B, C, H, W].
-
-    Example:
-        >>> import torch
-        >>> call_with_images(nn.Flatten(), torch.zeros(2, 3, 4, 4)).shape
-        torch.Size([2, 48])
-    """
-    keyword = image_keyword(network)
-    return network(images) if keyword is None else network(**{keyword: images})
 
 
 def check_ready(network: nn.Module, name: str) -> None:

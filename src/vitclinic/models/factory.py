@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, did_you_mean
 from vitclinic.anatomy import eval_mode
+from vitclinic.anatomy.wrappers import image_keyword
 from vitclinic.data.decoding import Preprocessing
-from vitclinic.models.calling import image_keyword
 from vitclinic.models.headed import Headed
 
 

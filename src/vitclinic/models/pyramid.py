@@ -20,8 +20,8 @@ from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy, Unit, eval_mode, taps
 from vitclinic.anatomy.sites import Site, onto_grid
 from vitclinic.anatomy.units import Kind
+from vitclinic.anatomy.wrappers import call_with_images
 from vitclinic.data import ImageSpec
-from vitclinic.models.calling import call_with_images
 from vitclinic.models.headed import Headed
 
 LEVELS = 4

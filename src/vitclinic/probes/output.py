@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError
+from vitclinic.anatomy.wrappers import call_with_images, image_keyword
 from vitclinic.models import Headed, Normalized
-from vitclinic.models.calling import call_with_images, image_keyword
 from vitclinic.probes.guards import preserve_state
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ def _select(returned: Any) -> tuple[str | None, Tensor]:
     for name in (SCORES, *FEATURES):
         if isinstance(named.get(name), Tensor):
             return name, named[name]
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.ndim}  # no loss
     if len(tensors) == 1 or (tensors and isinstance(returned, tuple | list)):
         return None, next(iter(tensors.values()))
     found = f"{len(tensors)} tensors ({_shapes(tensors)}), none of them called 'logits'" if tensors else "no tensor"
@@ -234,7 +234,7 @@ def _by_name(returned: Any) -> Mapping[str, Any]:
 def _warn_of_choice(returned: Any, name: str) -> None:
     """Say which of several tensors without a name is measured."""
     tensors = {} if isinstance(returned, Tensor) else _by_name(returned)
-    tensors = {key: value for key, value in tensors.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in tensors.items() if isinstance(value, Tensor) and value.ndim}
     if len(tensors) > 1 and not tensors.keys() & {SCORES, *FEATURES}:
         log.warning(
             "%s returns %d tensors (%s); the first is measured. %s", name, len(tensors), _shapes(tensors), _ADVICE

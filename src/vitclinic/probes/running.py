@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _PACKAGES = ("vitclinic", "torch", "timm", "numpy")
 _NOT_APPLYING = (DoesNotApply, UnknownStructureError, NoAttentionMapError)
 """Errors meaning that a probe does not apply; any other error is a failure."""
+_WITHOUT_GRADIENT = "does not require grad and does not have a grad_fn"
+"""What torch says of an output that was computed without gradients."""
 
 
 def record(probe: Probe, subject: Subject, outcome: Result | Exception, duration: float) -> Measurement:
@@ -100,6 +102,8 @@ def _status(error: Exception) -> tuple[Status, str]:
     if isinstance(error, _NOT_APPLYING):
         return "does_not_apply", str(error)
     text = " ".join(str(error).split())
+    if _WITHOUT_GRADIENT in text:
+        return "failed", "the network's output has no gradient: its forward runs without (torch.no_grad, detach)."
     return "failed", text if isinstance(error, VitclinicError) and text else f"{type(error).__name__}: {text}"
 
 

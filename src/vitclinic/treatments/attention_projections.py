@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic.anatomy import Anatomy, eval_mode
 from vitclinic.anatomy.maps import MHA_SIGNATURE
+from vitclinic.anatomy.wrappers import call_with_images
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import is_softmax_of_map
 from vitclinic.treatments.parts import Attention, example_image, find_attentions, missing
@@ -81,7 +82,7 @@ def find_projections(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec) ->
         handles.append(attention.module.register_forward_hook(lambda *_: recorder.leave(), always_call=True))
     try:
         with eval_mode(network), _frozen(network), torch.enable_grad(), recorder:
-            network(image)
+            call_with_images(network, image)
     except _UnknownWeightsError as error:
         raise missing(treatment, network, str(error)) from error
     except RuntimeError as error:  # of layers that have no gradient, or work in place on what they may not

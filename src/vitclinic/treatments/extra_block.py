@@ -204,7 +204,11 @@ class ExtraBlock(Treatment):
         """Return the number of heads of the last attention that has a map."""
         units = [unit for unit in anatomy.of_kind("msa") if unit.attention is not None]
         if not units:
-            return find_attentions(self, anatomy, spec)[-1].heads
+            try:
+                return find_attentions(self, anatomy, spec)[-1].heads
+            except TreatmentError as error:
+                why = "it has no attention with a map to take its heads from; use kind mlp"
+                raise missing(self, anatomy.network, why) from error
         seen: list[AttentionMap] = []
         with record_attention(units[-1:], seen.append):
             run_once(anatomy.network, spec)
@@ -213,8 +217,6 @@ class ExtraBlock(Treatment):
 
     def _build(self, anatomy: Anatomy, width: int, results: int, spec: ImageSpec) -> _OneStep:
         if self.kind == "msa":
-            if not anatomy.of_kind("msa"):
-                raise missing(self, anatomy.network, "it has no attention to take its heads from; use kind mlp")
             heads = self._count_heads(anatomy, spec)
             if width % heads:
                 raise missing(self, anatomy.network, f"{heads} heads do not divide the width {width} of its last state")

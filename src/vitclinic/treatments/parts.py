@@ -20,6 +20,7 @@ from vitclinic.anatomy import Anatomy, Unit, eval_mode, taps
 from vitclinic.anatomy.forward import Removable
 from vitclinic.anatomy.maps import MHA_SIGNATURE, SeenMap
 from vitclinic.anatomy.sites import Site, watch
+from vitclinic.anatomy.wrappers import call_with_images
 from vitclinic.treatments.attention_edit import is_edited, is_softmax_of_map
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def example_image(network: nn.Module, spec: ImageSpec, batch: int = 1) -> Tensor
 def run_once(network: nn.Module, spec: ImageSpec, batch: int = 1) -> Any:
     """Return the network's output for noise, in eval mode and without gradients."""
     with eval_mode(network):
-        return network(example_image(network, spec, batch))
+        return call_with_images(network, example_image(network, spec, batch))
 
 
 def examine(treatment: Treatment, network: nn.Module, spec: ImageSpec) -> Anatomy:

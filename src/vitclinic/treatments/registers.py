@@ -19,6 +19,7 @@ from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Site, Unit, eval_mode, into, taps
 from vitclinic.anatomy.forward import Removable, is_addition, is_looking
 from vitclinic.anatomy.sites import watch
+from vitclinic.anatomy.wrappers import call_with_images
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.parts import check_tokens, examine, example_image, missing, replace_at, run_once
 from vitclinic.treatments.surgery import scores_of, treatments_of
@@ -153,7 +154,7 @@ class RegistersTreatment(Treatment):
 def _check_pass(network: nn.Module, registers: Registers, spec: ImageSpec, shape: torch.Size) -> None:
     """Raise a ValueError unless the network still answers image by image, and its answers depend on the registers."""
     with eval_mode(network), torch.enable_grad():
-        scores = scores_of(network(example_image(network, spec, 2)))
+        scores = scores_of(call_with_images(network, example_image(network, spec, 2)))
         if scores.shape != shape:
             raise ValueError(f"its outputs become {tuple(scores.shape)}, not {tuple(shape)}")
         if torch.autograd.grad(scores.sum(), registers.reg_token, allow_unused=True)[0] is None:

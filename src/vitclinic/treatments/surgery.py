@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from vitclinic._core.errors import AnatomyError, RecipeError, TreatmentError
 from vitclinic.anatomy import eval_mode
-from vitclinic.anatomy.wrappers import find_example, unwrap, weight_like
+from vitclinic.anatomy.wrappers import call_with_images, find_example, unwrap, weight_like
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.treatment import Treatment, parse_treatments
 
@@ -129,7 +129,7 @@ def image_spec(network: nn.Module) -> ImageSpec:
             " treat(network, ..., spec=ImageSpec(num_classes=10, in_chans=3, img_size=(224, 224)))."
         ) from error
     with torch.no_grad(), eval_mode(core):
-        output = core(example.to(weight_like(core)))
+        output = call_with_images(core, example.to(weight_like(core)))
     _, channels, height, width = example.shape
     return ImageSpec(int(scores_of(output).shape[-1]), channels, (height, width))
 

@@ -78,7 +78,8 @@ class _Observer:
             raise UnknownStructureError("the network's output does not depend on the image.")
         self.output = next((index for index in outputs if len(record.values[index].shape) == 2), outputs[0])
         steps = [step for step in find_steps(record, self.output) if not _is_pooled(record.values[step.total])]
-        self.steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
+        steps = [step for step in steps if not _is_of_stem(record.values[step.total])]
+        self.steps = [step for step in steps if not _is_arithmetic(record, step)]
         self.joins = find_joins(record, self.steps)
         self.ends: list[int] = []
         """Values that the units end with, the head's apart; filled by `drafts`."""
@@ -107,7 +108,8 @@ class _Observer:
         elif any(step.again for step in self.steps):
             yield "parts of the network run more than once for each image; the first run is read, and none is removed."
         if plain := [unit.name for unit in units if unit.kind == "msa" and unit.attention is None]:
-            yield f"no softmax over tokens, or several that differ, make the attention of {', '.join(plain)}: no map."
+            why = "it is not one softmax over the same tokens of every image"
+            yield f"no map can be recorded of the attention of {', '.join(plain)}: {why}."
         maps = {unit.name: unit.attention.seen for unit in units if unit.attention is not None}
         if mixed := [name for name, seen in maps.items() if seen is not None and seen.mixed_later]:
             yield f"the heads of {', '.join(mixed)} are mixed after the softmax; maps are those before."
@@ -186,7 +188,8 @@ class _Observer:
         stretch = Stretch(self.record, step.source, step.branch, owner)
         before = self.locator.read(self._enter(step), [owner])
         after = self.locator.read(end, [owner]) or self.locator.read(step.total, [owner])
-        if before is None and after is not None and after.layout.spatial:
+        unseeing = self.record.values[step.skip].places is None  # a token that comes from no image
+        if before is None and after is not None and (after.layout.spatial or unseeing):
             before = self.locator.read_operand(step.skip, step.total)
         if before is None or after is None:
             return None
@@ -325,6 +328,13 @@ def _is_pooled(value: Value) -> bool:
     """Return True for features that describe no cell or token, and are not several of any other kind."""
     positions = [length for length in value.shape[1:] if length > 1]
     return _is_lost(value.places) and len(positions) < 2
+
+
+def _is_arithmetic(record: Trace, step: Step) -> bool:
+    """Return True for numbers that are added to each other as they are, such as the colours of an image."""
+    branch = Stretch(record, step.source, step.branch, record.values[step.total].call)
+    acting = any(value.op in LAYERS or value.op in NORMS or value.mixing for value in branch.values)
+    return not acting and not branch.is_nonlinear and not branch.parameters()
 
 
 def _is_of_stem(value: Value) -> bool:

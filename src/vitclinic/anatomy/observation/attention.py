@@ -26,8 +26,8 @@ from vitclinic.anatomy.units import AttentionSpec
 
 _ATTENDED = 1e-30
 """A weight below this is a mask's: finite scores of a network differ by less than 69."""
-_ROUNDING = 1e-2
-"""How far a row's sum may be from 1, in half precision; a map that is no distribution is much farther."""
+_ROUNDING, _EXACT = 1e-2, 1e-4
+"""How far a row's sum may be from 1, in half precision and in others."""
 _PASSING = MOVES | {"expand", "native_dropout"}
 _HEAD_MIXING = _PASSING | NORMS | {"mm", "addmm", "linear", "convolution", "bmm"}
 """Operations between a softmax and the product with the values: those that leave a map as it is, and those of talking
@@ -184,7 +184,8 @@ def _is_distribution(one: _Map) -> bool:
     if axes is None or not bool(one.tensor.isfinite().all()):
         return False
     sums = one.tensor.sum(axes[1])
-    return bool((one.tensor >= 0).all()) and bool((((sums - 1).abs() < _ROUNDING) | (sums == 0)).all())
+    tolerance = _ROUNDING if one.tensor.element_size() < 4 else _EXACT
+    return bool((one.tensor >= 0).all()) and bool((((sums - 1).abs() < tolerance) | (sums == 0)).all())
 
 
 def _have_same_cells(one: Places, other: Places) -> bool:

@@ -148,7 +148,7 @@ def _move(step: Step) -> Outcome:
 
 
 def _is_index(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point()
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _added_tokens(step: Step) -> dict[int, Tensor]:
@@ -203,6 +203,16 @@ def _unshuffle_pixels(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Te
     return result.long()
 
 
+def _pair(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = args[0].select(-1, 0)  # real and imaginary part, which are of one cell
+    return result
+
+
+def _part(step: Step, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    result: Tensor = args[0].unsqueeze(-1).expand(step.outputs[0].shape)
+    return result
+
+
 _MOVES: dict[str, Callable[[Step, list[Any], dict[str, Any]], Any]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"), _reshape),
     **dict.fromkeys(("clone", "contiguous", "alias", "detach", "_to_copy", "lift_fresh", "lift"), _unchanged),
@@ -218,6 +228,8 @@ _MOVES: dict[str, Callable[[Step, list[Any], dict[str, Any]], Any]] = {
     "reflection_pad2d": _as_is,
     "replication_pad2d": _as_is,
     "im2col": _im2col,
+    "view_as_complex": _pair,
+    "view_as_real": _part,
     "pixel_unshuffle": _unshuffle_pixels,
 }
 

@@ -170,6 +170,13 @@ def joined(cells: Tensor, axis: int) -> Tensor:
     return cells.narrow(axis, 0, 1) if cells.stride(axis) == 0 else cells.amax(axis, keepdim=True)
 
 
+FILLS = frozenset(
+    (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+"""Operations that take a tensor's shape and none of its numbers."""
 FIXED_MIXERS = (
     *("_fft_r2c", "_fft_c2r", "_fft_c2c", "mkldnn_rnn_layer", "lstm", "gru"),
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),

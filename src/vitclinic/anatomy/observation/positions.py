@@ -8,10 +8,13 @@ import torch
 
 from vitclinic.anatomy.observation.locate import Locator
 from vitclinic.anatomy.observation.naming import Draft
+from vitclinic.anatomy.observation.residuals import origin
 from vitclinic.anatomy.observation.stretch import Stretch, weights_behind
 from vitclinic.anatomy.observation.trace import Trace, Value, has_cells
 from vitclinic.anatomy.removal import Erase
 from vitclinic.anatomy.units import Unit
+
+_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 
 
 def end_before_position(stretch: Stretch, locator: Locator) -> int | None:
@@ -32,6 +35,8 @@ def _is_position(record: Trace, value: Value) -> bool:
     """Return True for a sum of a state and of numbers that differ by cell and do not depend on the image."""
     fixed = [record.values[parent] for parent in value.parents if record.values[parent].places is None]
     if value.op != "add" or len(fixed) != 1 or value.places is None or not has_cells(value):
+        return False
+    if record.values[origin(record, fixed[0].index)].op in _ZEROS:  # a state to begin with
         return False
     height, width = value.places.grid
     cells = torch.where(value.places.cells >= 0, value.places.cells % (height * width), value.places.cells)

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vitclinic.anatomy.forward import ADDITIONS, eager, eval_mode, is_addition, is_looking
 from vitclinic.anatomy.maps import ATTENTION, PRODUCTS
 from vitclinic.anatomy.observation.follow import follow
-from vitclinic.anatomy.observation.places import Mixing, Places, Step, places_of_image
+from vitclinic.anatomy.observation.places import FILLS, Mixing, Places, Step, places_of_image
+from vitclinic.anatomy.wrappers import call_with_images
 
 NORMS = frozenset(("native_layer_norm", "native_batch_norm", "native_group_norm", "_fused_rms_norm"))
 LAYERS = frozenset(("convolution", "mm", "addmm", "bmm", "baddbmm", "linear"))
@@ -171,7 +172,7 @@ def trace(network: nn.Module, entrance: nn.Module, images: Tensor) -> Trace:
                 stack.enter_context(context)
             recorder.add_image(images)
             with _Functions(recorder), recorder:
-                output = entrance(images)
+                output = call_with_images(entrance, images)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     record.outputs = [recorder.index(leaf) for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, Tensor)]
@@ -182,7 +183,7 @@ def _plain(output: Any) -> Any:
     """Return the contents of an output object, such as a Hugging Face output or a dataclass."""
     if isinstance(output, Tensor | tuple | list):
         return output
-    return dict(output) if isinstance(output, dict) else vars(output)
+    return dict(output) if isinstance(output, dict) else getattr(output, "__dict__", output)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -247,13 +248,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        parents = tuple(dict.fromkeys(self.index(tensor) for tensor in _tensors((args, kwargs))))
         name = func.overloadpacket.__name__
+        read = () if name in FILLS else _tensors((args, kwargs))
+        parents = tuple(dict.fromkeys(self.index(tensor) for tensor in read))
         step = Step(name, func, args, kwargs, [], self._places, self.record.images, self._tokens)
         written = step.written
         result = func(*args, **kwargs)
         step.outputs.extend(written or _tensors(result))
-        places, mixing = follow(step)
+        places, mixing = follow(step) if parents else ([], None)
         for number, output in enumerate(step.outputs):
             old = self._known.get(id(output))
             value = self._add("alias" if step.adds_nothing else step.name.removesuffix("_"), parents, output)

@@ -52,7 +52,7 @@ class Saliency(BehaviourProbe):
     question = "Where on its image does a class come from, and do such maps mean anything?"
     paper = "Selvaraju et al. 2017; Abnar and Zuidema 2020; Chefer et al. 2021; Petsiuk et al. 2018 (RISE, Sec. 4)"
     key_scalars: ClassVar[KeyScalars] = {"gain": "higher", "insertion": "higher", "deletion": "lower"}
-    needs: ClassVar[frozenset[Need]] = frozenset({"anatomy", "gradients"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"scores", "logits", "anatomy", "gradients"})
     cheaper: ClassVar[Cheaper] = ({"images": 16, "steps": 8, "draws": 1},)
 
     images: Annotated[int, Field(ge=1)] = Field(64, description="maximum number of images (stratified sample)")
@@ -66,6 +66,8 @@ class Saliency(BehaviourProbe):
     draws: Annotated[int, Field(ge=1)] = Field(2, description="shuffled maps per image to compare with")
 
     def check(self, subject: Subject) -> None:
+        if subject.outputs == 1:
+            raise DoesNotApply("the network has a single output, whose probability among classes is always 1.")
         if self.target == "label" and subject.outputs != len(subject.classes):
             raise DoesNotApply(
                 f"the network has {subject.outputs} outputs and the data {len(subject.classes)} classes; use"
