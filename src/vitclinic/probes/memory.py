@@ -1,8 +1,8 @@
 """What probes hold at their peak, estimated before they run.
 
-A probe states what it keeps beside passes of the network (`OwningProbe.peak_memory`), which are traced (`Footprint`). The
-tallies of a shared pass compute with numbers, so they are run on a few images, and what they hold is extrapolated to a
-batch.
+A probe states what it keeps beside passes of the network (`OwningProbe.peak_memory`), which are traced (`Footprint`).
+The tallies of a shared pass compute with numbers, so they are run on a few images, and what they hold is extrapolated
+to a batch.
 
 All numbers are bytes of tensors and arrays on top of the network and its data; scratch space inside kernels and what an
 allocator keeps in reserve come on top.

@@ -24,7 +24,7 @@ from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
 _VOTE, _RANK, _PAIR = 4.3, 32.0, 24.0
-"""Bytes for each pair of images: of a vote (its query, at most `CHUNK` of them), of a ranking, of distances. Counted."""
+"""Bytes for each pair of images, counted: of a vote and of a ranking (of at most `CHUNK` queries), of distances."""
 
 
 @register
