@@ -1,10 +1,11 @@
 """How much memory does each probe take, beside what was estimated before?
 
-    python benchmarks/memory.py [NETWORK ...] [--only PROBE,PROBE] [--out docs/results/memory.md]
+    python benchmarks/memory.py [NETWORK ...] [--only PROBE,PROBE] [--resident]
 
-Each probe measures a network twice, in processes of their own that the first forks, so that nothing is left of the
-probe before. In one, all storages of tensors are counted while they live, with numpy's arrays; that is what is
-estimated. The other is left alone, and the system says by how much the resident memory of the process rose.
+Each probe measures a network in a process of its own, forked from the first, so that nothing is left of the probe
+before: all storages of tensors are counted while they live, with numpy's arrays and Python's objects. Columns are
+network, probe, megabytes estimated and counted, their ratio, how measuring ended, and the seconds of the estimate. With
+`--resident` it measures once more, uncounted, and the system says by how much the process's resident memory rose.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ SETTINGS = {
     "sharpness": {"max_products": 12, "density_draws": 0, "trace_draws": 1, "components": False},
     "hessian_spectrum": {"batches": 1, "max_products": 12},
     "corruptions": {"images": 16},
-    "pgd": {"images": 64},
+    "pgd": {"images": 16},
+    "fgsm": {"images": 16},
+    "saliency": {"images": 16, "steps": 2, "draws": 1},
+    "ntk": {"images": 48},
     "cost": {"repeats": 1},
 }
 """Less of the same, where that leaves the peak as it is."""
@@ -123,12 +127,15 @@ def compare(subject: Subject, label: str, probes: list[Probe], resident_too: boo
     estimate, seconds = fork(state_beforehand, subject, probes)
     counted, ended = fork(count_bytes, subject, probes)
     risen, _ = fork(count_resident, subject, probes) if resident_too else (0, "")
+    cells = [subject.name, label, *_beside(estimate, counted), *(_beside(estimate, risen) if resident_too else ())[1:]]
+    return f"| {' | '.join([*cells, ended, seconds])} |"
+
+
+def _beside(estimate: int | None, found: int) -> tuple[str, str, str]:
+    """Return megabytes estimated and found, and their ratio."""
     if estimate is None:
-        return f"| {subject.name} | {label} | unknown | {counted / 1e6:.1f} | | {risen / 1e6:.1f} | | {ended} | {seconds} |"
-    return (
-        f"| {subject.name} | {label} | {estimate / 1e6:.1f} | {counted / 1e6:.1f} | {estimate / max(1, counted):.2f} |"
-        f" {risen / 1e6:.1f} | {estimate / max(1, risen):.2f} | {ended} | {seconds} |"
-    )
+        return "unknown", f"{found / 1e6:.1f}", ""
+    return f"{estimate / 1e6:.1f}", f"{found / 1e6:.1f}", f"{estimate / max(1, found):.2f}"
 
 
 def main() -> None:

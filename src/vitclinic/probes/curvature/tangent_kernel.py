@@ -223,6 +223,7 @@ class TangentKernel:
             flat = torch.cat([gradients[name].flatten(1) for name in group.names], dim=1)
             rows[start : start + len(some)] = flat[:, group.columns]
             start += len(some)
+            del gradients, flat  # before those of the next images are made
         return rows
 
     def _gradients(self, names: tuple[str, ...], images: Tensor) -> Mapping[str, Tensor]:
