@@ -55,7 +55,7 @@ def test_an_exam_says_what_it_will_hold_and_measures_fewer_images_at_a_time(tmp_
     with caplog.at_level(logging.WARNING):
         exam = examine(examined.network, noise(22), probes=["norms"], out=tmp_path, batch_size=16)
     assert "measuring with 8" in caplog.text
-    assert exam["norms"].provenance["batch_size"] == 8
+    assert exam["norms"].provenance.batch_size == 8
     assert 0 < exam.memory["norms"] < whole
 
 

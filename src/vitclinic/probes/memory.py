@@ -81,9 +81,9 @@ def fit_batch(subject: Subject, probes: Sequence[Probe], room: int) -> tuple[int
 def _try_pass(subject: Subject, probes: dict[str, StreamingProbe]) -> float:
     """Return the peak of a pass at the subject's batch size, from passes of a few images."""
     size = min(subject.batch_size, len(subject))
+    _count_pass(subject, probes, min(_FEW, size))  # what is made once, such as the anatomy
     if size <= _SOME:
-        return max(_count_pass(subject, probes, size) for _ in range(2))
-    _count_pass(subject, probes, _FEW)  # what is made once, and kept
+        return _count_pass(subject, probes, size)
     few, some = (_count_pass(subject, probes, images) for images in (_FEW, _SOME))
     return few + (some - few) * (size - _FEW) / (_SOME - _FEW)
 

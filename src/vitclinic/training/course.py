@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 OFTEN = 20
 """A run is timed this many times at least."""
-BRIEF = 0.01
+BRIEF = 0.02
 """Share of the time that must have passed since the last timing."""
-NOISE = 0.05
+NOISE = 0.1
 """A plan stands as long as the steps left differ by no more than this share."""
 
 
