@@ -6,17 +6,26 @@ Threads of OpenMP spin at a barrier until the others arrive: fast alone, and man
 the core that is waited for. The command line sets GOMP_SPINCOUNT to 5000 (`cli.main`), so that they sleep
 after a few microseconds. Each row times steps of a small network in processes of their own, in turns: as torch comes,
 with that count, and on one thread, beside no, one and two busy processes.
+
+    python benchmarks/busy.py --runs 60s
+
+instead counts the steps of whole runs of that `max_time`: on one thread with no process of ours beside it, and as the
+command comes, which chooses its threads by the load that it sees, beside one busy process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +71,34 @@ def busy(processes: int) -> Iterator[None]:
             child.kill()
 
 
+def count_steps(max_time: str, variables: dict[str, str]) -> dict[str, Any]:
+    """Return what `vitclinic train` made of its time: steps, seconds, threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        words = ["digits", f"max_time={max_time}", "model.depth=6", "model.embed_dim=96", f"out={out}"]
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "vitclinic", "train", *words, "-q"], env={**os.environ, **variables}, check=True
+        )
+        taken = time.perf_counter() - began
+        status = json.loads((out / "status.json").read_text())
+        threads = json.loads((out / "environment.json").read_text())["threads"]
+    return {"steps": status["step"], "seconds": round(taken, 1), "threads": threads}
+
+
+def compare_runs(max_time: str) -> None:
+    """Print the steps of a run alone, on one thread, and of one beside a busy process; twice, in turns."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    for _ in range(2):
+        print("load before", os.getloadavg())
+        alone = count_steps(max_time, {"OMP_NUM_THREADS": "1"})
+        print("alone, one thread", alone, "load", os.getloadavg(), flush=True)
+        with busy(1):
+            beside = count_steps(max_time, {})
+        print("beside a busy process", beside, "load", os.getloadavg())
+        print(f"ratio {beside['steps'] / alone['steps']:.2f}", flush=True)
+
+
 def main() -> None:
     print("| network | busy beside it | " + " | ".join(f"{name}, ms" for name in SETTINGS) + " |")
     print("|---|---|" + "---|" * len(SETTINGS))
@@ -79,7 +116,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if "--runs" in sys.argv:
+        compare_runs(sys.argv[-1])
+    elif len(sys.argv) > 1:
         print(time_step(sys.argv[1]))
     else:
         main()

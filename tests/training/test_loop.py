@@ -162,7 +162,7 @@ def test_the_network_learns_the_digits(tiny):
     assert run.results["test"]["accuracy"] > 0.7
 
 
-def test_max_time_measures_once_and_stores_the_number_of_steps(tiny):
+def test_max_time_stores_the_number_of_steps(tiny):
     plain = tiny(max_time="2s")
     del plain["steps"]
     run = train(plain)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK = 1024
+CHUNK = 1024
 
 
 def knn_votes(
@@ -43,7 +43,7 @@ def knn_votes(
     """
     bank = F.normalize(bank_md, dim=1)
     parts = []
-    for queries in torch.split(F.normalize(queries_nd, dim=1), _CHUNK):
+    for queries in torch.split(F.normalize(queries_nd, dim=1), CHUNK):
         similarity, index = (queries @ bank.T).topk(min(k, len(bank)), dim=1)
         weights = torch.ones_like(similarity)
         if temperature is not None:
@@ -153,7 +153,7 @@ def rank_leave_one_out(
     precisions, ranks = [], []
     every = torch.ones_like(labels_n, dtype=torch.bool)
     asked, gallery = (every, every) if queries_n is None else (queries_n, ~queries_n)
-    for rows in torch.split(asked.nonzero()[:, 0], _CHUNK):
+    for rows in torch.split(asked.nonzero()[:, 0], CHUNK):
         same = labels_n[rows, None] == labels_n[None]
         valid = gallery[None] & ~(same & (groups[rows, None] == groups[None]))
         scores = unit[rows] @ unit.T if changed is None else changed[rows]

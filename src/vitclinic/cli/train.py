@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
+from vitclinic._core.threads import choose_threads, count_cores, measure_load
 from vitclinic.cli.common import (
     Quiet,
     Verbose,
@@ -97,12 +99,35 @@ def train(
     with resumable(UNTRAINED, same=False):  # the imports, too, and a second Ctrl-C that does not wait for the step
         with import_quickly():
             from vitclinic.training.display import Display
+        _set_threads(None if resume is None else Run.open(resume).threads, console)
         with _watched(watch, recipe, changes, resume, console) as changes, Display(console) as display:
             if resume is not None:
                 run = resume_run(resume, changes, callbacks=[display])
             else:
                 run = train_run(recipe, changes, callbacks=[display])
     finish(run, console, as_json)
+
+
+def _set_threads(before: int | None, console: Console) -> None:
+    """Compute with as many threads as there are idle cores, or as the run had before, unless the user says how many."""
+    import torch
+
+    if "OMP_NUM_THREADS" in os.environ:  # also set by torchrun
+        return
+    cores = count_cores()
+    if before is not None:  # with others, sums of floats would have other last bits
+        torch.set_num_threads(min(before, cores))
+        return
+    busy = measure_load()
+    threads = cores if busy is None else choose_threads(cores, busy)
+    if busy is not None and threads < min(cores, torch.get_num_threads()):
+        torch.set_num_threads(threads)
+        console.print(
+            f"{busy:.1f} of {cores} cores are busy: training with {threads} thread{'s' * (threads != 1)}"
+            " (OMP_NUM_THREADS sets another number)",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _refuse_contradictions(words: list[str] | None, recipe: str | None, resume: Path | None, dry_run: bool) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from vitclinic._core import callback
 from vitclinic._core.callback import Callback, say
+from vitclinic._core.memory import format_bytes
 from vitclinic._core.records import Finding, Measurement, Status
 from vitclinic._core.time import format_duration
 from vitclinic.exam.exam import MARK, Exam, all_rows, column_names, key_rows
@@ -87,10 +88,10 @@ class Display(callback.Display, Callback):
         for name in column_names(self.schedule.subjects):
             table.add_column(escape(name), overflow="fold")
         table.add_column("estimate", justify="right")
+        table.add_column("memory", justify="right")
         for label in dict.fromkeys(step.label for step in self.schedule.steps if step.seconds != 0):
-            estimate = sum(step.seconds for step in self.schedule.steps if step.label == label)
             row = (self._cell(label, place) for place in range(len(self.schedule.subjects)))
-            table.add_row(label, *row, format_duration(estimate) if math.isfinite(estimate) else "")
+            table.add_row(label, *row, *_say_needs(self.schedule, label))
         return Group(table, self.bar)
 
     def _cell(self, label: str, place: int) -> str:
@@ -111,6 +112,8 @@ def _headline(schedule: Schedule) -> str:
     stored = sum(map(len, schedule.stored))
     known = f"; {stored} measurement{'s' * (stored != 1)} from before" if stored else ""
     about = f": about {format_duration(schedule.seconds)}{within}" if math.isfinite(schedule.seconds) else ""
+    if schedule.memory is not None:
+        known = f"{', ' if about else ': '}{format_bytes(schedule.memory)} of memory at most{known}"
     return f"{names} on {' and '.join(seen)}{about}{known}"
 
 
@@ -124,11 +127,20 @@ def _plan_lines(schedule: Schedule) -> list[str]:
         which = f" ({', '.join(probe.name for probe in steps[0].probes)})" if label != probe.name else ""
         own = view is not subject or subject is not schedule.subjects[steps[0].place]
         images = f" on {_images(view)}" if own else ""
-        estimate = sum(step.seconds for step in steps)
-        lines.append(
-            f"  {label}{which}{images}" + (f": {format_duration(estimate)}" if math.isfinite(estimate) else "")
-        )
+        needs = ", ".join(need for need in _say_needs(schedule, label) if need)
+        lines.append(f"  {label}{which}{images}{f': {needs}' if needs else ''}")
     return lines
+
+
+def _say_needs(schedule: Schedule, label: str) -> tuple[str, str]:
+    """Return the time that steps of this label take together, and the most memory of any; empty if unknown."""
+    steps = [step for step in schedule.steps if step.label == label]
+    seconds = sum(step.seconds for step in steps)
+    memory = max((step.memory for step in steps if step.memory is not None), default=None)
+    return (
+        format_duration(seconds) if math.isfinite(seconds) else "",
+        "" if memory is None else format_bytes(memory),
+    )
 
 
 def _words(status: Status) -> str:
@@ -240,4 +252,6 @@ def to_json(exam: Exam) -> dict[str, Any]:
 
 def _measurement_to_json(measurement: Measurement, exam: Exam, probe: str) -> dict[str, Any]:
     record = {**measurement.plain(), "file": exam.files[probe].name, "reused": probe in exam.reused}
+    if probe in exam.memory:
+        record["estimated_memory"] = exam.memory[probe]
     return record | ({"pictures": exam.pictures[probe].name} if probe in exam.pictures else {})

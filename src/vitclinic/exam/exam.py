@@ -125,6 +125,8 @@ class Exam(Mapping[str, Measurement]):
     """The folders with pictures, of the probes that draw some."""
     run: Run | None = None
     """The run that the network comes from, if it is from one."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes at the peak of what was measured now, as estimated beforehand: of a pass, for all probes that share it."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Why some probes were not measured, of those that could have been."""
     reference: Exam | None = None

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -16,6 +17,7 @@ from torch import nn
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import ALONE, Distributed, pick_device
 from vitclinic._core.errors import RecipeError, VitclinicError
+from vitclinic._core.memory import format_bytes
 from vitclinic._core.records import Measurement
 from vitclinic._core.time import format_duration
 from vitclinic.exam.commands import Origin
@@ -26,8 +28,11 @@ from vitclinic.exam.store import ExamRecord, Store, draw
 from vitclinic.exam.targets import ExamData, Target, name_target, open_subject
 from vitclinic.exam.timing import Schedule, Step, TimeBudget
 from vitclinic.probes import Probe, StreamingProbe, Subject, find_normalization, measure
+from vitclinic.probes.curvature.hessian import free_memory
 from vitclinic.probes.loading import Data
+from vitclinic.probes.memory import fit_batch
 from vitclinic.probes.output import OutputFunction
+from vitclinic.probes.running import find_obstacle
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +235,7 @@ class Examination:
         schedule = self._schedule(records, plan)
         self.callback.on_schedule(schedule)
         self._follow(schedule, records)
-        return Exams.of([self._exam(record, schedule) for record in records])
+        return Exams.of([self._exam(place, record, schedule) for place, record in enumerate(records)])
 
     def _plan(self, records: Sequence[ExamRecord]) -> tuple[Plan, list[Probe], bool]:
         """Return the plan, its probes, and whether the same was planned before; named probes need no plan."""
@@ -266,7 +271,28 @@ class Examination:
             if probe.name == entry.probe and not isinstance(probe, StreamingProbe)
         ]
         stored = [list(record.found) for record in records]
-        return Schedule([record.subject for record in records], [*steps, *owning], stored, self.budget, plan.left_out)
+        all_steps = [self._with_memory(step) for step in (*steps, *owning)]
+        return Schedule([record.subject for record in records], all_steps, stored, self.budget, plan.left_out)
+
+    def _with_memory(self, step: Step) -> Step:
+        """Return the step with what it will hold, and fewer images at a time if that is more than there is."""
+        subject, probes = step.subject, [p for p in step.probes if find_obstacle(p, step.subject) is None]
+        if not probes:
+            return step
+        room = free_memory(subject.device) // self.distributed.size
+        size, needed = self.distributed.leader_only(lambda: fit_batch(subject, probes, room))
+        if needed is not None and needed > room:
+            log.warning(
+                "%s, %s: needs about %s of memory whatever the batch, and %s are free.",
+                *(subject.name, step.label, format_bytes(needed), format_bytes(room)),
+            )
+        if size == subject.batch_size:
+            return replace(step, memory=needed)
+        log.warning(
+            "%s, %s: with %d images at a time it would need more than the %s that are free; measuring with %d.",
+            *(subject.name, step.label, subject.batch_size, format_bytes(room), size),
+        )
+        return replace(step, memory=needed, batch_size=size)
 
     def _follow(self, schedule: Schedule, records: Sequence[ExamRecord]) -> None:
         """Take the steps of a schedule; what was cut for want of time goes on last."""
@@ -294,7 +320,12 @@ class Examination:
 
         self.callback.on_exam_step(step)
         started = time.monotonic()
-        made = {found.probe: found for found in measure(taken.subject, taken.probes, keep)}
+        given = taken.subject.batch_size
+        taken.subject.batch_size = taken.batch_size or given
+        try:
+            made = {found.probe: found for found in measure(taken.subject, taken.probes, keep)}
+        finally:
+            taken.subject.batch_size = given
         record.made |= made
         ended = allowed is None or all(found.status != "not_converged" for found in made.values())
         if ended:
@@ -306,7 +337,7 @@ class Examination:
         record.skipped |= {probe.name: reason for probe in step.probes}
         self.callback.on_skip(step, reason)
 
-    def _exam(self, record: ExamRecord, schedule: Schedule) -> Exam:
+    def _exam(self, place: int, record: ExamRecord, schedule: Schedule) -> Exam:
         subject, files = record.subject, record.files
         measurements = record.found | record.made
         probes = [probe for probe in record.probes if probe.name in measurements]
@@ -327,6 +358,12 @@ class Examination:
             pictures=pictures,
             run=subject.run,
             origin=self._origins.get(id(subject)),
+            memory={
+                probe.name: step.memory
+                for step in schedule.steps
+                for probe in step.probes
+                if step.place == place and step.memory is not None
+            },
             left_out=record.skipped | {name: _explain_no_time(seconds) for name, seconds in schedule.left_out.items()},
         )
 

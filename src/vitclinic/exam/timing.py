@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 
@@ -146,6 +146,10 @@ class Step:
     """What it will take, estimated; NaN if unknown."""
     limit: int | None = None
     """Images of a pass."""
+    memory: int | None = None
+    """Bytes that it will hold at its peak, beside network and data; None if unknown."""
+    batch_size: int | None = None
+    """Images at a time, if those of the exam would need more memory than is free."""
 
     @property
     def label(self) -> str:
@@ -164,7 +168,7 @@ class Step:
         """Return the same step with so much time and no more."""
         probe = self.probes[0]
         cut = validate(type(probe), {**given_options(probe), "budget": max(1, round(seconds, 1))})
-        return Step(self.place, self.subject, [cut], seconds, self.limit)
+        return replace(self, probes=[cut], seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,11 @@ class Schedule:
     budget: float | None = None
     left_out: Mapping[str, float] = field(default_factory=dict)
     """Probes that do not fit into the budget, with the seconds that the cheapest form of each would take."""
+
+    @property
+    def memory(self) -> int | None:
+        """The largest estimate of the steps, in bytes; None if none is known."""
+        return max((step.memory for step in self.steps if step.memory is not None), default=None)
 
     @property
     def seconds(self) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +19,25 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitclinic.anatomy import double_differentiable
 
 
-def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+def peak_bytes(
+    call: Callable[[], Any],
+    device: torch.device,
+    *,
+    given: Iterable[Tensor] = (),
+    arrays: bool = False,
+    at_end: bool = False,
+) -> int:
     """Return the peak memory of the tensors created during `call`, in bytes.
 
     The CPU has no such counter, so the storages of all tensors returned by operators are tracked until they are freed.
     That is exact and repeatable, and does not include the scratch space inside kernels.
+
+    Args:
+        call: What is measured.
+        device: Where it computes.
+        given: Tensors that do not count, though operators may return them: a fake network's weights.
+        arrays: Count numpy's arrays, too, and whatever else Python allocates.
+        at_end: Return what `call` leaves behind instead of the peak.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -31,25 +46,50 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
         call()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    live = _LiveStorages()
-    with live:
-        call()
-    return live.peak
+    with _traced_arrays() if arrays else nullcontext():
+        live = _LiveStorages(given, arrays)
+        with live:
+            call()
+        live.note_arrays()
+    return live.now if at_end else live.peak
+
+
+@contextmanager
+def _traced_arrays() -> Iterator[None]:
+    """Let `tracemalloc` follow Python's allocations, which are also numpy's."""
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        yield
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
 
 
 class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Total size of the storages of live tensors."""
+    """Total size of the storages of live tensors and, if `arrays`, of what Python has allocated."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[Tensor] = (), arrays: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self.arrays = arrays
+        self._before = tracemalloc.get_traced_memory()[0] if arrays else 0
         self._known: set[int] = set()
-        self._given: set[int] = set()
+        self._given = {_address(tensor) for tensor in given}
+
+    def note_arrays(self) -> None:
+        """Count the peak of Python's memory since the last operator."""
+        if self.arrays:
+            peak = tracemalloc.get_traced_memory()[1] - self._before
+            self.peak = max(self.peak, self.now + max(0, peak))
+            tracemalloc.reset_peak()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.note_arrays()
         for tensor in tree_leaves((args, kwargs)):  # tensors that existed before the call do not count
             if isinstance(tensor, Tensor) and _address(tensor) not in self._known:
                 self._given.add(_address(tensor))
@@ -68,6 +108,7 @@ class _LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
+        self.note_arrays()
         weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:

@@ -39,6 +39,9 @@ class AnatomyProbe(OwningProbe):
     def forwards(self, subject: Subject) -> float:
         return 1.0
 
+    def peak_memory(self, subject: Subject) -> float:
+        return subject.footprint.forward(1)
+
     def measure(self, subject: Subject) -> Result:
         anatomy = subject.anatomy
         facts = list_facts(anatomy)

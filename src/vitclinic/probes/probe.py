@@ -190,6 +190,13 @@ class OwningProbe(Probe):
         26.0
     """
 
+    def peak_memory(self, subject: Subject) -> float:
+        """Estimate the bytes held at the peak, beside the network and its data; by default, a batch's forward pass.
+
+        `subject.footprint` has what other passes hold.
+        """
+        return subject.footprint.forward(min(subject.batch_size, len(subject)))
+
     def measure(self, subject: Subject) -> Result:
         """Measure the subject and return the result.
 

@@ -24,6 +24,7 @@ from vitclinic.data.source import subset
 from vitclinic.models import Headed, Normalized
 from vitclinic.models.calling import check_ready
 from vitclinic.probes.digest import network_digest
+from vitclinic.probes.footprint import Footprint
 from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.output import Adapted, Output, OutputFunction, are_probabilities, are_sigmoids, observe_output
 from vitclinic.probes.probe import DoesNotApply
@@ -320,6 +321,15 @@ class Subject:
                 return Anatomy.of(self.network, self.example)
         except AnatomyError as error:
             return error
+
+    @property
+    def footprint(self) -> Footprint:
+        """The memory that passes of the network take."""
+        return self._origin._footprint
+
+    @cached_property
+    def _footprint(self) -> Footprint:
+        return Footprint(self)
 
     @property
     def digest(self) -> str:

@@ -81,7 +81,7 @@ class Display(callback.Display, Callback):
 
     def on_step(self, trainer: Trainer) -> None:
         if self.training is not None:
-            self.bar.update(self.training, completed=trainer.step)
+            self.bar.update(self.training, completed=trainer.step, total=trainer.total_steps)
 
     def on_train_end(self, status: str) -> None:
         self.bar.stop()

@@ -23,12 +23,14 @@ from vitclinic._core.distributed import join_processes, pick_device
 from vitclinic._core.errors import ModelError, RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path
 from vitclinic._core.memory import is_out_of_memory
+from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, open_data
 from vitclinic.tasks import Classification
 from vitclinic.training.budget import fit_size, total_steps
 from vitclinic.training.callbacks import SampleRecorder, TrajectoryRecorder
+from vitclinic.training.course import Timekeeper
 from vitclinic.training.init import read_initial_weights, settle
-from vitclinic.training.optimizer import Duration, in_steps
+from vitclinic.training.optimizer import Duration, in_steps, is_share
 from vitclinic.training.recipe import LoggingConfig, Recipe
 from vitclinic.training.rows import MetricsFile, Row, cut_back
 from vitclinic.training.run import Run
@@ -48,8 +50,13 @@ class Session:
         self.distributed = trainer.distributed
         self.callback = callback if self.distributed.is_leader else Callback()
         self.best: dict[str, Any] | None = None
+        self.spent = 0.0
+        self.evaluated = 0.0
+        """Images a second in the last validation."""
         self.failure: str | None = None
         self._resume()
+        budget = trainer.recipe.max_time
+        self.timekeeper = None if budget is None else Timekeeper(seconds(budget), self.spent, trainer.step)
         self.metrics = MetricsFile(run.path / "metrics.jsonl") if self.distributed.is_leader else None
 
     def fit(self) -> str:
@@ -76,6 +83,7 @@ class Session:
                     return self._end_diverged(reason)
                 names += self._update_best(score)
             names += self._epochs_done(epochs_before)
+            names += self._plan_anew()
             stopping = self._signal()
             self._save([*names, "last"] if stopping else names)
             if stopping and trainer.step < trainer.total_steps:
@@ -84,6 +92,31 @@ class Session:
         if trainer.skipped >= trainer.total_steps:  # too few steps for the check of each one
             return self._end_diverged("no step had a finite gradient")
         return self._end("finished", step=trainer.step, results=self._results())
+
+    def _plan_anew(self) -> list[str]:
+        """Fit the number of steps to the time that is left; a new one is saved at once, for a run that is resumed.
+
+        Not while steps are cheaper than they will be: with smaller images, or before a late step rule.
+        """
+        trainer, timekeeper = self.trainer, self.timekeeper
+        is_uniform = trainer.is_late and trainer.sizes(trainer.course(trainer.step)) == trainer.sizes.full
+        if timekeeper is None or not is_uniform or trainer.step == trainer.total_steps:
+            return []
+        if not self.distributed.any(timekeeper.is_due(trainer.step, trainer.total_steps)):
+            return []
+        total = self.distributed.leader_only(
+            lambda: timekeeper.plan(trainer.step, trainer.total_steps, self.seconds_of_test)
+        )
+        if total is None:
+            return []
+        trainer.plan_anew(total)
+        return ["last"]
+
+    @property
+    def seconds_of_test(self) -> float:
+        """Seconds that the scores of test will take, by the speed of the last validation; 0 before there was one."""
+        images = len(self.trainer.dataset.test) if self.trainer.recipe.test else 0
+        return images / self.evaluated if self.evaluated else 0.0
 
     def _end_diverged(self, reason: str) -> str:
         """End the run as diverged; if `last` already holds the bad weights, restore `previous`."""
@@ -98,6 +131,7 @@ class Session:
         if found is not None:
             model, state = found
             self.best, self.failure = state.pop("best"), state.pop("failure", None)
+            self.spent = state.pop("spent", 0.0)
             self.trainer.load_state_dict(model, state)
         elif self.distributed.is_leader and self.run.status.get("step", 0) > 0:  # one was saved
             log.warning("'%s' has no checkpoint to go on from; training starts over.", self.run.path)
@@ -109,9 +143,11 @@ class Session:
     def _due(self, every: Duration) -> bool:
         """Tell whether the next step completes an interval of this length, or the run."""
         trainer = self.trainer
-        interval = max(1.0, in_steps(every, trainer.steps_per_epoch, trainer.total_steps))
+        interval = max(1.0, in_steps(every, trainer.steps_per_epoch, trainer.course.planned))
         step, tiny = trainer.step + 1, 1e-9
-        return step == trainer.total_steps or int(step / interval + tiny) > int((step - 1) / interval + tiny)
+        # A share of the run is one of its plan, however many steps that takes.
+        before, after = (trainer.course(at) if is_share(every) else at for at in (step - 1, step))
+        return step == trainer.total_steps or int(after / interval + tiny) > int(before / interval + tiny)
 
     def _signal(self) -> int:
         """Return the signal received by any process, or 0, so that all of them stop after the same step."""
@@ -132,7 +168,7 @@ class Session:
         with trainer.evaluation() as network:
             self.distributed.share_buffers(network)
             score = task.evaluate(network, trainer.dataset, split, self.distributed)
-        rate = score["count"] / (time.perf_counter() - started)
+        rate = self.evaluated = score["count"] / (time.perf_counter() - started)
         row = {
             "kind": split,
             "step": trainer.step,
@@ -185,10 +221,12 @@ class Session:
         self.metrics.sync()
         if self.failure is not None:
             state["failure"] = self.failure
+        if self.timekeeper is not None:
+            state["spent"] = self.timekeeper.spent
         # `last` is written last: after a kill in between, the step that leads to the others runs again.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
         self.run.checkpoints.save(ordered, model, state)
-        self.run.write_status("running", step=self.trainer.step)
+        self.run.write_status("running", step=self.trainer.step, total_steps=self.trainer.total_steps)
 
     def _epochs_done(self, before: int) -> list[str]:
         """Notify the callback of epochs the last step completed; return the names of checkpoints to keep for them."""

@@ -33,6 +33,11 @@ Duration = Annotated[str | int | float, AfterValidator(_check_duration)]
 """A stretch of training: `5` (epochs), `"5 epochs"`, `"500 steps"` or `"5%"` of the run."""
 
 
+def is_share(duration: Duration) -> bool:
+    """Tell whether a duration is a share of the run."""
+    return str(duration).strip().endswith("%")
+
+
 def in_steps(duration: Duration, steps_per_epoch: float, total_steps: int) -> float:
     """Convert a duration to a number of steps.
 
@@ -75,7 +80,7 @@ class Schedule:
         self.total = total_steps
         self.warmup = min(in_steps(config.warmup, steps_per_epoch, total_steps), total_steps)
 
-    def __call__(self, step: int) -> float:
+    def __call__(self, step: float) -> float:
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)
         if self.config.name == "constant":

@@ -104,7 +104,7 @@ class ImageSizes:
     def __init__(self, sizes: Sequence[Size], ends: Sequence[int]) -> None:
         self.sizes, self.ends = list(sizes), list(ends)
 
-    def __call__(self, step: int) -> Size:
+    def __call__(self, step: float) -> Size:
         return self.sizes[bisect.bisect_right(self.ends, step)]
 
     @property

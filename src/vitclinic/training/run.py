@@ -177,6 +177,15 @@ class Run:
         return read_record(self.path / "data.json", _DATA, "restore it from a copy, or train again")
 
     @property
+    def threads(self) -> int | None:
+        """The number of torch's threads when the run began; None if that is not known."""
+        try:
+            found = read_record(self.path / "environment.json", {}, "train again").get("threads")
+        except DamagedFileError:  # it is not needed
+            return None
+        return found if isinstance(found, int) and found > 0 else None
+
+    @property
     def spec(self) -> ImageSpec:
         """The image shape and number of classes the network was built for."""
         facts = self.data_facts

@@ -19,6 +19,7 @@ from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data import Batch, Dataset
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
+from vitclinic.training.course import Course
 from vitclinic.training.init import InitialWeights
 from vitclinic.training.network import (
     Learner,
@@ -74,7 +75,7 @@ class Trainer:
         init: InitialWeights | None = None,
     ) -> None:
         self.recipe, self.dataset, self.distributed, self.device = recipe, dataset, distributed, device
-        self.total_steps = total_steps
+        self.course = Course(total_steps)
         self.step = 0
         self.first_loss: float | None = None
         self.skipped = 0
@@ -144,6 +145,18 @@ class Trainer:
         self._batches: Iterator[Batch] | None = None
 
     @property
+    def total_steps(self) -> int:
+        """The number of steps of the run, as planned last."""
+        return self.course.total
+
+    def plan_anew(self, total_steps: int) -> None:
+        """Make the run end after `total_steps` steps; schedules go on from where they are."""
+        grows = total_steps > self.total_steps
+        self.course.bend(self.step, total_steps)
+        if grows:
+            self.close()  # what reads ahead may have ended
+
+    @property
     def evaluation_network(self) -> nn.Module:
         """The network to evaluate and export; with `ema`, the one with averaged weights, or the task's teacher.
 
@@ -167,7 +180,12 @@ class Trainer:
     @property
     def due_rule(self) -> StepRule:
         """The rule of the next step: the treatments' own from a share `rule_start` of the run on."""
-        return self.rule if self.step >= self.rule_start * self.total_steps - 1e-9 else self.early_rule
+        return self.rule if self.is_late else self.early_rule
+
+    @property
+    def is_late(self) -> bool:
+        """Tell whether the treatments' own step rule is due."""
+        return self.course(self.step) >= self.rule_start * self.course.planned - 1e-9
 
     def step_kinds(self) -> list[tuple[float, StepRule]]:
         """Return the kinds of steps that differ in cost: the share of the run's steps, and a rule that makes such."""
@@ -253,14 +271,14 @@ class Trainer:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        return self.recipe.optimizer.lr * self.schedule(step)
+        return self.recipe.optimizer.lr * self.schedule(self.course(step))
 
     def decay_factor(self, step: int) -> float:
         """Return the factor on the weight decay of a step: a cosine to `weight_decay_end`, or 1."""
         config = self.recipe.optimizer
         if config.weight_decay_end is None:
             return 1.0
-        done = (1 - math.cos(math.pi * step / self.total_steps)) / 2
+        done = (1 - math.cos(math.pi * self.course(step) / self.course.planned)) / 2
         return 1 + (config.weight_decay_end / config.weight_decay - 1) * done
 
     def close(self) -> None:
@@ -305,18 +323,20 @@ class Trainer:
 
     def _requests(self) -> Iterator[range]:
         """Yield this process's positions in the stream, one range per micro-batch, from the current step on."""
-        for step in range(self.step, self.total_steps):
+        step = self.step
+        while step < self.total_steps:  # which may change
             for micro in range(self.accumulate):
                 part = micro * self.distributed.size + self.distributed.rank
                 start = step * self.recipe.batch_size + part * self.micro_batch
                 yield range(start, start + self.micro_batch)
+            step += 1
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return the micro-batches of a step as its passes see them."""
         moved = [self._convert(batch) for batch in batches]
         if self.criterion is None:
             return moved
-        moment = Moment(self.step, self.total_steps)
+        moment = Moment(int(self.course(self.step)), self.course.planned)
         with self.passes.autocast():
             return self.criterion.prepare(self.network, moved, moment, self.divided or len(moved) > 1)
 
@@ -325,7 +345,7 @@ class Trainer:
         batch = self.task.read(batch.to(self.device, self.dtype))
         for transform in self.transforms:
             batch = transform(batch)
-        size = self.sizes(self.step)
+        size = self.sizes(self.course(self.step))
         return batch if size == self.sizes.full else shrink(batch, size, self.cell)
 
     def _row(self, losses: Losses, norm: float, started: float) -> Row:
@@ -341,6 +361,6 @@ class Trainer:
             "lr": self.rate(self.step - 1),
             "grad_norm": norm,
             **({} if self.criterion is None else self.criterion.facts()),
-            **({"img_size": list(self.sizes(self.step - 1))} if self.sizes.ends else {}),
+            **({"img_size": list(self.sizes(self.course(self.step - 1)))} if self.sizes.ends else {}),
             "timing": {"images_per_second": round(self.recipe.batch_size / duration, 1)},
         }

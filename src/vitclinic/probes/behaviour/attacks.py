@@ -139,6 +139,10 @@ class _Outcomes:
         """True if the first attempt leaves the right class a smaller (larger) lead than noise does."""
 
 
+_COPIES = 4
+"""Of the images: clean, at the start, the best so far, with noise."""
+
+
 class AttackProbe(BehaviourProbe):
     """Base class of FGSM and PGD. Images that are misclassified already are not attacked."""
 
@@ -159,6 +163,10 @@ class AttackProbe(BehaviourProbe):
     def check(self, subject: Subject) -> None:
         if find_packed_weights(subject.network):
             raise DoesNotApply("the network has quantized layers, which let no gradient through to the image.")
+
+    def peak_memory(self, subject: Subject) -> float:
+        size = min(subject.batch_size, len(subject))
+        return subject.footprint.image_gradient(size) + _COPIES * size * subject.footprint.image
 
     @property
     def attack(self) -> Attack:

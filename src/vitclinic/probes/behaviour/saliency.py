@@ -23,6 +23,7 @@ from vitclinic.data.randomness import generator
 from vitclinic.probes.attention.maps import as_bytes
 from vitclinic.probes.behaviour import BehaviourProbe, check_logits, divide_images, mean_over, predict, saliency_maps
 from vitclinic.probes.behaviour.saliency_maps import area_under, deletion_curve, insertion_curve, resize
+from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, check_finite, register, unit_row
 from vitclinic.probes.subject import Subject
 
@@ -76,6 +77,16 @@ class Saliency(BehaviourProbe):
 
     def forwards(self, subject: Subject) -> float:
         return len(subject) * (4.0 + 2 * (1 + self.draws) * (self.steps + 1))
+
+    def peak_memory(self, subject: Subject) -> float:
+        images = next(subject.batches()).images
+        with preserve_state(subject.network, subject.seed):
+            fixed, _ = self._fix(subject)
+            classes = self._classes(subject, next(subject.batches()))
+            maps = subject.footprint.extrapolate(
+                lambda some: fixed._find_maps(subject, some, classes[: len(some)]), images
+            )
+        return images.nbytes + max(maps, subject.footprint.forward(len(images)) + 3 * images.nbytes)
 
     def measure(self, subject: Subject) -> Result:
         fixed, first = self._fix(subject)

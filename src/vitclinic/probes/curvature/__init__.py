@@ -291,6 +291,12 @@ class CurvatureProbe(OwningProbe):
         processes = subject.distributed.size
         return {"batch_size": subject.batch_size, **({"processes": processes} if processes > 1 else {})}
 
+    def peak_memory(self, subject: Subject) -> float:
+        """Return what values of the loss take at displaced weights: all images, the weights, a batch's forward pass."""
+        footprint, size = subject.footprint, min(subject.batch_size, len(subject))
+        held = footprint.image * (len(subject) - size)
+        return held + footprint.weights + footprint.forward(size)
+
     def surface(self, subject: Subject, *, regularised: bool = False) -> LossSurface:
         """Return the loss on the subject's images, of which each process holds its share."""
         return build_surface(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from vitclinic.data import Batch
 from vitclinic.probes.curvature import LossSurface
+from vitclinic.probes.subject import Subject
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -132,6 +133,21 @@ class Hessian:
         )
         which = [at for at, part in enumerate(grads) if part is not None and part.requires_grad]
         return _Gradient([grads[at] for at in which], which)  # type: ignore[misc]
+
+
+def held_by_products(subject: Subject, images: int, batch: int, vectors: int) -> float:
+    """Return the bytes held at the peak of products with the Hessian of a loss of so many images.
+
+    Args:
+        subject: The network.
+        images: Images of the loss.
+        batch: Images of each batch, whose graphs are kept as memory allows.
+        vectors: Vectors that are held, such as a basis; the product comes on top.
+    """
+    footprint, batch = subject.footprint, min(batch, images)
+    kept = (-(-images // batch) - 1) * footprint.graph(batch)
+    room = free_memory(subject.device) // 2 // subject.distributed.size
+    return min(kept, room) + footprint.product(batch) + vectors * footprint.vector
 
 
 def _pieces(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -32,8 +32,8 @@ from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes.curvature import Clock, LossName, LossSurface, Mode, build_surface
-from vitclinic.probes.curvature.hessian import Hessian
-from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs
+from vitclinic.probes.curvature.hessian import Hessian, held_by_products
+from vitclinic.probes.curvature.lanczos import Eigenpairs, basis_size, largest_eigenpairs
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
@@ -98,6 +98,11 @@ class HessianSpectrum(OwningProbe):
 
     def forwards(self, subject: Subject) -> float:
         return float(_PASSES * _PRODUCTS * self.batches * self.batch)
+
+    def peak_memory(self, subject: Subject) -> float:
+        kept = basis_size(subject.footprint.vector, self.top, self.max_products)
+        # One vector more, and the start as it was drawn, in float64, and as it is used.
+        return held_by_products(subject, self.batch, self.batch, kept + 4)
 
     def measure(self, subject: Subject) -> Result:
         clock = Clock(self.budget, distributed=subject.distributed)

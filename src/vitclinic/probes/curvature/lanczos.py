@@ -126,6 +126,11 @@ class Basis:
         self.size, self.restarted = p, True
 
 
+def basis_size(n: int, k: int, max_products: int, basis: int | None = None) -> int:
+    """Return how many vectors `largest_eigenpairs` keeps, but for one more."""
+    return min(n, max_products, max(_BASIS if basis is None else basis, 2 * k + 2))
+
+
 def largest_eigenpairs(
     product: Product,
     start: Tensor,
@@ -155,7 +160,7 @@ def largest_eigenpairs(
     """
     n = len(start)
     k = min(k, n)
-    size = min(n, max_products, max(_BASIS if basis is None else basis, 2 * k + 2))
+    size = basis_size(n, k, max_products, basis)
     space = Basis(product, start, size)
     while True:
         space.grow()

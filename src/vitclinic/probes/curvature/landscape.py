@@ -26,7 +26,8 @@ from vitclinic.probes.curvature.directions import (
     random_direction,
     top_eigenvectors,
 )
-from vitclinic.probes.curvature.hessian import free_memory
+from vitclinic.probes.curvature.hessian import free_memory, held_by_products
+from vitclinic.probes.curvature.lanczos import basis_size
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import PastWeights, Subject
@@ -143,6 +144,15 @@ class Landscape(CurvatureProbe):
         past = self._past(subject)
         read = 0 if past is None else 3 * len(past.weights)  # reading a checkpoint takes about as long as one image
         return float(self.points**self.dimensions + products + 2) * len(subject) + read
+
+    def peak_memory(self, subject: Subject) -> float:
+        """Return what the directions take beside the loss at displaced weights, or what finding them does."""
+        footprint = subject.footprint
+        made = 2.0 * self.dimensions * footprint.weights  # before they are normalized, and after
+        if self.directions == "eigenvectors":
+            kept = basis_size(footprint.vector, self.dimensions, 300) + 2
+            made = max(made, held_by_products(subject, len(subject), subject.batch_size, kept))
+        return max(made, super().peak_memory(subject) + self.dimensions * footprint.weights)
 
     def conditions(self, subject: Subject) -> dict[str, Any]:
         conditions = super().conditions(subject)

@@ -89,6 +89,10 @@ class NTK(OwningProbe):
         # the plain attention kernel then), and the products of the gradients.
         return len(subject) // m * m * (9.0 * groups + 2)
 
+    def peak_memory(self, subject: Subject) -> float:
+        m = min(self.block, len(subject))
+        return max(subject.footprint.forward(m), self._kernel(subject).peak_memory(subject.footprint, m))
+
     def measure(self, subject: Subject) -> Result:
         clock = Clock(self.budget, distributed=subject.distributed)
         m = min(self.block, len(subject))

@@ -28,8 +28,8 @@ from vitclinic.anatomy import Kind
 from vitclinic.anatomy.table import parameters_by_unit
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes.curvature import Clock, CurvatureProbe
-from vitclinic.probes.curvature.hessian import Hessian
-from vitclinic.probes.curvature.lanczos import Eigenpairs, largest_eigenpairs, quadrature
+from vitclinic.probes.curvature.hessian import Hessian, held_by_products
+from vitclinic.probes.curvature.lanczos import Eigenpairs, basis_size, largest_eigenpairs, quadrature
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject
@@ -91,6 +91,10 @@ class Sharpness(CurvatureProbe):
     def forwards(self, subject: Subject) -> float:
         whole, blocks = self.estimate_products(subject)
         return _PASSES * (whole + blocks / 2) * len(subject)
+
+    def peak_memory(self, subject: Subject) -> float:
+        kept = max(basis_size(subject.footprint.vector, 1, self.max_products), self.density_steps)
+        return held_by_products(subject, len(subject), subject.batch_size, kept + 2)  # one more, and the start
 
     def estimate_products(self, subject: Subject) -> tuple[int, int]:
         """Return the expected number of products with the whole Hessian, and with the blocks of its components."""

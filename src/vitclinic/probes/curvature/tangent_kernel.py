@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from vitclinic._core.errors import ModelError
 from vitclinic._core.memory import is_out_of_memory
 from vitclinic.anatomy import double_differentiable
+from vitclinic.probes.footprint import Footprint
 from vitclinic.probes.output import read_output
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -197,17 +198,32 @@ class TangentKernel:
         # Half of the memory: the gradients of a pass exist beside the rows that they are copied into.
         return list(_group(sizes, max(1, self.memory // (2 * self.dtype.itemsize * images))))
 
+    def peak_memory(self, footprint: Footprint, images: int) -> float:
+        """Estimate the bytes held at the peak: rows of J beside the gradients of a pass, twice, or their graph."""
+        size, peaks = self.dtype.itemsize, []
+        for group in self.groups(images):
+            at_a_time = min(images, self._images_at_a_time(group))
+            rows, gradients = images * group.width * size, at_a_time * self._width(group) * size
+            exact = images * min(group.width, _COLUMNS) * 8
+            peaks.append(rows + max(2 * gradients, exact, gradients + footprint.image_gradient(at_a_time)))
+        return footprint.image * images + max(peaks)
+
+    def _width(self, group: Group) -> int:
+        return sum(self.parameters[name].numel() for name in group.names)
+
+    def _images_at_a_time(self, group: Group) -> int:
+        return max(1, min(self.at_a_time, self.memory // (2 * self._width(group) * self.dtype.itemsize)))
+
     def _jacobian(self, group: Group, images: Tensor) -> Tensor:
         """Return the columns of J of a group, [m, p]."""
-        held = sum(self.parameters[name].numel() for name in group.names) * self.dtype.itemsize
-        at_a_time = max(1, min(self.at_a_time, self.memory // (2 * held)))
         rows = torch.empty(len(images), group.width, dtype=self.dtype, device=images.device)
         start = 0
-        for some in torch.split(images, at_a_time):
+        for some in torch.split(images, self._images_at_a_time(group)):
             gradients = self._gradients(group.names, some)
             flat = torch.cat([gradients[name].flatten(1) for name in group.names], dim=1)
             rows[start : start + len(some)] = flat[:, group.columns]
             start += len(some)
+            del gradients, flat  # before those of the next images are made
         return rows
 
     def _gradients(self, names: tuple[str, ...], images: Tensor) -> Mapping[str, Tensor]:

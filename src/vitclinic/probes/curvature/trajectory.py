@@ -120,6 +120,9 @@ class Trajectory(OwningProbe):
         past = _past(subject)
         return 1.0 if past is None else float(len(past.weights) + 1)
 
+    def peak_memory(self, subject: Subject) -> float:
+        return 3.0 * subject.footprint.weights  # those of the first epoch, of the last and of one in between
+
     def conditions(self, subject: Subject) -> dict[str, Any]:
         past = _past(subject)
         return {} if past is None else {"weights": past.digest(), "finished": past.finished}

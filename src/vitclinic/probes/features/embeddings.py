@@ -20,6 +20,7 @@ from vitclinic._core.errors import ModelError
 from vitclinic._core.neighbours import knn_votes
 from vitclinic.anatomy.wrappers import unwrap
 from vitclinic.models.filling import find_classifier
+from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.output import read_output
 from vitclinic.probes.probe import DoesNotApply
 from vitclinic.probes.subject import Subject
@@ -48,6 +49,12 @@ def embed(subject: Subject) -> Tensor:
             raise ModelError("the embedding is not finite (NaN or infinity) for some image.")
         _KNOWN[subject] = x_nd
     return _KNOWN[subject]
+
+
+def embedding_bytes(subject: Subject) -> int:
+    """Return the bytes of the embeddings of a subject's images."""
+    with preserve_state(subject.network, subject.seed), torch.no_grad(), _watch_classifier(subject) as read:
+        return int(read(subject.logits(subject.example)).float().nbytes) * len(subject)
 
 
 def labels_of(subject: Subject) -> Tensor:

@@ -22,7 +22,7 @@ from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.anatomy.removal import Replay, stretches
 from vitclinic.data import Batch
 from vitclinic.probes.behaviour import Correct, drop, mean_over, share_correct
-from vitclinic.probes.guards import Partial
+from vitclinic.probes.guards import Partial, preserve_state
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject
 
@@ -86,6 +86,12 @@ class Lesion(OwningProbe):
         anatomy = subject.anatomy
         behind = (_share_behind(unit, anatomy) for unit in _removable(anatomy))
         return len(subject) * (1 + sum(behind)) + 1
+
+    @torch.no_grad()
+    def peak_memory(self, subject: Subject) -> float:
+        with preserve_state(subject.network, subject.seed), Replay(subject.anatomy) as replay:
+            images = min(_images_at_a_time(subject, replay), subject.batch_size, len(subject))
+            return replay.recorded_bytes * images + subject.footprint.forward(images)
 
     @torch.no_grad()
     def measure(self, subject: Subject) -> Result:

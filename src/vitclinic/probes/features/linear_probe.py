@@ -14,9 +14,12 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data.source import stratify
 from vitclinic.probes.behaviour import share
-from vitclinic.probes.features.embeddings import embed, labels_of
+from vitclinic.probes.features.embeddings import embed, embedding_bytes, labels_of
 from vitclinic.probes.probe import OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
+
+_FITTING = 12.0
+"""What a fit holds in float64, relative to the embeddings in float32. Counted."""
 
 
 @register
@@ -55,6 +58,13 @@ class LinearProbe(OwningProbe):
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) + len(subject.on("train", self.images, strict=True)))
+
+    def peak_memory(self, subject: Subject) -> float:
+        others = [subject.on("train", self.images, strict=True)]
+        if len(subject.dataset.splits.get("val", ())):
+            others.append(subject.on("val", strict=True))
+        held = sum(embedding_bytes(each) for each in (subject, *others))
+        return held + max(super().peak_memory(subject), _FITTING * held)
 
     def measure(self, subject: Subject) -> Result:
         train = subject.on("train", self.images, strict=True)

@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from vitclinic._core.neighbours import rank_leave_one_out
+from vitclinic._core.neighbours import CHUNK, rank_leave_one_out
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.probes.behaviour import mean_over, share
 from vitclinic.probes.features.embeddings import (
     alignment,
     embed,
+    embedding_bytes,
     knn_predict,
     labels_of,
     matching_curve,
@@ -21,6 +22,9 @@ from vitclinic.probes.features.embeddings import (
 )
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
+
+_VOTE, _RANK, _PAIR = 4.3, 32.0, 24.0
+"""Bytes for each pair of images, counted: of a vote and of a ranking (of at most `CHUNK` queries), of distances."""
 
 
 @register
@@ -57,6 +61,12 @@ class KNN(OwningProbe):
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) + len(subject.on("train", self.images, strict=True)))
+
+    def peak_memory(self, subject: Subject) -> float:
+        train = subject.on("train", self.images, strict=True)
+        held = embedding_bytes(train) + embedding_bytes(subject)
+        voting = 2 * held + _VOTE * len(train) * min(len(subject), CHUNK)
+        return max(held + super().peak_memory(subject), voting)
 
     def measure(self, subject: Subject) -> Result:
         train = subject.on("train", self.images, strict=True)
@@ -97,6 +107,10 @@ class Retrieval(OwningProbe):
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject))
+
+    def peak_memory(self, subject: Subject) -> float:
+        held, n = embedding_bytes(subject), len(subject)
+        return held + max(held + super().peak_memory(subject), held + _RANK * n * min(n, CHUNK))
 
     def measure(self, subject: Subject) -> Result:
         ranking = rank_leave_one_out(embed(subject), labels_of(subject))
@@ -140,6 +154,10 @@ class AlignmentUniformity(OwningProbe):
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject))
+
+    def peak_memory(self, subject: Subject) -> float:
+        held, n = embedding_bytes(subject), min(self.images, len(subject))
+        return held + max(held + super().peak_memory(subject), _PAIR * n**2)
 
     def measure(self, subject: Subject) -> Result:
         x_nd, labels = embed(subject)[: self.images], labels_of(subject)[: self.images]

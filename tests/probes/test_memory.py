@@ -1,0 +1,65 @@
+"""What a probe will hold at its peak, as said beforehand, against the storages that are alive while it measures."""
+
+import importlib
+import logging
+
+import pytest
+import torch
+
+from tests.probes.subjects import noise, subject
+from vitclinic.exam import examine
+from vitclinic.models.cost import peak_bytes
+from vitclinic.probes import measure, parse_probes
+from vitclinic.probes.memory import estimate_memory, fit_batch
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("network", "entry"),
+    [
+        ("vit", "norms"),
+        ("resnet", "occlusion"),
+        ("resnet", {"landscape": {"points": 3}}),
+        ("vit", {"hessian_spectrum": {"batches": 1, "batch": 8, "max_products": 3}}),
+    ],
+    ids=["norms", "occlusion", "landscape", "hessian_spectrum"],
+)
+def test_an_estimate_is_within_a_fifth_of_what_is_held(network, entry):
+    examined = subject(network)
+    probes = parse_probes([entry])
+    estimate = estimate_memory(examined, probes)
+    counted = peak_bytes(lambda: measure(examined, probes), CPU)
+    assert 0.8 < estimate / counted < 1.2
+
+
+def test_the_batch_is_halved_until_it_fits():
+    examined, probes = subject("vit"), parse_probes(["occlusion"])
+    examined.batch_size = 16
+    whole = estimate_memory(examined, probes)
+    examined.batch_size = 4
+    quarter = estimate_memory(examined, probes)
+    examined.batch_size = 16
+    assert fit_batch(examined, probes, room=whole) == (16, whole)
+    assert fit_batch(examined, probes, room=quarter) == (4, quarter)
+    assert fit_batch(examined, probes, room=10) == (16, whole)  # nothing helps
+    assert examined.batch_size == 16
+
+
+def test_an_exam_says_what_it_will_hold_and_measures_fewer_images_at_a_time(tmp_path, monkeypatch, caplog):
+    examined = subject("vit")
+    examined.batch_size = 16
+    whole = estimate_memory(examined, parse_probes(["norms"]))
+    module = importlib.import_module("vitclinic.exam.examine")  # the package has a function of that name
+    monkeypatch.setattr(module, "free_memory", lambda device: whole - 1)
+    with caplog.at_level(logging.WARNING):
+        exam = examine(examined.network, noise(22), probes=["norms"], out=tmp_path, batch_size=16)
+    assert "measuring with 8" in caplog.text
+    assert exam["norms"].provenance.batch_size == 8
+    assert 0 < exam.memory["norms"] < whole
+
+
+def test_a_network_that_cannot_be_traced_has_no_estimate():
+    examined = subject("unknown")
+    examined.network.register_forward_pre_hook(lambda module, inputs: float(inputs[0].sum()) and None)
+    assert estimate_memory(examined, parse_probes(["occlusion"])) is None
