@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 from vitclinic._core.images import encode_small
 from vitclinic._core.records import Measurement
 from vitclinic.reports.album import Album, Listing, Row, Thumbnail, isolate, mark_up
-from vitclinic.reports.figure import MARKERS, NETWORKS, ExamView, Figure, Table, draws, escape_plotly, select_usable
-from vitclinic.reports.figures.canvas import GREY, Measurements, label, make_canvas
+from vitclinic.reports.figure import MARKERS, ExamView, Figure, Table, draws, escape_plotly, select_usable
+from vitclinic.reports.figures.canvas import GREY, PANEL_LONGEST, Measurements, label, make_canvas
 from vitclinic.reports.figures.shown import has_arrays, short_name
 
 MOST_IMAGES = 1000
@@ -28,7 +28,11 @@ SIDE = 360
 """Pixels of height of a row of maps."""
 _ARRAYS = ("points", "shown_names", "shown_images")
 _LABELLED = ("labels", "predicted", "classes")
-WRONG, RIGHT = NETWORKS[1], GREY
+CLASSES = (
+    *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#DDCC77", "#CC6677", "#882255", "#AA4499", "#661100"),
+)
+"""Tol's muted colours, safe for colour-blind readers, and none of them a network's."""
+WRONG, RIGHT = "#CC3311", GREY
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,10 @@ def _plot(found: Measurements, maps: Sequence[Sequence[_Point]]) -> go.Figure:
     styles = _style_classes(maps)
     titles = []
     for _, name, one in found:
-        known = f"{label(name, one, longest=20)}: " if len(found) > 1 else ""
-        titles += [f"{known}by class", f"{known}by error"] if labelled else [known.removesuffix(": ")]
-    figure = make_canvas(
-        SIDE * len(found), len(found), 1 + labelled, titles, legend=2 + len(styles) // 2, horizontal_spacing=0.06
-    )
+        known = label(name, one, longest=PANEL_LONGEST) if len(found) > 1 else label("", one).strip()
+        titles += [f"{known} by class", f"{known} by error"] if labelled else [known]
+    spacing = {"horizontal_spacing": 0.06, "vertical_spacing": 0.1 / len(found)}
+    figure = make_canvas(SIDE * len(found), len(found), 1 + labelled, titles, legend=2 + len(styles) // 2, **spacing)
     for row, points in enumerate(maps, 1):
         for name, style in styles.items():
             group = [point for point in points if (point.label if point.label in styles else "") == name]
@@ -146,11 +149,11 @@ def _style_classes(maps: Sequence[Sequence[_Point]]) -> Mapping[str, dict[str, o
     names = [name for name, _ in counts.most_common(MOST_COLOURED) if name]
     styles: dict[str, dict[str, object]] = {}
     for place, name in enumerate(sorted(names)):
-        turn = place + place // len(NETWORKS)  # so that two classes of one colour have different symbols
+        turn = place + place // len(CLASSES)  # so that two classes of one colour have different symbols
         symbol = MARKERS[turn % len(MARKERS)]
-        styles[name] = {"color": NETWORKS[place % len(NETWORKS)], "symbol": symbol, "size": 6}
+        styles[name] = {"color": CLASSES[place % len(CLASSES)], "symbol": symbol, "size": 6}
     if len(counts) > len(names):
-        styles[""] = {"color": GREY if names else NETWORKS[0], "size": 5}
+        styles[""] = {"color": GREY if names else CLASSES[0], "size": 5}
     return styles
 
 
