@@ -7,15 +7,15 @@ not trained again, so that a call goes on where another was stopped: first every
 and so on. Prints the tables of docs/results/representations.md. Groups, with their cost on one core for each seed:
 
   retrieval    Omniglot at 48 px, alphabets held out by the seed; ViT of width 64, depth 4, patch 8, with patchify and
-               convolutional stem (32 channels); 200 steps of 64 images, at wang2022's two rates (Table 4) and one
-               between them; crash or stall counted: 2.5 minutes
-  contrastive  5,000 images of CIFAR-10, 4 epochs of two views, with and without SAM, then a linear classifier on the
-               frozen features for 3 epochs [chen2022 App. C]; a hybrid ViT of size tiny: 4 minutes
-  dino         10,000 images of CIFAR-10, recipe `dino` for 4 of its epochs, the same network untrained and supervised
-               for as many steps; linear probe and kNN on all test images: 5 minutes
-  transfer     the recipe `small` on 25,000 images of CIFAR-10 for 2 epochs, then on 1,000 of the rest by the protocol
-               of `vitclinic transfer` in 150 steps, beside the same without the weights, and the recipe `small` from
-               scratch for 150 and 450 steps: 4.5 minutes
+               convolutional stem (32 channels); 150 steps of 64 images, at wang2022's two rates (Table 4) and one
+               between them; crash or stall counted: 2 minutes
+  contrastive  5,000 images of CIFAR-10, 3 epochs of two views, with and without SAM, then a linear classifier on the
+               frozen features for 2 epochs [chen2022 App. C]; a hybrid ViT of size tiny: 3 minutes
+  dino         10,000 images of CIFAR-10, recipe `dino` for 3 of its 8 epochs, the same network untrained and supervised
+               for as many steps; linear probe and kNN on all test images: 4 minutes
+  transfer     the recipe `small` on 25,000 images of CIFAR-10 for an epoch, then on 1,000 of the rest by the protocol
+               of `vitclinic transfer` in 100 steps, beside the same without the weights, and the recipe `small` from
+               scratch for 100 and 300 steps: 3 minutes
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Bench:
                     },
                     "treatments": treatments,
                     "optimizer": {"lr": rate},
-                    "steps": 200,
+                    "steps": 150,
                     "validation": "50%",
                     "checkpoint": "50%",
                 }
@@ -100,19 +100,24 @@ class Bench:
         yield "with SAM", partial(self._contrast, [{"sam": {"rho": 0.02, "m": 32}}], seed)
 
     def _contrast(self, treatments: list[Any], seed: int) -> Row:
-        images = {"source": str(self.data / "cifar10"), "limit": 5000, "augment": {"level": "light", "flip": True}}
+        images = {
+            "source": str(self.data / "cifar10"),
+            "limit": 5000,
+            "held_out": 0.04,
+            "augment": {"level": "light", "flip": True},
+        }
         common: Changes = {"model": HYBRID, "data": images, "validation": "50%", "checkpoint": "50%"}
-        first = {"treatments": treatments, "optimizer": {"name": "muon", "lr": 1e-2}, "epochs": 4}
+        first = {"treatments": treatments, "optimizer": {"name": "muon", "lr": 1e-2}, "epochs": 3}
         features = self.train("contrastive", overlay(common, first), seed)
-        second = {"treatments": [], "init": f"{features.path}@last", "epochs": 3}
+        second = {"treatments": [], "init": f"{features.path}@last", "epochs": 2}
         linear = self.train("contrastive-linear", overlay(common, second), seed)
         test = features.results["test"]
         return {"knn": test["knn_accuracy"], "rank": test["rank"], "linear": linear.results["test"]["accuracy"]}
 
     def dino(self, seed: int) -> Arms:
         """Yield the network untrained, after DINO, and supervised for as many steps."""
-        images = {"source": str(self.data / "cifar10"), "limit": 10_000}
-        often = {"validation": "50%", "checkpoint": {"every": "25%", "keep_epochs": [0]}, "epochs": 4}
+        images = {"source": str(self.data / "cifar10"), "limit": 10_000, "held_out": 0.04}
+        often = {"validation": "50%", "checkpoint": {"every": "25%", "keep_epochs": [0]}, "epochs": 3}
         alone = {"data": images, **often}
         labels = {"data": images, **often, "model": HYBRID}
         yield "untrained", partial(self._probe, "dino", alone, seed, "epoch-0")
@@ -134,7 +139,7 @@ class Bench:
         yield "pretrained, as it is", lambda: _score(pretrain())
         yield "fine-tuned", lambda: self._transfer(pretrain(), seed, keep=True)
         yield "from scratch, the same protocol", lambda: self._transfer(pretrain(), seed, keep=False)
-        for steps in (150, 450):
+        for steps in (100, 300):
             changes = {**few, "model": HYBRID, "steps": steps, "checkpoint": "50%"}
             yield f"from scratch, recipe small, {steps} steps", partial(self._score_run, changes, seed)
 
@@ -144,12 +149,12 @@ class Bench:
     def _pretrain(self, seed: int) -> Run:
         source = self.part("first", 0, PRETRAINED)
         data = {"source": str(source), "train_on_val": True}
-        changes = {"data": data, "model": HYBRID, "epochs": 2, "validation": "100%", "checkpoint": "25%"}
+        changes = {"data": data, "model": HYBRID, "epochs": 1, "validation": "100%", "checkpoint": "25%"}
         return self.train("small", changes, seed)
 
     def _transfer(self, pretrained: Run, seed: int, keep: bool) -> Row:
         """Choose the rate on a sub-split, then train on all images, as `vitclinic transfer`."""
-        changes = {"model": HYBRID, "steps": 150, "batch_size": 64, "seed": seed, "workers": 0}
+        changes = {"model": HYBRID, "steps": 100, "batch_size": 64, "seed": seed, "workers": 0}
         trials, final = plan_transfer(f"{pretrained.path}@last", self.labelled(seed), changes, lrs=LRS, held_out=0.1)
         if not keep:
             trials, final = ([_forget(one) for one in trials], _forget(final))

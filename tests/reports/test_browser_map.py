@@ -27,7 +27,7 @@ def open_map(browser, tmp_path):  # noqa: F811
 
     def opened(**options):
         path = write_report(tmp_path / "report.html", [view(classes=NASTY), view(1, "runs/b", classes=NASTY)])
-        windows.append(Window(browser, path.as_uri(), **options))
+        windows.append(Window(browser, f"{path.as_uri()}#probe-embedding_map", **options))
         windows[-1].page.wait_for_selector(f'{PLOT}[data-state="drawn"]', state="attached")
         return windows[-1].page
 
@@ -61,8 +61,8 @@ def test_a_finger_shows_it_too_and_a_phone_does_not_scroll_sideways(open_map):
     page = open_map(width=390, height=844, has_touch=True, is_mobile=True)
     page.touchscreen.tap(*page.evaluate(PLACE, 3))
     page.wait_for_function(SHOWN)
-    box = page.evaluate(
-        "(() => { const b = document.querySelector('.peek').getBoundingClientRect(); return [b.left, b.right]; })()"
+    left, right = page.evaluate(
+        "(({ left, right }) => [left, right])(document.querySelector('.peek').getBoundingClientRect())"
     )
-    assert 0 <= box[0] < box[1] <= 390
+    assert 0 <= left < right <= 390
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
