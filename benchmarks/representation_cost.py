@@ -4,7 +4,7 @@
 
 The ViT of width 96, depth 6, patch 4 at 32 x 32, 64 images, AdamW, clipping at 1. The step is the trainer's, on images
 that were drawn before. The passes are the same network and heads on the same crops: student forward and backward (two
-global, four local crops, or two views), the teacher forward, each with the mean of its outputs in the place of the loss;
+global, four local crops, or two views), the teacher forward, each with the mean of its outputs in place of the loss;
 then clipping and the optimizer. So what is above 1 is losses, centring, moving averages and bookkeeping. Steps and
 passes take turns in one process; printed is the median of their ratios with quartiles. Time is the processor time of
 this process, so that other work on the machine matters little; use one thread (OMP_NUM_THREADS=1).
