@@ -157,6 +157,9 @@ def settings(claim, arm, recipe):
     if claim == "W8":
         rate = 5e-2 if arm.startswith("large") else 1.6e-3
         return DINO if arm.startswith("DINO") else REID | {"optimizer.lr": rate}
+    if claim == "W9":  # Tables 6 and 7; rates as DeiT's code scales them
+        rate = 1e-4 if arm.startswith("two") else 1e-3 if arm.endswith("stem") else 5e-4
+        return DINO if arm == "DINO" else DEIT | {"optimizer.lr": rate * 1024 / 512}
     if claim in ("G1", "G2", "G3"):
         return DEIT | {"epochs": 400}
     if claim in ("W1", "W2"):
