@@ -43,6 +43,11 @@ def test_arms_that_differ_in_their_start_alone_are_two_runs():
     assert plan_study(parse_study(alike, "mine"), seeds=1).runs == 3
 
 
+def test_a_target_takes_the_place_of_no_start():
+    with pytest.raises(RecipeError, match="The arm 'first' of mine starts from another or is one's start"):
+        parse_study(PLAIN, "mine").with_targets({"first": "timm:test_vit"})
+
+
 def test_an_arm_keeps_the_data_that_it_names():
     arms = {**PLAIN["arms"], "second": {"steps": 1, "data": {"source": "shapes:100", "limit": None}}}
     recipes = parse_study({**PLAIN, "arms": arms}, "mine").recipes(data="elsewhere")

@@ -267,6 +267,8 @@ class Study(Config):
         """Return the study with targets in place of the trainings of some arms."""
         for arm in targets:
             _check_arm(arm, self.arms, f"A target of {self.claim}")
+            if arm in {*self.starts, *self.starts.values()}:
+                raise RecipeError(f"The arm '{arm}' of {self.claim} starts from another or is one's start: train it.")
         arms = {**self.arms, **{arm: {"target": names} for arm, names in targets.items()}}
         return self.model_copy(update={"arms": arms})
 
