@@ -41,8 +41,6 @@ Lines that the papers do not give are ours. Those of {not_blind} were drawn afte
 (docs/results/layers.md, remedies.md): what is said here of these claims is not blind.
 """
 MISSING = {
-    "C12": "SAM-pretrained models transfer better; SAM helps supervised contrastive training",
-    "W8": "the stem's gain carries to DINO and to retrieval",
     "H9": "CB carries to segmentation, detection and vision-language",
     "G5": "the gain carries to fine-tuned Swin and to segmentation",
 }

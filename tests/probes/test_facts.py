@@ -16,7 +16,7 @@ OURS = {name: probe for name, probe in known_probes().items() if probe.__module_
 
 ORDER = [
     *("anatomy", "vqa", "accuracy", "errors", "cost", "slices", "norms", "label_errors"),
-    *("fourier", "segmentation", "variance", "detection", "cka", "token_similarity", "token_norms"),
+    *("fourier", "segmentation", "variance", "detection", "cka", "embedding_map", "token_similarity", "token_norms"),
     *("sparsity", "token_kinds"),
     *("attention_entropy", "softmax_jacobian", "attention_distance", "attention_maps", "cb_scale", "trajectory"),
     *("hessian_spectrum", "sharpness", "train_nll", "corruptions", "landscape", "lesion", "frequency_noise"),

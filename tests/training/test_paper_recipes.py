@@ -198,6 +198,20 @@ PAPERS = {
         "score": "82.2%",
     },
     "gong2021-deit-b12": {**GONG, "model": "deit_base_patch16_224", "treatments": LOSSES, "score": "82.9%"},
+    "gong2021-swin-b-384": {  # Sec. 5.1 and Table 1; clipping, dropped paths and half precision are Swin's own
+        **GONG,
+        "init": "timm:swin_base_patch4_window12_384.ms_in1k",
+        "model": "swin_base_patch4_window12_384",
+        "lr": 1e-5,
+        "final_lr": 0,
+        "weight_decay": 1e-8,
+        "epochs": 30,
+        "warmup": 0,
+        "schedule": "constant",
+        "clip": 5.0,
+        "treatments": {"patch_diversity": {"cosine": 1.0, "contrastive": 0.0, "mixing": 1.0}},
+        "score": "84.7%",
+    },
     "park2022-alternet50-cifar100": {**PARK_BASE, "model": "alternet50", "keywords": ALTERNET, "score": "Fig. 12b"},
     "park2022-resnet50-cifar100": {
         **PARK_BASE,
@@ -265,6 +279,7 @@ PARAMETERS = {  # millions, as the papers state them: chen2022 Table 2, hyeonwoo
     "hyeonwoo2023-deit-ti-cb": 5.7,
     "gong2021-deit-s24": 44,
     "gong2021-deit-b12": 86,
+    "gong2021-swin-b-384": 88,
     "wang2022-volo-d1-convstem": 27,  # VOLO's own list
 }
 FORWARD = {  # billions of multiply-adds, as hyeonwoo2023 Table 5 has them
@@ -278,7 +293,7 @@ OURS = {  # by hand: DeiT-S is 22,050,664; ...
 }
 IMAGES = {"imagenet": 1_281_167, "imagenet21k": 14_197_122, "cifar100": 50_000, "coco": 118_287}
 
-HEAVY = {name for name in PAPERS if re.search("b1[26]|152|s24|s-cb|alternet|rcnn|volo|two-stage", name)} | {
+HEAVY = {name for name in PAPERS if re.search("b1[26]|152|swin|s24|s-cb|alternet|rcnn|volo|two-stage", name)} | {
     "wang2022-deit-s"
 }
 """Networks that take seconds to build: with `pytest -m slow`."""

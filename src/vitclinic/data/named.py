@@ -149,6 +149,7 @@ NAMED_DATA = {
     "coco": NamedData("COCO 2017", {"train": 118_287, "val": 5_000}, 80, 800, target="objects"),
     "imagenet": NamedData("ImageNet", {"train": 1_281_167, "val": 50_000}, 1000, 224),
     "imagenet21k": NamedData("ImageNet-21k", {"train": 14_197_122}, 21_843, 224),
+    "market1501": NamedData("Market-1501", {"train": 12_936, "test": 19_732}, 751, 256),
     "vqa2": NamedData("VQA v2", {"train": 82_783, "val": 40_504}, 3129, 384, target="questions", tokens=30_522),
 }
 

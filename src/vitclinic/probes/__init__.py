@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from vitclinic.probes.curvature.sharpness import Sharpness
     from vitclinic.probes.curvature.trajectory import Trajectory
     from vitclinic.probes.features.cka import CKA, block_structure, cka_between
+    from vitclinic.probes.features.embedding_map import EmbeddingMap
     from vitclinic.probes.features.fourier import Fourier
     from vitclinic.probes.features.hsic import mini_batch_cka
     from vitclinic.probes.features.lesion import Lesion
@@ -97,6 +98,7 @@ __all__ = [
     "Cost",
     "DetectionPrecision",
     "DoesNotApply",
+    "EmbeddingMap",
     "Errors",
     "FigureSpec",
     "Flatness",

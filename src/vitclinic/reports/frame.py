@@ -140,6 +140,7 @@ class Drawings:
             "paper": figure.paper,
             "heavy": figure.heavy,
             "plotted": figure.plot is not None,
+            "peeks": figure.plot is not None and album is not None and bool(album.thumbnails),
             "height": DEFAULT_HEIGHT if figure.plot is None else int(figure.plot.layout.height or DEFAULT_HEIGHT),
             "rows": len(figure.table.rows),
             "pictures": [_picture(picture) for picture in pictures],

@@ -66,8 +66,75 @@ STEM_RATE = 2e-3
 """wang2022's 1e-3 at batch 1024, as DeiT's command line scales it by batch / 512."""
 
 
+CONTRASTIVE = CHEN | {  # App. C
+    "batch_size": 2048,
+    "epochs": 350,
+    "optimizer.name": "lamb",
+    "optimizer.lr": 1e-3 * 2048 / 256,
+    "schedule.name": "cosine",
+    "task.temperature": 0.1,
+    "loss.name": "softmax",
+}
+CLASSIFIER = CHEN | {  # App. C
+    "batch_size": 2048,
+    "epochs": 90,
+    "optimizer.name": "rmsprop",
+    "optimizer.lr": 0.05,
+    "optimizer.weight_decay": 1e-6,
+    "schedule.name": "exponential",
+    "schedule.warmup": 0,
+    "freeze": ["backbone"],
+    "loss.name": "softmax",
+}
+TRANSFER = CHEN | {  # App. D, Tables 9 and 10; the protocol that it follows has SGD
+    "batch_size": 512,
+    "epochs": None,
+    "steps": 10_000,
+    "optimizer.name": "sgd",
+    "optimizer.momentum": 0.9,
+    "optimizer.lr": 0.01,
+    "optimizer.weight_decay": 0,
+    "schedule.warmup": "500 steps",
+    "data.source": "cifar10",
+    "model.img_size": 224,
+    "loss.name": "softmax",
+}
+CHEN_STAGES = {"contrastive": CONTRASTIVE, "classifier": CLASSIFIER, "transferred": TRANSFER}
+DINO = {  # wang2022 Table 2 (rate, warm-up, epochs), which follows DINO's own settings for 100 epochs
+    "batch_size": 256,
+    "epochs": 100,
+    "optimizer.name": "adamw",
+    "optimizer.lr": 5e-4,
+    "optimizer.weight_decay": 0.04,
+    "optimizer.weight_decay_end": 0.4,
+    "schedule.name": "cosine",
+    "schedule.warmup": 10,
+    "data.source": "imagenet",
+    "data.held_out": 0,
+    "clip": 3.0,
+    "task.outputs": 65536,
+    "task.momentum": 0.996,
+    "task.local_crops": 8,
+    "task.centring": "centre",
+}
+REID = {  # wang2022 Table 4 (rates), which follows TransReID's settings
+    "batch_size": 64,
+    "epochs": 120,
+    "optimizer.name": "sgd",
+    "optimizer.momentum": 0.9,
+    "optimizer.weight_decay": 1e-4,
+    "schedule.name": "cosine",
+    "data.source": "market1501",
+    "model.img_size": [256, 128],
+    "task.instances": 4,
+    "clip": None,
+}
+
+
 def chen_settings(claim, arm, recipe):
     name = recipe.model.name
+    if claim == "C12" and arm.split()[0] in CHEN_STAGES:
+        return CHEN_STAGES[arm.split()[0]]
     if name.startswith("resnet"):
         return CHEN_RESNET
     wanted = CHEN | {"schedule.name": "linear" if name.startswith("mixer") else "cosine"}
@@ -87,6 +154,12 @@ def settings(claim, arm, recipe):
         return PARK
     if claim[0] == "C":
         return chen_settings(claim, arm, recipe)
+    if claim == "W8":
+        rate = 5e-2 if arm.startswith("large") else 1.6e-3
+        return DINO if arm.startswith("DINO") else REID | {"optimizer.lr": rate}
+    if claim == "W9":  # Tables 6 and 7; rates as DeiT's code scales them
+        rate = 1e-4 if arm.startswith("two") else 1e-3 if arm.endswith("stem") else 5e-4
+        return DINO if arm == "DINO" else DEIT | {"optimizer.lr": rate * 1024 / 512}
     if claim in ("G1", "G2", "G3"):
         return DEIT | {"epochs": 400}
     if claim in ("W1", "W2"):
@@ -121,7 +194,8 @@ def test_dropout_stochastic_depth_and_rho_are_those_of_tables_11_and_12(claim):
         if name.startswith("mixer"):
             assert keywords["drop_path_rate"] == 0.1
         for sam in (treatment for treatment in recipe.treatments if treatment.name == "sam"):
-            assert (sam.rho, sam.m) == (0.1 if claim == "C10" else RHO[name], 32), arm
+            own = 0.02 if arm.startswith("contrastive") else 0.1 if claim == "C10" else RHO[name]
+            assert (sam.rho, sam.m) == (own, 32), arm
 
 
 def test_strong_augmentation_is_that_of_h_3():

@@ -28,6 +28,7 @@ PROBES: list[Any] = [
     {"ntk": {"images": 12, "block": 4}},
     "accuracy",
     "errors",
+    "embedding_map",
     {"slices": {"least": 2}},
     {"train_nll": {"images": 16}},
     {"corruptions": {"images": 4}},

@@ -21,7 +21,7 @@ from vitclinic.experiments.study.schema import ScaleName, Study
 from vitclinic.experiments.study.store import keep_result, name_data, name_result, to_words
 from vitclinic.experiments.study.verdicts import Values, Verdict, judge
 from vitclinic.reports.study_result import SCHEMA
-from vitclinic.training import Recipe
+from vitclinic.training import Recipe, build_recipe
 from vitclinic.training.overrides import Overrides
 
 Place = tuple[str, int]
@@ -194,11 +194,28 @@ def _train_arms(
         RunError: Every run failed.
     """
     places = [(arm, seed) for seed in seeds for arm in recipes]
-    runs = [_set_seed(recipes[arm], seed) for arm, seed in places]
-    outcomes = run_all(runs, pool, after=partial(measure_run, measures=chosen.measures), **where)
-    if recipes and all(outcome.status == "failed" for outcome in outcomes):
-        raise RunError(f"Every run of {chosen.claim} failed: {outcomes[0].reason}")
-    return dict(zip(places, outcomes, strict=True))
+    runs = {(arm, seed): _set_seed(recipes[arm], seed) for arm, seed in places}
+    found: dict[Place, Outcome] = {}
+    for second in (False, True):
+        ready = {}
+        for arm, seed in (place for place in places if (place[0] in chosen.starts) == second):
+            started = _start(runs[arm, seed], found[chosen.starts[arm], seed]) if second else runs[arm, seed]
+            if isinstance(started, Recipe):
+                ready[arm, seed] = started
+            else:
+                found[arm, seed] = started
+        outcomes = run_all(list(ready.values()), pool, after=partial(measure_run, measures=chosen.measures), **where)
+        found |= dict(zip(ready, outcomes, strict=True))
+    if recipes and all(outcome.status == "failed" for outcome in found.values()):
+        raise RunError(f"Every run of {chosen.claim} failed: {found[places[0]].reason}")
+    return {place: found[place] for place in places}
+
+
+def _start(recipe: Recipe, before: Outcome) -> Recipe | Outcome:
+    """Return the recipe with the last weights of another run to begin with, or an outcome where there are none."""
+    if before.status == "finished":
+        return build_recipe(recipe, {"init": f"{before.run.path}@last"})
+    return Outcome(recipe, "failed", reason=f"the run whose weights it begins with has {before.status}")
 
 
 def _judge_outcomes(chosen: Study, seeds: Sequence[int], ended: Mapping[Place, Outcome]) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class ArmCost:
     images: int
     """Seen in training, all epochs together."""
     flops: float
-    """FLOPs of the training: two for each multiply-add, three forward passes per image for a plain step, and smaller
-    images (`progressive_resizing`) by their area."""
+    """FLOPs of the training: two for each multiply-add, three forward passes per image for a plain step, as many more
+    as the task and the treatments take, and smaller images (`progressive_resizing`) by their area."""
     gpu_hours: float
     """Estimated by `ASSUMPTION`."""
 
@@ -88,7 +88,8 @@ def plan_study(
     number = chosen.seeds_at(scale, seeds)
     recipes = chosen.recipes(overrides, scale, data)
     arms = {arm: _count_cost(arm, recipe, chosen.changes_at(scale)) for arm, recipe in recipes.items()}
-    distinct = {recipe.model_dump_json(): arms[arm] for arm, recipe in recipes.items()}.values()
+    begun = {arm: chosen.starts.get(arm) for arm in recipes}
+    distinct = {(recipe.model_dump_json(), begun[arm]): arms[arm] for arm, recipe in recipes.items()}.values()
     flops = number * math.fsum(cost.flops for cost in distinct)
     minutes = flops / TWO_CORES / 60
     if chosen.minutes is not None and not overrides:
@@ -118,7 +119,7 @@ def _count_cost(arm: str, recipe: Recipe, scale: Scale) -> ArmCost:
         raise ModelError(f"The network of '{arm}' cannot be built: {error}") from error
     steps = recipe.steps or max(1, math.ceil((recipe.epochs or DEFAULT_EPOCHS) * images / recipe.batch_size - 1e-9))
     seen = steps * recipe.batch_size
-    passes = max([treatment.passes() for treatment in recipe.treatments], default=1.0)
+    passes = max([treatment.passes() for treatment in recipe.treatments], default=1.0) * recipe.task.passes(spec)
     area = recipe.progressive_resizing.mean_area(images / recipe.batch_size, steps)
     flops = 3.0 * passes * forward * seen * area
     hours = flops / (GPU_PEAK[recipe.precision] * GPU_SHARE) / 3600

@@ -19,7 +19,8 @@
 
 An arm is what it changes of `base`. `axes` is short for all combinations of values of recipe keys, each an arm named
 after them (`optimizer.lr=0.001, model.depth=6`), `ladders` for arms up to the largest rate that still learns, and
-`matched` for arms at the loss of others. Everything is plain data, checked strictly.
+`matched` for arms at the loss of others; `starts` says which arms begin with the weights of another. Everything is
+plain data, checked strictly.
 """
 
 from __future__ import annotations
@@ -123,6 +124,9 @@ class Study(Config):
     axes: dict[str, list[Any]] = Field(default_factory=dict)
     ladders: dict[str, Ladder] = Field(default_factory=dict)
     matched: dict[str, Match] = Field(default_factory=dict, description="arms at the loss of others: {name: {of, to}}")
+    starts: dict[str, str] = Field(
+        default_factory=dict, description="arms that begin with the last weights of another, seed by seed: {arm: other}"
+    )
     seeds: Annotated[int, Field(ge=1)] = 5
     measures: dict[str, Measure]
     conditions: list[Condition] = Field(default_factory=list, description="the regime in which the claim lives")
@@ -152,6 +156,7 @@ class Study(Config):
         if not arms:
             raise ValueError("give arms, axes or ladders")
         self._check_measures()
+        self._check_starts(arms)
         compared = [*arms, *self.matched, *self.ladders]
         for name, match in self.matched.items():
             if name in arms or name in self.ladders:
@@ -168,6 +173,17 @@ class Study(Config):
         for arm in self.paper_scale.arms:
             _check(arm, arms, "paper_scale")
         return self
+
+    def _check_starts(self, arms: Mapping[str, Mapping[str, Any]]) -> None:
+        for arm, other in self.starts.items():
+            for name in (arm, other):
+                _check(name, arms, "starts")
+                if "target" in arms[name]:
+                    raise ValueError(f"starts names '{name}', a target, which is not trained")
+            if other in self.starts:
+                raise ValueError(f"the arm '{arm}' starts from '{other}', which starts from another: give two stages")
+            if "init" in arms[arm]:
+                raise ValueError(f"the arm '{arm}' has both init and a start: give one")
 
     def _check_measures(self) -> None:
         names = list(self.measures)
@@ -251,6 +267,8 @@ class Study(Config):
         """Return the study with targets in place of the trainings of some arms."""
         for arm in targets:
             _check_arm(arm, self.arms, f"A target of {self.claim}")
+            if arm in {*self.starts, *self.starts.values()}:
+                raise RecipeError(f"The arm '{arm}' of {self.claim} starts from another or is one's start: train it.")
         arms = {**self.arms, **{arm: {"target": names} for arm, names in targets.items()}}
         return self.model_copy(update={"arms": arms})
 
@@ -267,7 +285,7 @@ class Study(Config):
         Args:
             overrides: Changes to every recipe.
             scale: `cpu`, or `paper` for the paper's own setting.
-            data: Where the data lies, instead of what the study says.
+            data: Where the data lies, instead of what the study says; an arm that names data of its own keeps it.
         """
         source = None if data is None else {"source": str(data)}
         particular = self.changes_at(scale)
@@ -277,8 +295,12 @@ class Study(Config):
             if "target" in changes:
                 continue
             try:
-                arm = overlay(overlay(base, changes), particular.arms.get(name, {}))
-                recipe = build_recipe(arm, overrides, data=source)
+                own = particular.arms.get(name, {})
+                recipe = build_recipe(
+                    overlay(overlay(base, changes), own),
+                    overrides,
+                    data=None if _name_data(changes) or _name_data(own) else source,
+                )
                 _refuse_own_keys(recipe)
             except RecipeError as error:
                 raise RecipeError(f"The arm '{name}' of {self.claim}: {error}") from None
@@ -297,6 +319,13 @@ class Study(Config):
                 advice = f"add {measure.epoch} to checkpoint.keep_epochs."
                 weights = f"the weights of epoch {measure.epoch}"
                 raise RecipeError(f"The measure '{name}' needs {weights}, and '{arm}' does not keep them: {advice}")
+
+
+def _name_data(changes: Mapping[str, Any]) -> str | None:
+    """Return the data that the changes of an arm name, if they do."""
+    data = merge(Recipe, {}, changes).get("data")
+    source: str | None = data.get("source") if isinstance(data, Mapping) else None
+    return source
 
 
 def _refuse_own_keys(recipe: Recipe) -> None:

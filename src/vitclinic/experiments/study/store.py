@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 INDEX = "index.html"
 _SAME_CALL = ("schema", "study", "scale", "data", "words")
 """The fields that two results of the same call agree in; their seeds may differ."""
-_EXPERIMENT = ("base", "arms", "axes", "ladders", "matched", "measures", "conditions", "expectations")
+_EXPERIMENT = ("base", "arms", "axes", "ladders", "matched", "starts", "measures", "conditions", "expectations")
 """The fields of a study that decide what is trained, measured and judged."""
 
 

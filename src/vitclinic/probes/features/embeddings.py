@@ -25,8 +25,6 @@ from vitclinic.probes.output import read_output
 from vitclinic.probes.probe import DoesNotApply
 from vitclinic.probes.subject import Subject
 
-"""Images whose distances to all others are computed at a time."""
-
 _KNOWN: WeakKeyDictionary[Subject, Tensor] = WeakKeyDictionary()
 """Embeddings that were computed: probes that look at the same images share one pass."""
 
@@ -40,15 +38,34 @@ def embed(subject: Subject) -> Tensor:
         ModelError: Some are not finite.
     """
     if subject not in _KNOWN:
-        found = []
-        with torch.no_grad(), _watch_classifier(subject) as read:
-            for batch in subject.batches():
-                found.append(read(subject.logits(batch.images)).float().cpu())
-        x_nd = torch.cat(found)
-        if not x_nd.isfinite().all():
-            raise ModelError("the embedding is not finite (NaN or infinity) for some image.")
-        _KNOWN[subject] = x_nd
+        _KNOWN[subject] = _join([x for x, _ in _walk(subject)])
     return _KNOWN[subject]
+
+
+def embed_with_scores(subject: Subject) -> tuple[Tensor, Tensor | None]:
+    """Return the embeddings of a subject's images and their class scores [n, K], None of an encoder without these.
+
+    Raises:
+        ModelError: Some embeddings are not finite.
+    """
+    seen = list(_walk(subject))
+    x_nd = _KNOWN[subject] = _join([x for x, _ in seen])
+    return x_nd, None if subject.features is not None else torch.cat([scores for _, scores in seen])
+
+
+def _walk(subject: Subject) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield embeddings and outputs of all images, batch by batch, in float32 on the CPU."""
+    with torch.no_grad(), _watch_classifier(subject) as read:
+        for batch in subject.batches():
+            output = subject.logits(batch.images)
+            yield read(output).float().cpu(), output.float().cpu()
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    x_nd = torch.cat(parts)
+    if not x_nd.isfinite().all():
+        raise ModelError("the embedding is not finite (NaN or infinity) for some image.")
+    return x_nd
 
 
 def embedding_bytes(subject: Subject) -> int:

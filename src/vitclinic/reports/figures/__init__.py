@@ -17,6 +17,7 @@ from vitclinic.reports.figure import DRAWERS, Drawer, ExamView, Figure, Table, e
 from vitclinic.reports.figures import accuracy as accuracy
 from vitclinic.reports.figures import attention as attention
 from vitclinic.reports.figures import dense as dense
+from vitclinic.reports.figures import embedding_map as embedding_map
 from vitclinic.reports.figures import errors as errors
 from vitclinic.reports.figures import label_errors as label_errors
 from vitclinic.reports.figures import landscape as landscape

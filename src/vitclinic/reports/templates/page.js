@@ -63,7 +63,10 @@
     plot.dataset.state = "drawing";
     const act = plot.classList.contains("js-plotly-plot") ? window.Plotly.react : window.Plotly.newPlot;
     const drawing = act(plot, structuredClone(figures.get(figure).data), layout, options);
-    return drawing.then(() => { plot.dataset.state = "drawn"; });
+    return drawing.then(() => {
+      if ("peeks" in plot.dataset && act === window.Plotly.newPlot) watchPointer(plot);
+      plot.dataset.state = "drawn";
+    });
   };
   const ready = async (plot) => {
     const { figure } = plot.dataset;
@@ -90,11 +93,44 @@
   }, { rootMargin: "400px 0px" });
 
   // ---- albums: each image is in the page once, however many rows show it ----
+  const albums = new Map(); // name -> addresses, once unpacked
+  const imagesOf = async (name) => {
+    if (!albums.has(name)) albums.set(name, JSON.parse(await unpack(`album-${name}`)));
+    return albums.get(name);
+  };
   const showAlbum = async (album) => {
     const places = album.querySelectorAll("img[data-picture]:not([src])");
     if (!places.length) return;
-    const images = JSON.parse(await unpack(`album-${album.dataset.album}`));
+    const images = await imagesOf(album.dataset.album);
     for (const place of places) place.src = images[place.dataset.picture];
+  };
+  // ---- the image under the pointer, of plots whose points have their number in the album as customdata ----
+  const peek = Object.assign(document.createElement("img"), { className: "peek", hidden: true, alt: "" });
+  const showPeek = async (plot, { event, points: [{ customdata: number }] }) => {
+    if (number === null || number === undefined) return;
+    peek.dataset.wanted = number;
+    const images = await imagesOf(plot.dataset.figure);
+    if (peek.dataset.wanted !== String(number)) return; // the pointer has moved on
+    peek.src = images[number];
+    await peek.decode();
+    if (peek.dataset.wanted !== String(number)) return;
+    peek.classList.toggle("tiny", peek.naturalWidth < 40);
+    peek.hidden = false;
+    const { width, height } = peek.getBoundingClientRect();
+    const left = Math.min(Math.max(event.clientX - width / 2, 4), root.clientWidth - width - 4);
+    const above = event.clientY - height - 24;
+    Object.assign(peek.style, { left: `${left}px`, top: `${above > 4 ? above : event.clientY + 24}px` });
+  };
+  const hidePeek = () => {
+    delete peek.dataset.wanted;
+    peek.hidden = true;
+  };
+  const watchPointer = (plot) => {
+    document.body.append(peek);
+    plot.on("plotly_hover", (hovered) => showPeek(plot, hovered));
+    plot.on("plotly_click", (tapped) => showPeek(plot, tapped)); // a finger does not hover
+    plot.on("plotly_unhover", hidePeek);
+    for (const what of ["scroll", "pointerdown"]) window.addEventListener(what, hidePeek, { passive: true });
   };
   const showAlbums = () => Promise.all(all(".album").map(showAlbum));
 
