@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import sys
 
 import numpy as np
@@ -191,3 +192,12 @@ def test_an_interruption_leaves_no_file(run, tmp_path, command, monkeypatch):
     code, _, told = command("predict", run.path, images_of(run), "-o", tmp_path / "x.csv")
     assert (code, list(tmp_path.iterdir())) == (130, [])
     assert "interrupted; no table was written" in told
+
+
+def test_a_pipe_among_the_images_is_left_out_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
+    images = [str(tmp_path / name) for name in ("image.png", "pipe.png")]
+    decoded = ImageStream(images, Preprocessing(size=(8, 8), framed=(8, 8), channels=3))[range(2)]
+    assert decoded.names == images[:1]
+    assert decoded.skipped == {images[1]: "it is not a regular file"}

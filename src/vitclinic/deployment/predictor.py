@@ -69,6 +69,8 @@ class ImageStream(TorchDataset[Decoded]):
     def _read(self, image: str | Image.Image) -> tuple[Size, NDArray[np.uint8]]:
         if not isinstance(image, str):
             return upright_size(image), self.preprocessing(image)
+        if Path(image).exists() and not Path(image).is_file():  # opening a pipe would wait for ever
+            raise OSError("it is not a regular file")
         with Image.open(image) as opened:
             return upright_size(opened), self.preprocessing(opened)
 
