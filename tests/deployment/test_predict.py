@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import sys
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.deployment.conftest import write_photos
 from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import dataset as dataset_module
 from vitclinic.data import evaluation_batches, open_data
+from vitclinic.data.decoding import Preprocessing
 from vitclinic.deployment.images import find_images
 from vitclinic.deployment.predict import Predictor
 from vitclinic.deployment.predictor import ImageStream

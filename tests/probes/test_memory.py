@@ -47,16 +47,14 @@ def test_the_batch_is_halved_until_it_fits():
 
 
 def test_an_exam_says_what_it_will_hold_and_measures_fewer_images_at_a_time(tmp_path, monkeypatch, caplog):
-    examined = subject("vit")
-    examined.batch_size = 16
-    whole = estimate_memory(examined, parse_probes(["norms"]))
+    monkeypatch.setattr("vitclinic.probes.memory.estimate_memory", lambda subject, probes: 10**6 * subject.batch_size)
     module = importlib.import_module("vitclinic.exam.examine")  # the package has a function of that name
-    monkeypatch.setattr(module, "free_memory", lambda device: whole - 1)
+    monkeypatch.setattr(module, "free_memory", lambda device: 9 * 10**6)
     with caplog.at_level(logging.WARNING):
-        exam = examine(examined.network, noise(22), probes=["norms"], out=tmp_path, batch_size=16)
-    assert "measuring with 8" in caplog.text
+        exam = examine(subject("vit").network, noise(22), probes=["norms"], out=tmp_path, batch_size=16)
+    assert "with 16 images at a time it would need more than the 9 MB that are free; measuring with 8" in caplog.text
     assert exam["norms"].provenance.batch_size == 8
-    assert 0 < exam.memory["norms"] < whole
+    assert exam.memory["norms"] == 8 * 10**6
 
 
 def test_a_network_that_cannot_be_traced_has_no_estimate():
