@@ -4,9 +4,11 @@ import csv
 import io
 import json
 import os
+import shutil
 import sys
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -16,7 +18,6 @@ from tests.deployment.conftest import write_photos
 from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import dataset as dataset_module
 from vitclinic.data import evaluation_batches, open_data
-from vitclinic.data.decoding import Preprocessing
 from vitclinic.deployment.images import find_images
 from vitclinic.deployment.predict import Predictor
 from vitclinic.deployment.predictor import ImageStream
@@ -175,11 +176,6 @@ def test_unreadable_images_are_told_and_counted(run, tmp_path, command):
 
 
 def test_a_pipe_is_not_waited_for_and_names_need_not_be_utf_8(run, tmp_path, command):
-    import os
-    import shutil
-
-    import pyarrow.parquet
-
     folder = tmp_path / "photos"
     folder.mkdir()
     os.mkfifo(folder / "pipe.png")
