@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.models.detection._utils import BalancedPositiveNegativeSampler
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 
@@ -16,8 +17,10 @@ from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError
 from vitclinic.data import ImageSpec, open_data
+from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
 from vitclinic.models.detector import _as_target, _shapes_only, paste_masks
+from vitclinic.models.regions import KeyedSampler
 from vitclinic.tasks.detection import Detection
 from vitclinic.training import Run, build_recipe, load_model, train
 from vitclinic.training.plan import plan_run
@@ -107,6 +110,18 @@ def test_draws_depend_on_the_keys_and_not_on_torchs_generator(trained):
         assert torch.equal(state, torch.get_rng_state())
         found.append(float(losses["classes"].detach()))
     assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("objects", [0, 3, 40])
+def test_draws_of_an_image_are_torchvisions(objects):
+    labels = torch.cat([torch.ones(objects), torch.zeros(60), -torch.ones(5)])[torch.randperm(65 + objects)]
+    sampler = KeyedSampler(32, 0.25, "regions")
+    sampler.keys = [11, 12]
+    ours = sampler([labels, labels])
+    for row, key in enumerate(sampler.keys):
+        torch.manual_seed(torch_seed("regions", key))
+        theirs = BalancedPositiveNegativeSampler(32, 0.25)([labels])
+        assert all(torch.equal(kind[row], their[0]) for kind, their in zip(ours, theirs, strict=True))
 
 
 def test_micro_batches_make_the_step_of_the_whole_batch(tmp_path):
