@@ -19,6 +19,7 @@ from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data import Batch, Dataset
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
+from vitclinic.training.drop_path import LateDropPath
 from vitclinic.training.init import InitialWeights
 from vitclinic.training.network import (
     Learner,
@@ -42,7 +43,6 @@ EXPLODED = 10.0
 """A loss this many times that of the first step counts as divergence."""
 STUCK = 50
 """This many steps in a row without a finite gradient count as divergence; a loss scaler needs a few to adapt."""
-
 
 SCORES_VAL = (
     "The data has no test images and none are held out: test scores are of val, on which the best checkpoint is"
@@ -70,7 +70,6 @@ class Trainer:
         self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
         self.accumulate = recipe.accumulate
         self.micro_batch = _micro_batch(recipe, distributed)
-
         self.spec = spec = recipe.task.frame(dataset.spec)
         check_memory(self.micro_batch, (spec.in_chans, *spec.img_size))
         treatments = recipe.treatments
@@ -93,6 +92,7 @@ class Trainer:
         self.criterion = build_criterion(recipe, network, spec)
         self.learner = Learner(network, self.task, objectives, self.criterion).to(device, self.dtype).train()
         freeze_units(recipe, network, spec)
+        self.drop_path = LateDropPath(recipe.late_drop_path, network, total_steps)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -159,6 +159,7 @@ class Trainer:
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
             group["weight_decay"] = decay * self.decay_factor(self.step)
+        self.drop_path(self.step)
         losses = self._differentiate(rule or self.due_rule)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip or math.inf)
