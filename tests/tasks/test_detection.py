@@ -291,7 +291,7 @@ def test_boxes_alone(tmp_path):
         ({"progressive_resizing": {"start": 0.5}}, "at full size"),
         ({"task": {"name": "detection", "scale": [2.0, 1.0]}}, "the least and the largest factor"),
         ({"data": "digits"}, "come with class labels, not with objects"),
-        ({"treatments": ["patch_diversity"]}, "classification"),
+        ({"treatments": ["patch_diversity"]}, "classification or segmentation"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(changes, sentence, tmp_path):

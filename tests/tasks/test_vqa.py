@@ -235,7 +235,7 @@ def test_what_cannot_be_answered_or_read_is_said(make, tmp_path):
         ({"progressive_resizing": {"start": 0.5}}, "reads images at one size"),
         ({"compile": True}, "ompile is not for the task vqa"),
         ({"treatments": ["gap_head"]}, "changes how patches are pooled"),
-        ({"treatments": ["patch_diversity"]}, "is for classification, not for the task vqa"),
+        ({"treatments": ["patch_diversity"]}, "is for classification or segmentation, not for the task vqa"),
         ({"model": "resnet18"}, "choose a ViT"),
         ({"treatments": [{"local_attention": {"kernel": 3}}]}, "remove the treatment that counts on patches alone"),
         ({"task": "classification", "data": "digits", "treatments": [{"context_broadcasting": {"tokens": "text"}}]},

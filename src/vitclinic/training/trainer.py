@@ -83,7 +83,7 @@ class Trainer:
         self.rule_start = max((t.step_rule_start() for t in treatments if t.step_rule() is not None), default=0.0)
         transforms = (t.batch_transform(network.trunk, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
-        augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.trunk, spec)
+        augment, self.notices = adapt_augmentation(recipe, network.trunk, spec)
         if self.loaded is not None:
             self.notices = [*self.loaded.notices, *self.notices]
 
