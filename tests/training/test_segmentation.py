@@ -27,6 +27,8 @@ from vitclinic.models.pyramid import Pyramid
 from vitclinic.models.segmenter import Segmenter, average_scales, slide
 from vitclinic.tasks.segmentation import pixel_loss
 from vitclinic.training import build_recipe, plan_run, resume, train
+from vitclinic.training.init import read_initial_weights
+from vitclinic.training.network import build_network
 from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
@@ -263,6 +265,16 @@ def test_patches_have_the_classes_of_their_pixels(recipe):
                 losses.append(-scores_bnk[image, patch, known.long()].mean())
         expected.append(torch.stack(losses).mean() if losses else torch.zeros((), dtype=torch.float64))
     torch.testing.assert_close(found, torch.stack(expected).mean())
+
+
+def test_a_classifier_s_weights_are_all_loaded_but_its_head(recipe, tmp_path):
+    """The last linear layer of a ViT without a classifier is that of its last block, not a head of other classes."""
+    vit = {"name": "vit_tiny_fitted", "patch_size": 8, "embed_dim": 24, "depth": 4, "num_heads": 2}
+    first = train({"data": "shapes:8", "model": {**vit, "img_size": 64}, "steps": 1, "out": str(tmp_path / "first")})
+    built = build_recipe(recipe(model=vit, init=str(first.path)))
+    loaded = build_network(built, open_data(built.data), read_initial_weights(built))[1]
+    assert loaded.found.drawn == ()
+    assert "blocks.3.mlp.fc2.weight" in loaded.found.loaded
 
 
 def blocks(mask, rows, columns):

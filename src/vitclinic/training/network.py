@@ -80,7 +80,7 @@ def build_network(
         loaded = init.load_into(network.backbone, state, dataset.classes)
     check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
     _put_head(network, recipe, spec)
-    return network, loaded
+    return network, None if loaded is None else loaded.with_head(network.backbone)
 
 
 def _put_head(network: Normalized, recipe: Recipe, spec: ImageSpec) -> None:
