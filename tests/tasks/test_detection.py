@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,6 +139,10 @@ def test_images_without_objects_teach_what_background_is(trained):
     trainer, batch = trained
     detector = trainer.network.backbone
     empty = {name: tensor[:0] for name, tensor in batch.annotations.objects[0].items()}
+    unmasked = {name: tensor for name, tensor in empty.items() if name != "masks"}  # of a file without annotations
+    alone = replace(batch.annotations, objects=(unmasked,))
+    nothing = replace(batch, images=batch.images[:1], keys=batch.keys[:1], annotations=alone)
+    assert all(torch.isfinite(loss) for loss in trainer.criterion(trainer.network.train(), nothing)[1].values())
     losses = detector.compute_losses(detector.train()(batch.images[:1]), (64, 64), [empty], torch.tensor([1]))
     assert all(bool(loss.isfinite()) for loss in losses.values())
     assert losses["classes"] > 0

@@ -413,6 +413,14 @@ def test_parquet_of_images_and_masks(folder, tmp_path):
     assert dataset.digest == files.digest
 
 
+def test_masks_that_are_void_everywhere_are_told(folder, recipe):
+    (folder.path / "classes.json").write_text(json.dumps(["sky", "tree"]))
+    for file in (folder.path / "masks").iterdir():
+        Image.fromarray(np.full((20, 24), 255, np.uint8)).save(file)
+    with pytest.raises(DataError, match=r"masks of .* are void everywhere: there is no class to score"):
+        train(recipe(data=str(folder.path), model={**MODEL, "img_size": 32}, steps=1))
+
+
 def test_what_is_wrong_with_masks_is_one_sentence(folder):
     masks = folder.path / "masks"
     (masks / "3.png").rename(masks / "x.png")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from vitclinic._core.errors import DataError
 from vitclinic.tasks.dense import Dense
 from vitclinic.tasks.task import BATCH_SIZE, Metric, Score, register
 
@@ -114,6 +115,8 @@ class Segmentation(Dense):
 
         parts = [part for of_process in distributed.gather(own) for part in of_process]
         counts = np.concatenate([part[0] for part in parts])
+        if not counts[:, 2].sum():
+            raise DataError(f"The {split} masks of '{dataset.name}' are void everywhere: there is no class to score.")
         nll = sum(part[1] for part in parts) / max(1, sum(part[2] for part in parts))
         return summarize_counts(counts, nll, dataset.classes)
 
