@@ -93,6 +93,10 @@ def test_masks_of_noisy_images_are_those_of_the_noise_drawn_here(masks):
         assert len(set(of_draws.tolist())) == 3  # each draw is another
         half = stats.t.ppf(0.975, 2) * of_draws.std(ddof=1) / 3**0.5
         assert (found.value, found.low) == pytest.approx((of_draws.mean(), of_draws.mean() - half))
+    drop, clean, changed = (one.scalars[name] for name in ("drop", "miou", "miou_changed"))
+    assert drop.value == pytest.approx(clean.value - changed.value)
+    assert drop.low < drop.value < drop.high
+    assert drop.high - drop.low < changed.high - changed.low  # pairs differ less than networks do among images
     again = view(subject, MaskNoise(draws=3))
     assert again.scalars == one.scalars
 

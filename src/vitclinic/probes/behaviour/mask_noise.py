@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import FigureSpec, KeyScalars
-from vitclinic._core.segmentation import count_batch, mean_iou
+from vitclinic._core.segmentation import count_batch, mean_iou, resample_counts
 from vitclinic._core.statistics import t_interval
 from vitclinic.data.corruptions.blur import gaussian_smooth
 from vitclinic.data.corruptions.noise import Draws
@@ -91,14 +91,18 @@ class MaskNoise(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         changes = self._changes()
         clean, counts = self._count(subject, changes)
-        scores = {name: mean_iou(of_draws) for name, of_draws in counts.items()}  # [draws] each
-        scalars = {"miou": Scalar(value=float(mean_iou(clean)), n=len(subject))}
+        scores = {name: mean_iou(of_draws.sum(1)) for name, of_draws in counts.items()}  # [draws] each
+        pooled = {name: of_draws.sum(0) for name, of_draws in counts.items()}
+        scalars = {"miou": Scalar(value=float(mean_iou(clean.sum(0))), n=len(subject))}
         for name, of_draws in scores.items():
             low, high = t_interval(of_draws.tolist()) or (None, None)
             scalars[f"miou_{name}"] = Scalar(value=float(of_draws.mean()), low=low, high=high, n=len(subject))
         changed = float(np.mean([of_draws.mean() for of_draws in scores.values()]))
-        scalars["miou_changed"] = Scalar(value=changed, n=len(subject))
-        scalars["drop"] = Scalar(value=scalars["miou"].value - changed, n=len(subject))
+        # Samples of images, the same for all changes, so that the drop is that of pairs.
+        sampled = np.mean([mean_iou(resample_counts(each, subject.seed)) for each in pooled.values()], axis=0)
+        lost = mean_iou(resample_counts(clean, subject.seed)) - sampled
+        scalars["miou_changed"] = _with_spread(changed, sampled, len(subject))
+        scalars["drop"] = _with_spread(scalars["miou"].value - changed, lost, len(subject))
         return Result(scalars, arrays={f"draws_{name}": of_draws for name, of_draws in scores.items()})
 
     def _changes(self) -> dict[str, tuple[int, Change]]:
@@ -116,26 +120,33 @@ class MaskNoise(OwningProbe):
     def _count(
         self, subject: Subject, changes: dict[str, tuple[int, Change]]
     ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-        """Return the counts of all images together, [3, K], and of each change [draws, 3, K]."""
+        """Return the counts of the images, [n, 3, K], and of each change [draws, n, 3, K]."""
         network, classes, seen = find_segmenter(subject), len(subject.classes), 0
         segmenter = network.backbone
         assert isinstance(segmenter, Segmenter)
-        clean = np.zeros((3, classes), np.int64)
-        counts = {name: np.zeros((draws, 3, classes), np.int64) for name, (draws, _) in changes.items()}
+        clean = np.zeros((len(subject), 3, classes), np.int64)
+        counts = {name: np.zeros((draws, *clean.shape), np.int64) for name, (draws, _) in changes.items()}
         for batch, scores in score_pixels(
             network, subject.dataset, subject.split, segmenter.window, subject.batch_size
         ):
             masks, rows = read_masks(batch), subject.images.rows[batch.indices.cpu().numpy()]
-            clean += count_batch(scores, masks, classes)[0].sum(0)
+            places = slice(seen, seen + len(batch))
+            clean[places] = count_batch(scores, masks, classes)[0]
             for name, (draws, change) in changes.items():
                 for draw in range(draws):
                     numbers = Draws(f"{self.name} {name} {draw}", subject.seed, rows, batch.images.device)
                     images = _round(change(batch.images.float(), numbers)).to(batch.images)
                     found = count_batch(slide(network, images, segmenter.window), masks, classes)[0]
-                    counts[name][draw] += found.sum(0)
+                    counts[name][draw, places] = found
             seen += len(batch)
             subject.progress(self.name, seen, len(subject))
         return clean, counts
+
+
+def _with_spread(value: float, sampled: NDArray[np.float64], n: int) -> Scalar:
+    """Return a value with as wide an interval as its bootstrap samples have around their median."""
+    low, middle, high = np.quantile(sampled, (0.025, 0.5, 0.975))
+    return Scalar(value=value, low=value + float(low - middle), high=value + float(high - middle), n=n)
 
 
 def add_shot_noise(images: Tensor, photons: float, draws: Draws) -> Tensor:

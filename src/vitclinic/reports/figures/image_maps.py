@@ -95,7 +95,8 @@ def _single_heads(found: Looks) -> list[Figure]:
 def _times_uniform(one: Measurement) -> NDArray[np.float64]:
     """Return the maps of single heads as multiples of uniform attention over the grid, [n, heads, height, width]."""
     rows, columns = one.arrays["grid_maps"].shape[1:]
-    return np.nan_to_num(one.arrays["head_maps"].astype(np.float64)) * (rows * columns)
+    times: NDArray[np.float64] = np.nan_to_num(one.arrays["head_maps"].astype(np.float64)) * (rows * columns)
+    return times
 
 
 def _draw_heads(looks: Looks, place: int, number: int) -> Picture:
