@@ -149,8 +149,9 @@ def main() -> None:
     options = parser.parse_args()
     pool = Pool(options.pool)
     if options.trial:
-        found = {arm: {"0": read(pool.train(make_recipe(arm, options.data, {"steps": 2})))} for arm in options.only}
-        print_table(found)
+        for arm in options.only:
+            row = read(pool.train(make_recipe(arm, options.data, {"steps": 2, "validation": "2 steps"})))
+            print(f"{arm}: {row['status']}, {row['miou']:.1%}", flush=True)
         return
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     if options.measure:

@@ -37,7 +37,7 @@ class KeyedSampler(BalancedPositiveNegativeSampler):  # type: ignore[misc]
 
     def __call__(self, matched_idxs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return, for each image, which of its regions are drawn as positive and as negative ones."""
-        # A generator of its own: seeding torch's notes the whole stack for CUDA, 2 ms for each image of a step.
+        # A generator of its own: seeding torch's notes the whole Python stack for CUDA each time.
         positive, negative, generator = [], [], torch.Generator()
         for labels, key in zip(matched_idxs, self.keys, strict=True):
             generator.manual_seed(torch_seed(self.purpose, key))
