@@ -24,8 +24,7 @@ from vitclinic._core.errors import DataError, RecipeError, TreatmentError
 from vitclinic._core.segmentation import class_iou, count_pixels, mean_iou, mean_iou_interval
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.models.pyramid import Pyramid
-from vitclinic.models.segmenter import Segmenter, average_scales, slide
-from vitclinic.tasks.segmentation import pixel_loss
+from vitclinic.models.segmenter import Segmenter, average_scales, pixel_loss, slide
 from vitclinic.training import build_recipe, plan_run, resume, train
 from vitclinic.training.init import read_initial_weights
 from vitclinic.training.network import build_network

@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vitclinic.data import Batch
-from vitclinic.models.segmenter import Segmenter, read_masks, slide
+from vitclinic.models.segmenter import Segmenter, pixel_loss, read_masks, slide
 from vitclinic.probes.probe import DoesNotApply
 from vitclinic.probes.subject import Subject, find_headed
-from vitclinic.tasks.segmentation import pixel_loss
 
 
 def predicts_masks(subject: Subject) -> bool:
