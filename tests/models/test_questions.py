@@ -1,13 +1,18 @@
 """The network that answers questions against transformers' ViLT with the same weights, and against its own pieces."""
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 
 from vitclinic._core.errors import ModelError
+from vitclinic.data import open_data
 from vitclinic.data.text import TextSpec
 from vitclinic.models.questions import Answerer
 from vitclinic.models.tokens import passing_tokens
+from vitclinic.training import build_recipe
+from vitclinic.training.init import read_initial_weights
+from vitclinic.training.network import build_network
 from vitclinic.treatments import treat
 
 TEXT = TextSpec.of_questions(["what colour is the star", "is there a circle", "how many"])
@@ -45,6 +50,53 @@ def test_the_answers_are_those_of_vilt():
         )
         ours = network(images(), QUESTIONS)
     torch.testing.assert_close(ours, theirs.logits, rtol=1e-9, atol=1e-9)
+
+
+def test_weights_of_vilt_answer_as_vilt_does(tmp_path):
+    """A run that starts from a file of transformers' answers as transformers does, but for the new classifier."""
+    transformers = pytest.importorskip("transformers")
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *["what", "colour", "is", "the", "star", "there", "a", "circle", "how", "many"],
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    size = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    shape = {"image_size": 64, "patch_size": 16, "vocab_size": len(words), "max_position_embeddings": 40}
+    torch.manual_seed(3)
+    config = transformers.ViltConfig(**size, **shape, initializer_range=0.5, max_image_length=-1)
+    vilt = transformers.ViltModel(config)
+    safetensors.torch.save_file({f"vilt.{k}": v for k, v in vilt.state_dict().items()}, tmp_path / "vilt.safetensors")
+    recipe = build_recipe(
+        {
+            "task": "vqa",
+            "model": {"name": "vit_tiny_fitted", "patch_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 2},
+            "data": {"source": "scenes:8", "vocabulary": str(tmp_path / "vocab.txt")},
+            "init": str(tmp_path / "vilt.safetensors"),
+        }
+    )
+    init = read_initial_weights(recipe)
+    network, loaded = build_network(recipe, open_data(recipe.data), init)
+    assert not loaded.unfit
+    assert loaded.found.drawn == ()
+    answerer, pictures = network.eval().backbone, torch.rand(2, 3, 64, 64)
+    assert network.mean.flatten().tolist() == [0.5] * 3
+    numbers = answerer.encode(QUESTIONS)
+    with torch.no_grad():
+        pooled = torch.tanh(answerer.pooler(answerer.join(pictures, QUESTIONS)[:, 0]))
+        theirs = vilt.eval()(
+            input_ids=numbers,
+            attention_mask=(numbers != answerer.text.padding).long(),
+            pixel_values=pictures,
+            pixel_mask=torch.ones(2, 64, 64, dtype=torch.long),
+        )
+    torch.testing.assert_close(pooled, theirs.pooler_output, rtol=1e-3, atol=1e-3)
+    other = build_recipe({**recipe.plain(), "data": "scenes:8"})
+    (sentence,) = build_network(other, open_data(other.data), init)[1].unfit
+    assert "give the tokens of the weights as data.vocabulary" in sentence
 
 
 def vilt_state(network, theirs):

@@ -5,12 +5,17 @@ import json
 import numpy as np
 import pytest
 import torch
+from scipy import ndimage, stats
 
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.segmentation import count_pixels, mean_iou
+from vitclinic.anatomy import double_differentiable
 from vitclinic.data import open_data
+from vitclinic.data.corruptions.noise import Draws
 from vitclinic.models.detector import _prefer_background
-from vitclinic.probes import DetectionPrecision, SegmentationAccuracy, Subject
+from vitclinic.probes import DetectionPrecision, MaskNoise, SegmentationAccuracy, Sharpness, Subject
+from vitclinic.probes.behaviour.mask_noise import add_shot_noise
+from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.running import measure
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.figures import draw
@@ -65,6 +70,75 @@ def test_masks_are_scored_as_by_the_task_and_the_worst_come_first(masks):
     truth, predicted = (torch.from_numpy(one.arrays[f"shown_{kind}"]) for kind in ("truth", "predicted"))
     again = mean_iou(count_pixels(predicted, truth, 7).numpy())
     assert again == pytest.approx(one.arrays["shown_iou"])  # 64 pixels are not made smaller
+
+
+def test_masks_of_noisy_images_are_those_of_the_noise_drawn_here(masks):
+    subject, task = masks
+    with torch.no_grad():  # an untrained network says the same of all pixels: let it go by their brightness
+        subject.given.backbone.head[-1].weight.normal_(generator=torch.Generator().manual_seed(0))
+    one = view(subject, MaskNoise(draws=3))
+    assert one.scalars["miou"].value == pytest.approx(
+        task.evaluate(subject.given, subject.dataset, "test", ALONE)["miou"]
+    )
+    batch = next(subject.batches())
+    for sigma in (1, 2):
+        pixels = ndimage.gaussian_filter(batch.images.numpy(), (0, 0, sigma, sigma), mode="nearest")
+        with torch.no_grad():
+            scores = subject.given(torch.from_numpy(np.round(pixels * 255) / 255).float())
+        expected = mean_iou(count_pixels(scores.argmax(1), batch.annotations.masks, 7).sum(0).numpy())
+        assert one.scalars[f"miou_gaussian_blur_{sigma}"].value == pytest.approx(expected, abs=0.003)
+        assert one.scalars[f"miou_gaussian_blur_{sigma}"].low is None  # nothing is drawn
+    for name in ("shot_noise", "gaussian_noise_5", "gaussian_noise_10"):
+        found, of_draws = one.scalars[f"miou_{name}"], one.arrays[f"draws_{name}"]
+        assert len(set(of_draws.tolist())) == 3  # each draw is another
+        half = stats.t.ppf(0.975, 2) * of_draws.std(ddof=1) / 3**0.5
+        assert (found.value, found.low) == pytest.approx((of_draws.mean(), of_draws.mean() - half))
+    drop, clean, changed = (one.scalars[name] for name in ("drop", "miou", "miou_changed"))
+    assert drop.value == pytest.approx(clean.value - changed.value)
+    assert drop.low < drop.value < drop.high
+    assert drop.high - drop.low < changed.high - changed.low  # pairs differ less than networks do among images
+    again = view(subject, MaskNoise(draws=3))
+    assert again.scalars == one.scalars
+
+
+def test_the_sharpness_of_masks_is_that_of_the_dense_hessian_of_the_training_loss():
+    tiny = {"name": "vit_tiny_patch16_224", "patch_size": 32, "depth": 1, "embed_dim": 4, "num_heads": 1}
+    subject, task = make_subject(MASKS, model=tiny, precision="fp64")
+    network, some = subject.given, subject.on("train", 3)
+    head = {name: p for name, p in network.named_parameters() if "head.1" in name}
+    (batch,) = some.batches()
+
+    def loss(*values):
+        scores = torch.func.functional_call(network, dict(zip(head, values, strict=True)), (batch.images,))
+        return task.losses(scores, batch)["task"]
+
+    with double_differentiable():
+        blocks = torch.autograd.functional.hessian(loss, tuple(p.detach() for p in head.values()))
+    sizes = [p.numel() for p in head.values()]
+    dense = torch.cat(
+        [
+            torch.cat([b.reshape(n, m) for b, m in zip(row, sizes, strict=True)], 1)
+            for row, n in zip(blocks, sizes, strict=True)
+        ]
+    )
+    surface = Sharpness(images=3).surface(some)
+    with surface.gradient_mode():
+        assert surface.value() == pytest.approx(float(loss(*head.values()).detach()), rel=1e-9)
+        product, size = Hessian(surface).block(list(head))
+        found = torch.stack([product(unit) for unit in torch.eye(size, dtype=torch.float64)])
+    torch.testing.assert_close(found, dense, rtol=1e-6, atol=1e-9)
+    (one,) = measure(subject, [Sharpness(images=3, trace_draws=0, density_draws=0, max_products=12)])
+    assert one.scalars["loss"].value == pytest.approx(surface.value(), rel=1e-6)
+    assert [row.name for row in one.units] == ["blocks.0"]
+    (refused,) = measure(subject, [Sharpness(loss="sigmoid")])
+    assert refused.reason == "the loss of pixels is that of softmax: leave out loss=sigmoid."
+
+
+def test_shot_noise_has_the_variance_of_its_photons():
+    grey = torch.full((2, 1, 64, 64), 102 / 255)
+    noisy = add_shot_noise(grey, 60, Draws("here", 0, [0, 1]))
+    assert float(noisy.mean()) == pytest.approx(0.4, abs=0.004)
+    assert float(noisy.var()) == pytest.approx(0.4 / 60, rel=0.06)
 
 
 def test_boxes_are_scored_as_by_the_task_and_the_worst_come_first(boxes):

@@ -19,7 +19,16 @@ ORDER = [
     *("fourier", "segmentation", "variance", "detection", "cka", "embedding_map", "token_similarity", "token_norms"),
     *("sparsity", "token_kinds"),
     *("attention_entropy", "softmax_jacobian", "attention_distance", "attention_maps", "cb_scale", "trajectory"),
-    *("hessian_spectrum", "sharpness", "train_nll", "corruptions", "landscape", "lesion", "frequency_noise"),
+    *(
+        "hessian_spectrum",
+        "sharpness",
+        "train_nll",
+        "corruptions",
+        "mask_noise",
+        "landscape",
+        "lesion",
+        "frequency_noise",
+    ),
     *("saliency", "shape_bias", "flatness", "fgsm", "occlusion", "missing_rate", "pgd", "ntk", "shift"),
     *("knn", "retrieval", "alignment_uniformity", "linear_probe"),
 ]

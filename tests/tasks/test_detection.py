@@ -3,11 +3,13 @@
 import json
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchvision.models.detection._utils import BalancedPositiveNegativeSampler
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 
@@ -16,8 +18,10 @@ from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError
 from vitclinic.data import ImageSpec, open_data
+from vitclinic.data.randomness import torch_seed
 from vitclinic.models import Normalized
 from vitclinic.models.detector import _as_target, _shapes_only, paste_masks
+from vitclinic.models.regions import KeyedSampler
 from vitclinic.tasks.detection import Detection
 from vitclinic.training import Run, build_recipe, load_model, train
 from vitclinic.training.plan import plan_run
@@ -109,6 +113,18 @@ def test_draws_depend_on_the_keys_and_not_on_torchs_generator(trained):
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.parametrize("objects", [0, 3, 40])
+def test_draws_of_an_image_are_torchvisions(objects):
+    labels = torch.cat([torch.ones(objects), torch.zeros(60), -torch.ones(5)])[torch.randperm(65 + objects)]
+    sampler = KeyedSampler(32, 0.25, "regions")
+    sampler.keys = [11, 12]
+    ours = sampler([labels, labels])
+    for row, key in enumerate(sampler.keys):
+        torch.manual_seed(torch_seed("regions", key))
+        theirs = BalancedPositiveNegativeSampler(32, 0.25)([labels])
+        assert all(torch.equal(kind[row], their[0]) for kind, their in zip(ours, theirs, strict=True))
+
+
 def test_micro_batches_make_the_step_of_the_whole_batch(tmp_path):
     gradients = []
     for parts in (1, 2):
@@ -123,6 +139,10 @@ def test_images_without_objects_teach_what_background_is(trained):
     trainer, batch = trained
     detector = trainer.network.backbone
     empty = {name: tensor[:0] for name, tensor in batch.annotations.objects[0].items()}
+    unmasked = {name: tensor for name, tensor in empty.items() if name != "masks"}  # of a file without annotations
+    alone = replace(batch.annotations, objects=(unmasked,))
+    nothing = replace(batch, images=batch.images[:1], keys=batch.keys[:1], annotations=alone)
+    assert all(torch.isfinite(loss) for loss in trainer.criterion(trainer.network.train(), nothing)[1].values())
     losses = detector.compute_losses(detector.train()(batch.images[:1]), (64, 64), [empty], torch.tensor([1]))
     assert all(bool(loss.isfinite()) for loss in losses.values())
     assert losses["classes"] > 0
@@ -276,7 +296,7 @@ def test_boxes_alone(tmp_path):
         ({"progressive_resizing": {"start": 0.5}}, "at full size"),
         ({"task": {"name": "detection", "scale": [2.0, 1.0]}}, "the least and the largest factor"),
         ({"data": "digits"}, "come with class labels, not with objects"),
-        ({"treatments": ["patch_diversity"]}, "classification"),
+        ({"treatments": ["patch_diversity"]}, "classification or segmentation"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(changes, sentence, tmp_path):

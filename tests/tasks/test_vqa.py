@@ -92,6 +92,35 @@ def test_a_sample_s_question_does_not_depend_on_its_batch(make):
     assert sum(by_image[0][image] != by_image[1][image] for image in range(48)) > 20  # another question each time
 
 
+def test_several_questions_of_an_image_are_all_asked_before_one_comes_again(make):
+    trainer = trainer_of(make(task={"name": "vqa", "questions": 20}))
+    among = trainer.dataset.train.annotate(np.arange(len(trainer.dataset.train)))
+    batch = trainer.stream[range(0, 8)]
+    for image, asked in zip(batch.indices.tolist(), batch.annotations.questions, strict=True):
+        everything = among[image].questions
+        assert len(asked) == 20
+        assert sorted(q.text for q in asked[: len(everything)]) == sorted(q.text for q in everything)
+
+
+def test_several_questions_are_the_mean_of_each_alone(make):
+    trainer = trainer_of(make(task={"name": "vqa", "questions": 3}, precision="fp64"))
+    batch = trainer._convert(trainer.stream[range(0, 4)])
+    together = trainer.criterion(trainer.network, batch)[1]["task"]
+    answers, losses = trainer.dataset.classes, []
+    for row, asked in enumerate(batch.annotations.questions):
+        for question in asked:
+            scores = trainer.network(batch.images[row : row + 1], [question.text])[0]
+            signs = torch.tensor([1 if answer in question.answers else -1 for answer in answers])
+            losses.append(-torch.nn.functional.logsigmoid(signs * scores).sum())
+    assert len(losses) == 12
+    torch.testing.assert_close(together, torch.stack(losses).mean())
+
+
+def test_a_plan_counts_the_memory_of_all_questions(make):
+    one, four = (plan_run(make(task={"name": "vqa", "questions": count})).memory.activations for count in (1, 4))
+    assert one < four < 4 * one  # the patches are made once
+
+
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
 def test_the_loss_is_the_formula(make, loss):
     trainer = trainer_of(make(task={"name": "vqa", "loss": loss}, precision="fp64"))
@@ -137,8 +166,8 @@ def test_half_precision_learns_once_its_scale_is_found(make):
 def test_micro_batches_make_the_step_of_the_whole_batch(make):
     steps = []
     for parts in (1, 4):
-        sgd = {"name": "sgd", "lr": 1.0}
-        trainer = trainer_of(make(precision="fp64", accumulate=parts, clip=None, optimizer=sgd))
+        sgd, task = {"name": "sgd", "lr": 1.0}, {"name": "vqa", "questions": 2}
+        trainer = trainer_of(make(task=task, precision="fp64", accumulate=parts, clip=None, optimizer=sgd))
         trainer.advance()
         steps.append(trainer.network.state_dict())
     assert same_weights(*steps, 1e-10)
@@ -206,7 +235,7 @@ def test_what_cannot_be_answered_or_read_is_said(make, tmp_path):
         ({"progressive_resizing": {"start": 0.5}}, "reads images at one size"),
         ({"compile": True}, "ompile is not for the task vqa"),
         ({"treatments": ["gap_head"]}, "changes how patches are pooled"),
-        ({"treatments": ["patch_diversity"]}, "is for classification, not for the task vqa"),
+        ({"treatments": ["patch_diversity"]}, "is for classification or segmentation, not for the task vqa"),
         ({"model": "resnet18"}, "choose a ViT"),
         ({"treatments": [{"local_attention": {"kernel": 3}}]}, "remove the treatment that counts on patches alone"),
         ({"task": "classification", "data": "digits", "treatments": [{"context_broadcasting": {"tokens": "text"}}]},

@@ -91,6 +91,16 @@ PARK_BASE = {  # App. A.1
     "precision": "fp32",
     "final_lr": 0,
 }
+UPERNET = {  # hyeonwoo2023 Sec. 4.3, gong2021 Sec. 5.2
+    **DEIT_BASE,
+    "lr": 6e-5,
+    "weight_decay": 0.01,
+    "batch_size": 16,
+    "epochs": None,
+    "warmup": "1500 steps",
+    "final_lr": 0,
+    "augment": INCEPTION,
+}
 LOSSES = {"patch_diversity": {"cosine": 1.0, "contrastive": 1.0, "mixing": 1.0}}
 BROADCAST = {"context_broadcasting": {"scaled": False, "position": "mlp_end", "layers": "upper"}}
 STEM = {"conv_stem": {"components": "3Conv+3BN+3ReLU+1Proj", "strides": [2, 1, 1, 8], "act": "relu", "hidden": 64}}
@@ -190,6 +200,51 @@ PAPERS = {
         "treatments": BROADCAST,
         "score": "35.1",
     },
+    "hyeonwoo2023-upernet-ti-cb": {  # Sec. 4.3; the warm-up is Swin's, the dropped paths are DeiT's
+        **UPERNET,
+        "steps": 40_000,
+        "schedule": "polynomial",
+        "model": "deit_tiny_patch16_224",
+        "treatments": BROADCAST,
+        "data": "ade20k",
+        "task": {"width": 192},
+        "score": "36.5%",
+    },
+    "hyeonwoo2023-vilt-vqa2-cb": {  # Sec. 4.7; ViLT's published code
+        **UPERNET,
+        "lr": 1e-4,
+        "betas": [0.9, 0.98],
+        "head_lr": 1e-3,
+        "batch_size": 256,
+        "epochs": 10,
+        "warmup": "10%",
+        "schedule": "linear",
+        "model": "vit_base_patch32_384",
+        "keywords": {},
+        "treatments": {"context_broadcasting": {"scaled": True, "tokens": "text"}},
+        "data": "vqa2",
+        "score": "71.46%",
+    },
+    "gong2021-upernet-swin-b-ade20k": {
+        **UPERNET,
+        "steps": 160_000,
+        "model": "swin_base_patch4_window7_224",
+        "keywords": {"drop_path_rate": 0.3},
+        "late_drop_path": (0.5, 0.2),
+        "data": "ade20k",
+        "task": {"width": 512, "crop": None},
+        "score": "48.4%",
+    },
+    "gong2021-upernet-swin-b-cityscapes": {
+        **UPERNET,
+        "steps": 80_000,
+        "model": "swin_base_patch4_window7_224",
+        "keywords": {"drop_path_rate": 0.3},
+        "late_drop_path": (0.5, 0.2),
+        "data": "cityscapes",
+        "task": {"width": 512, "crop": 768},  # 769 there, of which patches of 4 leave one pixel
+        "score": "80.8%",
+    },
     "gong2021-deit-s24": {
         **GONG,
         "model": "deit_small_patch16_224",
@@ -245,6 +300,9 @@ def test_a_recipe_has_the_settings_of_its_paper(name):
     assert recipe.precision == paper["precision"]
     assert recipe.loss.name == paper["loss"]
     assert recipe.ema is None
+    assert recipe.head_lr == paper.get("head_lr")
+    assert (recipe.late_drop_path.rate, recipe.late_drop_path.share) == paper.get("late_drop_path", (None, 0.2))
+    assert {option: getattr(recipe.task, option) for option in paper.get("task", {})} == paper.get("task", {})
     parts = recipe.data.augment.resolve().model_dump()
     assert {part: parts[part] for part in paper["augment"]} == paper["augment"]
     assert recipe.data.held_out == 0  # papers train on all images
@@ -291,11 +349,15 @@ OURS = {  # by hand: DeiT-S is 22,050,664; ...
     "wang2022-deit-s-convstem": 22_050_664 - (768 + 1) * 384 + 1_656_768,
     "park2022-vit-ti-cifar100": 12 * (12 * 192**2 + 13 * 192) + (12 + 1) * 192 + 192 + 257 * 192 + 2 * 192 + 193 * 100,
 }
-IMAGES = {"imagenet": 1_281_167, "imagenet21k": 14_197_122, "cifar100": 50_000, "coco": 118_287}
-
-HEAVY = {name for name in PAPERS if re.search("b1[26]|152|swin|s24|s-cb|alternet|rcnn|volo|two-stage", name)} | {
-    "wang2022-deit-s"
+IMAGES = {
+    **{"imagenet": 1_281_167, "imagenet21k": 14_197_122, "cifar100": 50_000},
+    **{"ade20k": 20_210, "cityscapes": 2_975, "coco": 118_287, "vqa2": 82_783},
 }
+
+WITHOUT_TEST = ("imagenet", "ade20k", "cityscapes", "coco", "vqa2")
+HEAVY = {
+    name for name in PAPERS if re.search("b1[26]|152|swin|s24|s-cb|alternet|rcnn|volo|two-stage|upernet|vilt", name)
+} | {"wang2022-deit-s"}
 """Networks that take seconds to build: with `pytest -m slow`."""
 
 
@@ -305,7 +367,7 @@ HEAVY = {name for name in PAPERS if re.search("b1[26]|152|swin|s24|s-cb|alternet
 def test_every_shipped_recipe_can_be_planned(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = plan_run(name)
-    scored_on_val = plan.recipe.data.held_out == 0 and plan.recipe.data.source in ("imagenet", "coco")
+    scored_on_val = plan.recipe.data.held_out == 0 and plan.recipe.data.source in WITHOUT_TEST
     notes = plan.notes if plan.recipe.init.source is None else plan.notes[-1:]  # those before are of its weights
     assert [note.split(":")[0] for note in notes] == [
         "The data has no test images and none are held out"

@@ -1,6 +1,7 @@
 """Segmentation: its scores, its windows, its pyramid on any backbone, and that it trains like any task."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,14 +19,17 @@ from tests.training.test_representations import same_weights
 from tests.training.test_resume import killed_and_resumed
 from vitclinic import Run, load_model, open_data
 from vitclinic._core.callback import Callback
+from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import DataError, RecipeError, TreatmentError
 from vitclinic._core.segmentation import class_iou, count_pixels, mean_iou, mean_iou_interval
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.models.pyramid import Pyramid
-from vitclinic.models.segmenter import Segmenter, average_scales, slide
-from vitclinic.tasks.segmentation import pixel_loss
+from vitclinic.models.segmenter import Segmenter, average_scales, pixel_loss, slide
 from vitclinic.training import build_recipe, plan_run, resume, train
+from vitclinic.training.init import read_initial_weights
+from vitclinic.training.network import build_network
 from vitclinic.training.rows import drop_timing
+from vitclinic.training.trainer import Trainer
 
 # ------------------------------------------------------------------------------------------------------- the scores
 
@@ -226,11 +230,57 @@ def test_it_trains_and_the_loaded_network_segments(recipe):
     assert score["miou"] == pytest.approx(float(theirs), rel=1e-5)
 
 
-@pytest.mark.parametrize("treatment", ["sam", "conv_stem", {"context_broadcasting": {"layers": "all"}}])
+@pytest.mark.parametrize(
+    "treatment", ["sam", "conv_stem", "patch_diversity", {"context_broadcasting": {"layers": "all"}}]
+)
 @pytest.mark.parametrize("model", [MODEL, {"name": "swin_tiny_patch4_window7_224", "window_size": 4, **SWIN}])
 def test_treatments_train(recipe, treatment, model):
     run = train(recipe(steps=2, treatments=[treatment], model=model))
     assert run.status["status"] == "finished"
+
+
+def test_patches_have_the_classes_of_their_pixels(recipe):
+    built = build_recipe(recipe(treatments=[{"patch_diversity": {"cosine": 0, "contrastive": 0}}], precision="fp64"))
+    trainer = Trainer(built, open_data(built.data), 3, ALONE, torch.device("cpu"))
+    assert not trainer.notices  # nothing is mixed, so that no augmentation is overridden
+    batch = trainer._convert(trainer.stream[range(0, 4)])
+    masks = batch.annotations.masks.clone()
+    masks[0] = 255
+    masks[1, :, :40] = 255
+    batch = replace(batch, annotations=replace(batch.annotations, masks=masks))
+    found = trainer.learner(batch)["patch_mixing"]
+    objective = trainer.learner.objectives["patch_mixing"]
+    rows, columns = objective.grid
+    trainer.network.train()
+    trainer.network(batch.images)
+    (patches_bnd,) = objective.reader.take()
+    scores_bnk = objective.head(patches_bnd).log_softmax(-1)
+    expected = []
+    for image, mask in enumerate(masks):
+        losses = []
+        for patch, part in enumerate(blocks(mask, rows, columns)):
+            known = part[part != 255]
+            if len(known):
+                losses.append(-scores_bnk[image, patch, known.long()].mean())
+        expected.append(torch.stack(losses).mean() if losses else torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(found, torch.stack(expected).mean())
+
+
+def test_a_classifier_s_weights_are_all_loaded_but_its_head(recipe, tmp_path):
+    """The last linear layer of a ViT without a classifier is that of its last block, not a head of other classes."""
+    vit = {"name": "vit_tiny_fitted", "patch_size": 8, "embed_dim": 24, "depth": 4, "num_heads": 2}
+    first = train({"data": "shapes:8", "model": {**vit, "img_size": 64}, "steps": 1, "out": str(tmp_path / "first")})
+    built = build_recipe(recipe(model=vit, init=str(first.path)))
+    loaded = build_network(built, open_data(built.data), read_initial_weights(built))[1]
+    assert loaded.found.drawn == ()
+    assert "blocks.3.mlp.fc2.weight" in loaded.found.loaded
+
+
+def blocks(mask, rows, columns):
+    height, width = mask.shape[0] // rows, mask.shape[1] // columns
+    for row in range(rows):
+        for column in range(columns):
+            yield mask[row * height : (row + 1) * height, column * width : (column + 1) * width]
 
 
 def test_sam_trains_a_resnet_and_bf16_goes_the_same_way(recipe):
@@ -361,6 +411,14 @@ def test_parquet_of_images_and_masks(folder, tmp_path):
         dataset.train.annotate(np.array([3]))[0].mask, files.train.annotate(np.array([3]))[0].mask
     )
     assert dataset.digest == files.digest
+
+
+def test_masks_that_are_void_everywhere_are_told(folder, recipe):
+    (folder.path / "classes.json").write_text(json.dumps(["sky", "tree"]))
+    for file in (folder.path / "masks").iterdir():
+        Image.fromarray(np.full((20, 24), 255, np.uint8)).save(file)
+    with pytest.raises(DataError, match=r"masks of .* are void everywhere: there is no class to score"):
+        train(recipe(data=str(folder.path), model={**MODEL, "img_size": 32}, steps=1))
 
 
 def test_what_is_wrong_with_masks_is_one_sentence(folder):

@@ -197,3 +197,14 @@ def summarize_precision(precision: Floats) -> tuple[float, float, float]:
     if not len(there):
         return np.nan, np.nan, np.nan
     return float(there.mean()), float(there[:, _AT_50].mean()), float(there[:, _AT_75].mean())
+
+
+def name_precision(precision: Floats, classes: Sequence[str]) -> dict[str, float | None]:
+    """Return the AP of each class by its name, from that at each threshold [K, T]; None without objects.
+
+    Example:
+        >>> name_precision(np.array([[0.5, 0.3], [np.nan, np.nan]]), ["star", "heart"])
+        {'star': 0.4, 'heart': None}
+    """
+    means = precision.mean(1).tolist()
+    return {name: None if np.isnan(mean) else mean for name, mean in zip(classes, means, strict=True)}

@@ -19,26 +19,30 @@ _SIDE = 224
 """Smaller pictures are enlarged to at least this many pixels: a 32 x 32 map is too small to see."""
 
 
-def blend(image: Picture, attention: NDArray[np.floating]) -> Picture:
+def blend(image: Picture, attention: NDArray[np.floating], scale: tuple[float, float] | None = None) -> Picture:
     """Return `image` [H, W] or [H, W, C] in grey under the colours of `attention` [H, W], as [H, W, 3].
 
-    Colours span the map's range from minimum to maximum; a constant map gets the darkest.
+    Colours span the map's range from minimum to maximum; a constant map gets the darkest. With a `scale`, which several
+    maps may share, they span that, and what is below it stays grey.
     """
     grey = _grey(image)
     if grey.shape != attention.shape:
         raise ValueError(f"an image of {grey.shape} pixels and a map of {attention.shape} must have the same size")
-    low, high = float(attention.min()), float(attention.max())
+    low, high = scale or (float(attention.min()), float(attention.max()))
     level = (attention - low) / (high - low) if high > low else np.zeros(attention.shape)
     anchors = np.linspace(0, 1, len(_COLOURS))
     colours = np.stack([np.interp(level, anchors, channel) for channel in _COLOURS.T], axis=-1)
-    picture: Picture = np.rint(_SHARE * colours + (1 - _SHARE) * grey[..., None]).astype(np.uint8)
+    blended = _SHARE * colours + (1 - _SHARE) * grey[..., None]
+    if scale is not None:
+        blended = np.where((attention < low)[..., None], grey[..., None], blended)
+    picture: Picture = np.rint(blended).astype(np.uint8)
     return picture
 
 
-def beside(image: Picture, *maps: NDArray[np.floating]) -> Picture:
+def beside(image: Picture, *maps: NDArray[np.floating], scale: tuple[float, float] | None = None) -> Picture:
     """Return the image with its blend with each map to its right, enlarged by an integer factor if small."""
     coloured = image if image.ndim == 3 and image.shape[2] == 3 else np.repeat(_grey(image)[..., None], 3, axis=2)
-    row = np.concatenate([coloured.astype(np.uint8), *(blend(image, attention) for attention in maps)], axis=1)
+    row = np.concatenate([coloured.astype(np.uint8), *(blend(image, attention, scale) for attention in maps)], axis=1)
     factor = -(-_SIDE // min(image.shape[:2]))
     return row.repeat(factor, axis=0).repeat(factor, axis=1)
 

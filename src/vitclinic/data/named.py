@@ -116,8 +116,8 @@ class NamedData:
     splits: Mapping[str, int]
     """How many images each of its own splits has."""
     classes: int
-    size: int
-    """Pixels a side, as networks are trained on it."""
+    size: int | tuple[int, int]
+    """Pixels a side, or height and width, as networks are trained on it."""
     target: str = "class"
     """What its images come with."""
     tokens: int = 0
@@ -139,13 +139,15 @@ class NamedData:
         classes = tuple(str(number) for number in range(self.classes))
         targets = {} if self.target == "class" else {self.target: classes}
         own = classes if self.target == "class" else ()
-        shape = ((self.size, self.size), 3)
+        shape = ((self.size, self.size) if isinstance(self.size, int) else self.size, 3)
         return Source(self.title, own, splits, fingerprint("named", self.title), shape, targets=targets)
 
 
 NAMED_DATA = {
+    "ade20k": NamedData("ADE20K", {"train": 20_210, "val": 2_000}, 150, 512, target="mask"),
     "cifar10": NamedData("CIFAR-10", {"train": 50_000, "test": 10_000}, 10, 32),
     "cifar100": NamedData("CIFAR-100", {"train": 50_000, "test": 10_000}, 100, 32),
+    "cityscapes": NamedData("Cityscapes", {"train": 2_975, "val": 500}, 19, (1024, 2048), target="mask"),
     "coco": NamedData("COCO 2017", {"train": 118_287, "val": 5_000}, 80, 800, target="objects"),
     "imagenet": NamedData("ImageNet", {"train": 1_281_167, "val": 50_000}, 1000, 224),
     "imagenet21k": NamedData("ImageNet-21k", {"train": 14_197_122}, 21_843, 224),

@@ -98,6 +98,9 @@ class TrainingStream(TorchDataset[Batch]):
         if dataset.target != "class":
             self.annotated = annotated or AnnotatedView(dataset.size, flip=bool(config.flip))
 
+    questions = 1
+    """Questions that are asked of an image at a time, each with targets of its own."""
+
     @property
     def has_soft_targets(self) -> bool:
         """True if targets are shares of the classes [B, K]."""

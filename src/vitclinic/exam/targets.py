@@ -81,7 +81,7 @@ class Network:
         if self.run is None or not isinstance(self.network, Normalized):
             return None
         recipe = self.run.recipe
-        augment, _ = adapt_augmentation(recipe.data.augment, recipe.treatments, self.network.trunk, self.run.spec)
+        augment, _ = adapt_augmentation(recipe, self.network.trunk, self.run.spec)
         decayed = {id(parameter) for parameter in weight_decay_parameters(self.network)}
         names = frozenset(name for name, p in self.network.named_parameters() if id(p) in decayed)
         return Training(augment, recipe.optimizer.weight_decay, names, past_weights(self.run))

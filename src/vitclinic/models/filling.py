@@ -214,7 +214,8 @@ def adopt(network: nn.Module, state: State, source: str, *, head: bool = True) -
     """
     wanted = network.state_dict()
     _check_channels(state, wanted, source)
-    classifier = find_classifier(network)
+    # The last linear layer of a network without a classifier, which a task's head reads, is a part of its last block.
+    classifier = () if getattr(network, "num_classes", None) == 0 else find_classifier(network)
     fitting = {key for key, value in state.items() if key in wanted and value.shape == wanted[key].shape}
     of_head = {key for key in wanted if key.startswith(classifier)}
     if not head or not of_head <= fitting:

@@ -4,7 +4,7 @@ Words and patches are tokens of one sequence, which the blocks of the ViT see to
 first of them. So treatments of the ViT act in it as they do on images alone, and weights of ViTs fit. transformers has
 the same network, but puts the patches in random order.
 
-Shapes: B images, W words, N patches with the class token, D channels, K answers.
+Shapes: B images, P questions about them, W words, N patches with the class token, D channels, K answers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Words(nn.Module):
         for weight in (self.tokens.weight, self.positions):
             nn.init.trunc_normal_(weight, std=0.02)
 
-    def forward(self, numbers_bw: Tensor) -> Tensor:
-        x_bwd: Tensor = self.norm(self.tokens(numbers_bw) + self.positions)
-        return x_bwd
+    def forward(self, numbers_pw: Tensor) -> Tensor:
+        x_pwd: Tensor = self.norm(self.tokens(numbers_pw) + self.positions)
+        return x_pwd
 
 
 class Answerer(Headed):
@@ -85,38 +85,46 @@ class Answerer(Headed):
             nn.init.zeros_(layer.bias)
 
     def forward(self, images: Tensor, questions: str | Sequence[str] | Tensor | None = None) -> Tensor:
-        """Return the scores of the answers [B, K]; without questions, the ViT's features of the images alone.
+        """Return the scores of the answers; without questions, the ViT's features of the images alone [B, D].
 
         Args:
             images: Normalized images.
-            questions: A question about all images, or one about each, or the numbers of its tokens [B, W] (`encode`).
+            questions: A question about all images, or the same number about each, those of an image together, or the
+                numbers of their tokens [P, W] (`encode`).
+
+        Returns:
+            The scores of the answer to each question, [P, K].
         """
         if isinstance(questions, str):
             questions = [questions] * len(images)
         if questions is None:
             features: Tensor = self.backbone(images)
             return features
-        x_bd = self.join(images, questions)[:, 0]
-        scores_bk: Tensor = self.classifier(torch.tanh(self.pooler(x_bd)))
-        return scores_bk
+        x_pd = self.join(images, questions)[:, 0]
+        scores_pk: Tensor = self.classifier(torch.tanh(self.pooler(x_pd)))
+        return scores_pk
 
     def encode(self, questions: Sequence[str]) -> Tensor:
         """Return the numbers of the tokens of questions, [B, W]."""
         return torch.tensor([self.text.encode(question) for question in questions], device=self.kinds.device)
 
     def join(self, images: Tensor, questions: Sequence[str] | Tensor) -> Tensor:
-        """Return words and patches after the last block, [B, W + N, D]."""
-        numbers_bw = questions if isinstance(questions, Tensor) else self.encode(questions)
-        if len(numbers_bw) != len(images):
-            raise ModelError(f"There are {len(numbers_bw)} questions for {len(images)} images; ask one of each.")
+        """Return words and patches after the last block, [P, W + N, D]."""
+        numbers_pw = questions if isinstance(questions, Tensor) else self.encode(questions)
+        if len(numbers_pw) % max(1, len(images)):
+            raise ModelError(
+                f"There are {len(numbers_pw)} questions for {len(images)} images; ask the same number of each."
+            )
         vit: Any = self.backbone  # timm's VisionTransformer, whose parts have no types
-        words = self.words(numbers_bw) + self.kinds[0]
+        words = self.words(numbers_pw) + self.kinds[0]
         patches = vit.patch_drop(vit._pos_embed(vit.patch_embed(images))) + self.kinds[1]
-        x_bnd = vit.norm_pre(torch.cat([words.to(patches.dtype), patches], dim=1))
-        kinds = TokenKinds(numbers_bw == self.text.padding, patches.shape[1])
+        if len(numbers_pw) > len(images):  # the patches of an image are made once for all that is asked about it
+            patches = patches.repeat_interleave(len(numbers_pw) // len(images), dim=0)
+        x_pnd = vit.norm_pre(torch.cat([words.to(patches.dtype), patches], dim=1))
+        kinds = TokenKinds(numbers_pw == self.text.padding, patches.shape[1])
         mask = kinds.of("all")[:, None, None, :]
         with announce_tokens(kinds):
             for block in vit.blocks:
-                x_bnd = block(x_bnd, attn_mask=mask)
-        joined: Tensor = vit.fc_norm(vit.norm(x_bnd))  # one of the two is no layer
+                x_pnd = block(x_pnd, attn_mask=mask)
+        joined: Tensor = vit.fc_norm(vit.norm(x_pnd))  # one of the two is no layer
         return joined

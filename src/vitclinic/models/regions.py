@@ -37,18 +37,23 @@ class KeyedSampler(BalancedPositiveNegativeSampler):  # type: ignore[misc]
 
     def __call__(self, matched_idxs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return, for each image, which of its regions are drawn as positive and as negative ones."""
-        positive, negative = [], []
-        with torch.random.fork_rng(devices=_devices(matched_idxs)):
-            for labels, key in zip(matched_idxs, self.keys, strict=True):
-                torch.manual_seed(torch_seed(self.purpose, key))
-                first, second = super().__call__([labels])
-                positive += first
-                negative += second
+        # A generator of its own: seeding torch's notes the whole Python stack for CUDA each time.
+        positive, negative, generator = [], [], torch.Generator()
+        for labels, key in zip(matched_idxs, self.keys, strict=True):
+            generator.manual_seed(torch_seed(self.purpose, key))
+            most = int(self.batch_size_per_image * self.positive_fraction)
+            positive.append(_draw(labels >= 1, most, generator))
+            negative.append(_draw(labels == 0, self.batch_size_per_image - int(positive[-1].sum()), generator))
         return positive, negative
 
 
-def _devices(tensors: Sequence[Tensor]) -> list[Any]:
-    return list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
+def _draw(among: Tensor, most: int, generator: torch.Generator) -> Tensor:
+    """Return flags of at most so many places, drawn from those where `among` is true."""
+    places = torch.where(among)[0]
+    drawn = torch.randperm(len(places), generator=generator)[:most].to(places.device)
+    chosen = torch.zeros_like(among, dtype=torch.uint8)
+    chosen[places[drawn]] = 1
+    return chosen
 
 
 def _leave_out_crowds(labels: list[Tensor], regions: list[Tensor], targets: Sequence[Objects]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.errors import MissingExtraError
+from vitclinic._core.segmentation import VOID
 from vitclinic.anatomy import eval_mode
 from vitclinic.data import Batch, Dataset, ImageSpec, evaluation_batches
 from vitclinic.models.headed import Headed
@@ -139,6 +140,16 @@ def read_masks(batch: Batch) -> Tensor:
     assert batch.annotations is not None
     assert batch.annotations.masks is not None
     return batch.annotations.masks
+
+
+def pixel_loss(scores: Tensor, masks: Tensor) -> Tensor:
+    """Return the cross-entropy of scores [B, K, H, W], averaged over the known pixels of each image, then over images.
+
+    So it does not depend on how a batch is divided. An image that is all void counts 0.
+    """
+    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    of_pixels = F.cross_entropy(scores, masks.long(), ignore_index=VOID, reduction="none")
+    return (of_pixels.sum((1, 2)) / (masks != VOID).sum((1, 2)).clamp(min=1)).mean()
 
 
 def score_pixels(

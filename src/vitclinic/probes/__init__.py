@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vitclinic.probes.behaviour.errors import Errors
     from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
     from vitclinic.probes.behaviour.label_errors import LabelErrors
+    from vitclinic.probes.behaviour.mask_noise import MaskNoise
     from vitclinic.probes.behaviour.missing_rate import MissingRate
     from vitclinic.probes.behaviour.occlusion import Occlusion
     from vitclinic.probes.behaviour.saliency import Saliency
@@ -109,6 +110,7 @@ __all__ = [
     "Landscape",
     "Lesion",
     "LinearProbe",
+    "MaskNoise",
     "Measurement",
     "MissingRate",
     "Need",

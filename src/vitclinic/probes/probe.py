@@ -132,6 +132,10 @@ class Probe(Config):
         """Return the subject to measure; an owning probe may pick other images, as in `subject.on("train", 256)`."""
         return subject
 
+    def requirements(self, subject: Subject) -> frozenset[Need]:
+        """Return what it requires of a subject: `needs`, unless it also measures networks of other tasks."""
+        return self.needs
+
     def check(self, subject: Subject) -> None:
         """Raise `DoesNotApply` if the probe makes no sense for the subject for a reason that `needs` does not cover."""
 

@@ -128,31 +128,32 @@ def find_obstacle(probe: Probe, subject: Subject) -> Exception | None:
 
 
 def _check_applies(probe: Probe, subject: Subject) -> None:
-    if probe.needs & {"scores", "labels", "logits"} and subject.features is not None:
+    needs = probe.requirements(subject)
+    if needs & {"scores", "labels", "logits"} and subject.features is not None:
         raise DoesNotApply(f"the network has no class scores: it returns {subject.features}.")
-    if probe.needs & {"scores", "labels"} and subject.drawn:
+    if needs & {"scores", "labels"} and subject.drawn:
         raise DoesNotApply(
             f"the classifier was drawn at random, because the weights have none of this size"
             f" ({', '.join(subject.drawn)})."
         )
-    if "labels" in probe.needs:
+    if "labels" in needs:
         _check_classes(subject)
-    if "logits" in probe.needs and subject.returns_probabilities:
+    if "logits" in needs and subject.returns_probabilities:
         raise DoesNotApply(
             "the network returns probabilities, and the loss is computed from logits. Leave out its softmax, or pass"
             " output=torch.log."
         )
-    if "logits" in probe.needs and subject.returns_sigmoids:
+    if "logits" in needs and subject.returns_sigmoids:
         raise DoesNotApply(
             "the network returns the probability of each class by itself (a sigmoid: they do not sum to 1), and the"
             " loss is computed from logits of classes that exclude each other. If only one class is right, leave out"
             " its sigmoid, or pass output=torch.logit."
         )
-    if "gradients" in probe.needs:
+    if "gradients" in needs:
         _check_gradients(subject)
-    if probe.needs & {"anatomy", "attention"}:
+    if needs & {"anatomy", "attention"}:
         units = subject.anatomy.units
-        if "attention" in probe.needs and not any(unit.attention for unit in units):
+        if "attention" in needs and not any(unit.attention for unit in units):
             raise DoesNotApply(f"a {subject.anatomy.family} has no attention maps.")
 
 

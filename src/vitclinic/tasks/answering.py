@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 
 
 class QuestionStream(TrainingStream):
-    """Training samples of one question each, drawn from those of the image by the sample's key; targets are [B, K]."""
+    """Training samples of Q questions each, drawn from those of the image by the sample's key; targets are [B, Q * K].
 
-    def __init__(self, dataset: Dataset, augment: Augment, seed: int) -> None:
+    An image with fewer questions than that is asked some again.
+    """
+
+    def __init__(self, dataset: Dataset, augment: Augment, seed: int, questions: int = 1) -> None:
         super().__init__(dataset, augment, seed)
         self.numbers = {answer: number for number, answer in enumerate(dataset.classes)}
+        self.questions = questions
 
     @property
     def has_soft_targets(self) -> bool:
@@ -41,12 +45,24 @@ class QuestionStream(TrainingStream):
     def __getitem__(self, places: range) -> Batch:
         batch = super().__getitem__(places)
         assert batch.annotations is not None
-        draws = uniforms(batch.keys.numpy().view(np.uint64), "question", 1)[:, 0]
-        drawn = [
-            of_image[int(at * len(of_image))] for of_image, at in zip(batch.annotations.questions, draws, strict=True)
-        ]
-        targets = targets_of(drawn, self.numbers)
-        return replace(batch, targets=targets, annotations=Annotations(questions=tuple((one,) for one in drawn)))
+        draws_bq = uniforms(batch.keys.numpy().view(np.uint64), "question", self.questions).tolist()
+        drawn = tuple(
+            _draw_questions(of_image, draws)
+            for of_image, draws in zip(batch.annotations.questions, draws_bq, strict=True)
+        )
+        targets_pk = targets_of([question for of_image in drawn for question in of_image], self.numbers)
+        targets = targets_pk.reshape(len(drawn), -1)
+        return replace(batch, targets=targets, annotations=Annotations(questions=drawn))
+
+
+def _draw_questions(among: Sequence[Question], draws: Sequence[float]) -> tuple[Question, ...]:
+    """Return a question for each draw in [0, 1); none comes again before all have been asked."""
+    found: list[Question] = []
+    left: list[Question] = []
+    for draw in draws:
+        left = left or list(among)
+        found.append(left.pop(int(draw * len(left))))
+    return tuple(found)
 
 
 def targets_of(questions: Sequence[Question], numbers: dict[str, int]) -> Tensor:
@@ -84,8 +100,10 @@ class AnswerCriterion(Criterion):
 
     def forward(self, network: nn.Module, batch: Batch) -> tuple[Tensor, Losses]:
         assert batch.annotations is not None
-        scores_pk = network(batch.images, [first.text for first, *_ in batch.annotations.questions])
-        return scores_pk, {"task": answer_losses(scores_pk, batch.targets, self.loss).mean()}
+        questions = batch.annotations.questions
+        scores_pk = network(batch.images, [question.text for of_image in questions for question in of_image])
+        targets_pk = batch.targets.reshape(scores_pk.shape)
+        return scores_pk, {"task": answer_losses(scores_pk, targets_pk, self.loss).mean()}
 
 
 def ask_all(network: nn.Module, batch: Batch) -> tuple[list[Question], np.ndarray[Any, Any], Tensor]:

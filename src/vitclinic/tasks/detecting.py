@@ -30,8 +30,11 @@ class DetectionCriterion(Criterion):
         assert isinstance(network.backbone, Detector)
         assert batch.annotations
         detector, objects = network.backbone, batch.annotations.objects
-        if detector.regions.has_mask() and any("masks" not in each for each in objects):
-            raise DataError("The objects of these images have boxes and no masks: write task.masks=false.")
+        if detector.regions.has_mask():
+            if any("masks" not in each and len(each["labels"]) for each in objects):
+                raise DataError("The objects of these images have boxes and no masks: write task.masks=false.")
+            none = torch.zeros(0, *batch.images.shape[2:], dtype=torch.uint8, device=batch.images.device)
+            objects = tuple({"masks": none, **each} for each in objects)  # data without any object says no masks
         maps = network(batch.images)
         size = (batch.images.shape[2], batch.images.shape[3])
         return maps, detector.compute_losses(maps, size, objects, batch.keys)

@@ -30,7 +30,8 @@ class Detection(Dense):
     """Find objects with boxes and, unless `masks` is false, their pixels: Mask R-CNN on the backbone's pyramid.
 
     Scores have COCO's `ap`, `ap50` and `ap75` of boxes, `mask_ap`, `mask_ap50` and `mask_ap75` of masks, `miss` (1 -
-    ap), `objects`, the number of objects to be found, and `count`.
+    ap), `class_ap`, the AP of the boxes of each class (null for one without objects), `objects`, the number of objects
+    to be found, and `count`.
 
     Attributes:
         masks: Predict masks, too.
@@ -86,7 +87,7 @@ class Detection(Dense):
     def evaluate(
         self, network: nn.Module, dataset: Dataset, split: str, distributed: Distributed, batch_size: int = BATCH_SIZE
     ) -> Score:
-        from vitclinic._core.detection import Detections, summarize_precision
+        from vitclinic._core.detection import Detections, name_precision, summarize_precision
         from vitclinic.tasks.detecting import match_split
 
         kinds = ("boxes", "masks") if self.masks else ("boxes",)
@@ -95,13 +96,16 @@ class Detection(Dense):
         )
         images = [image for part in own for image in part]
         score: Score = {}
+        of_classes: dict[str, float | None] = {}
         for kind, prefix in zip(kinds, ("", "mask_"), strict=False):
             found = Detections([image[kind] for image in images], len(dataset.classes))
             if not found.objects.sum():
                 raise DataError(
                     f"The {split} images of '{dataset.name}' show no objects: AP is not defined without any."
                 )
-            numbers = summarize_precision(found.average_precision())
+            precision = found.average_precision()
+            numbers = summarize_precision(precision)
+            of_classes = of_classes or name_precision(precision, dataset.classes)
             score |= {f"{prefix}{name}": number for name, number in zip(("ap", "ap50", "ap75"), numbers, strict=True)}
             score["objects"] = int(found.objects.sum())
-        return {**score, "miss": 1 - score["ap"], "count": len(images)}
+        return {**score, "miss": 1 - score["ap"], "class_ap": of_classes, "count": len(images)}

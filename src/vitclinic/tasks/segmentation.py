@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from vitclinic._core.errors import DataError
 from vitclinic.tasks.dense import Dense
 from vitclinic.tasks.task import BATCH_SIZE, Metric, Score, register
 
@@ -85,7 +86,7 @@ class Segmentation(Dense):
         return Segmenter(backbone, spec, self.head, self.width, self.auxiliary > 0, self.norm)
 
     def losses(self, outputs: Tensor | dict[str, Tensor], batch: Batch) -> Losses:
-        from vitclinic.models.segmenter import read_masks
+        from vitclinic.models.segmenter import pixel_loss, read_masks
 
         if not isinstance(outputs, dict):
             return {"task": pixel_loss(outputs, read_masks(batch))}
@@ -114,22 +115,10 @@ class Segmentation(Dense):
 
         parts = [part for of_process in distributed.gather(own) for part in of_process]
         counts = np.concatenate([part[0] for part in parts])
+        if not counts[:, 2].sum():
+            raise DataError(f"The {split} masks of '{dataset.name}' are void everywhere: there is no class to score.")
         nll = sum(part[1] for part in parts) / max(1, sum(part[2] for part in parts))
         return summarize_counts(counts, nll, dataset.classes)
-
-
-def pixel_loss(scores: Tensor, masks: Tensor) -> Tensor:
-    """Return the cross-entropy of scores [B, K, H, W], averaged over the known pixels of each image, then over images.
-
-    So it does not depend on how a batch is divided. An image that is all void counts 0.
-    """
-    import torch.nn.functional as F
-
-    from vitclinic._core.segmentation import VOID
-
-    scores = scores.float() if scores.dtype.itemsize < 4 else scores
-    of_pixels = F.cross_entropy(scores, masks.long(), ignore_index=VOID, reduction="none")
-    return (of_pixels.sum((1, 2)) / (masks != VOID).sum((1, 2)).clamp(min=1)).mean()
 
 
 def summarize_counts(counts: NDArray[np.int64], nll: float, classes: tuple[str, ...]) -> Score:

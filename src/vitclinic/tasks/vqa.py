@@ -6,7 +6,7 @@ torch is imported inside the functions: a typo in a recipe should not wait for t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -33,12 +33,13 @@ _QUESTIONS_PER_IMAGE = 8
 class Vqa(Task):
     """Visual question answering by ViLT, with any ViT as its transformer: words and patches are tokens of one sequence.
 
-    A step asks one question of each image, drawn with the image; validation asks all of them. Scores have `accuracy` as
+    A step asks `questions` of each image, drawn with the image; validation asks all of them. Scores have `accuracy` as
     VQA counts it, with its 95% interval over images, that of questions answered by yes or no (`accuracy_yes_no`), by a
     number and otherwise, and `answer_loss`. `count` is the number of images, `questions` that of their questions.
 
     Attributes:
         loss: `sigmoid` (binary cross-entropy of every answer, as ViLT's) or `softmax` (with targets that add up to 1).
+        questions: Questions about an image in a step, whose patches are made once for all of them.
     """
 
     name = "vqa"
@@ -57,6 +58,7 @@ class Vqa(Task):
     default_source = "scenes"
 
     loss: Literal["sigmoid", "softmax"] = Field("sigmoid", description="sigmoid (every answer by itself) or softmax")
+    questions: Annotated[int, Field(ge=1)] = Field(1, description="questions about each image in a step")
 
     def check(self, recipe: Recipe) -> None:
         """Refuse what has no meaning for questions."""
@@ -95,7 +97,7 @@ class Vqa(Task):
                 f"{count:,} training questions speak of left or right, which mirrored images swap: set"
                 " data.augment.flip=false."
             )
-        return QuestionStream(dataset, augment, seed)
+        return QuestionStream(dataset, augment, seed, self.questions)
 
     def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion:
         from vitclinic.tasks.answering import AnswerCriterion

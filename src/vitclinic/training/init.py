@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from vitclinic.data import ImageSpec
 from vitclinic.data.decoding import Size
 from vitclinic.models.filling import Adoption, adopt, convert, list_resampled, strip_prefix
 from vitclinic.models.libraries import open_library
+from vitclinic.models.vilt import MEAN, STD, convert_vilt, is_vilt, load_head
 from vitclinic.models.weights import metadata, read_weights, split_key
 from vitclinic.training.recipe import ModelConfig, Recipe
 from vitclinic.training.run import Run, find_run
@@ -49,12 +50,14 @@ class InitialWeights:
     has_head: bool = True
     task_head: tuple[str, ...] = ()
     """Parts of the head that a task had put on the network; they are not loaded."""
+    head: Mapping[str, Tensor] = field(default_factory=dict)
+    """Weights for the head of a task, by its names."""
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of names, shapes and numbers."""
         hashed = hashlib.sha256(repr(self.statistics).encode())
-        for name, tensor in sorted(self.state.items()):
+        for name, tensor in sorted({**self.state, **self.head}.items()):
             hashed.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
             hashed.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
         return hashed.hexdigest()
@@ -88,6 +91,17 @@ class Loaded:
     found: Adoption
     resampled: Mapping[str, tuple[list[int], list[int]]]
     num_classes: int
+    head: tuple[str, ...] = ()
+    """Tensors of the task's head that were loaded."""
+    unfit: tuple[str, ...] = ()
+    """Sentences on those that were not."""
+
+    def with_head(self, network: nn.Module) -> Loaded:
+        """Load what there is for the head of a task, which is on the network now."""
+        if not self.init.head:
+            return self
+        loaded, unfit = load_head(network, dict(self.init.head))
+        return replace(self, head=tuple(loaded), unfit=tuple(unfit))
 
     @property
     def notices(self) -> list[str]:
@@ -104,6 +118,9 @@ class Loaded:
             notices.append(f"not in {source}, so drawn at random: {_list_names(drawn)}")
         if found.unused:
             notices.append(f"not used of {source}: {_list_names(found.unused)}")
+        if self.head:
+            notices.append(f"of its task's head: {_list_names(self.head)}")
+        notices += self.unfit
         if self.init.task_head:
             notices.append(f"left out of {source}, as its task's head: {', '.join(self.init.task_head)}")
         return notices
@@ -198,7 +215,11 @@ def _read_file(source: str, describe: bool) -> InitialWeights:
         )
     if describe and "timm" in metadata(file):  # it says what it is of
         return _read_library(f"timm:@{source}")
-    return InitialWeights(source, read_weights(file, key).state)
+    state = read_weights(file, key).state
+    if not is_vilt(state):
+        return InitialWeights(source, state)
+    backbone, head = convert_vilt(state)
+    return InitialWeights(source, backbone, (MEAN, STD), has_head=False, head=head)
 
 
 def _names_model(recipe: Recipe) -> bool:

@@ -23,7 +23,7 @@ from vitclinic.training.checkpoint import load_network_state
 from vitclinic.training.init import InitialWeights, Loaded
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.run import Run
-from vitclinic.treatments import Losses, Objective, Treatment, operate
+from vitclinic.treatments import Losses, Objective, operate
 
 
 class Learner(nn.Module):
@@ -80,7 +80,7 @@ def build_network(
         loaded = init.load_into(network.backbone, state, dataset.classes)
     check_fit(network, spec.in_chans, spec.img_size, recipe.task.num_outputs(spec))
     _put_head(network, recipe, spec)
-    return network, loaded
+    return network, None if loaded is None else loaded.with_head(network.backbone)
 
 
 def _put_head(network: Normalized, recipe: Recipe, spec: ImageSpec) -> None:
@@ -119,12 +119,13 @@ def check_memory(images: int, shape: tuple[int, int, int]) -> None:
         )
 
 
-def adapt_augmentation(
-    augment: Augment, treatments: Sequence[Treatment], network: nn.Module, spec: ImageSpec
-) -> tuple[Augment, list[str]]:
-    """Return the augmentation a run actually trains with, and a notice for every treatment that changed it."""
-    augment, notices = augment.resolve(), []
-    for treatment in treatments:
+def adapt_augmentation(recipe: Recipe, network: nn.Module, spec: ImageSpec) -> tuple[Augment, list[str]]:
+    """Return the augmentation a run actually trains with, and a notice for every treatment that changed it.
+
+    Images that come with masks, objects or questions are not mixed, and no treatment changes that.
+    """
+    augment, notices = recipe.data.augment.resolve(), []
+    for treatment in recipe.treatments if recipe.data.target == "class" else ():
         changed = treatment.augmentation(augment, network, spec)
         parts = [
             f"{name} is {_describe(getattr(changed, name))} instead of {_describe(value)}"

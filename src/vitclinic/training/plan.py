@@ -312,13 +312,15 @@ def _make_batch(trainer: Trainer, images: int) -> Batch:
     numbers = torch.arange(images)
     batch = Batch(
         torch.zeros(images, dataset.channels, *trainer.spec.img_size, dtype=trainer.dtype),
-        torch.zeros(images, classes, dtype=trainer.dtype) if soft else torch.zeros(images, dtype=torch.int64),
+        torch.zeros(images, stream.questions * classes, dtype=trainer.dtype)
+        if soft
+        else torch.zeros(images, dtype=torch.int64),
         numbers,
         numbers,
         None if patches is None else torch.zeros(images, patches, classes, dtype=trainer.dtype),
         annotations=None
         if dataset.target == "class"
-        else Annotations.blank(dataset.target, images, trainer.spec.img_size),
+        else Annotations.blank(dataset.target, images, trainer.spec.img_size, stream.questions),
     )
     batch = trainer.task.read(batch)
     if trainer.criterion is None:

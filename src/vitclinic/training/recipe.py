@@ -16,6 +16,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic._core.time import Time
 from vitclinic.data import DataConfig
 from vitclinic.tasks import Classification, LossConfig, Task, parse_task
+from vitclinic.training.drop_path import LateDropPathConfig
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.training.resizing import ResizingConfig
 from vitclinic.treatments import Treatment, Treatments
@@ -199,6 +200,7 @@ class Recipe(Settings):
     )
     schedule: ScheduleConfig = ScheduleConfig()
     progressive_resizing: ResizingConfig = ResizingConfig()
+    late_drop_path: LateDropPathConfig = LateDropPathConfig()
     epochs: Annotated[float, Field(gt=0, le=10**6)] | None = Field(
         None, description=f"passes over the training images; {DEFAULT_EPOCHS} unless steps or max_time is given"
     )

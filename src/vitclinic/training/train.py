@@ -12,6 +12,7 @@ from vitclinic._core.sources import check_model_name
 from vitclinic.data import DataConfig, Dataset
 from vitclinic.data.factory import check_source
 from vitclinic.tasks import LossConfig, Task
+from vitclinic.training.drop_path import LateDropPathConfig
 from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
 from vitclinic.training.overrides import Overrides, build_recipe, default_base
 from vitclinic.training.recipe import (
@@ -48,6 +49,7 @@ def train(
     freeze: str | Sequence[str] | None = None,
     schedule: str | Mapping[str, Any] | ScheduleConfig | None = None,
     progressive_resizing: float | Mapping[str, Any] | ResizingConfig | None = None,
+    late_drop_path: float | Mapping[str, Any] | LateDropPathConfig | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     max_time: str | float | None = None,
@@ -93,6 +95,7 @@ def train(
         schedule: `"cosine"`, `"linear"` or `"constant"`, or `{"name": ..., "warmup": ...}`.
         progressive_resizing: Side of the first training images, as a share of the full one, or
             `{"start": 0.5, "until": "70%"}`; full size unless given.
+        late_drop_path: Rate of stochastic depth in the last fifth of the run, or `{"rate": 0.5, "share": 0.2}`.
         epochs: Passes over the training images.
         steps: Optimizer steps, instead of epochs.
         max_time: A time such as `"30m"`, instead of epochs.

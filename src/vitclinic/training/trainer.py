@@ -20,6 +20,7 @@ from vitclinic.data import Batch, Dataset
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training.course import Course
+from vitclinic.training.drop_path import LateDropPath
 from vitclinic.training.init import InitialWeights
 from vitclinic.training.network import (
     Learner,
@@ -54,7 +55,6 @@ EXPLODED = 10.0
 """A loss this many times that of the first step counts as divergence."""
 STUCK = 50
 """This many steps in a row without a finite gradient count as divergence; a loss scaler needs a few to adapt."""
-
 
 SCORES_VAL = (
     "The data has no test images and none are held out: test scores are of val, on which the best checkpoint is"
@@ -99,7 +99,7 @@ class Trainer:
         self.rule_start = max((t.step_rule_start() for t in treatments if t.step_rule() is not None), default=0.0)
         transforms = (t.batch_transform(network.trunk, spec) for t in treatments)
         self.transforms = [transform for transform in transforms if transform is not None]
-        augment, self.notices = adapt_augmentation(recipe.data.augment, treatments, network.trunk, spec)
+        augment, self.notices = adapt_augmentation(recipe, network.trunk, spec)
         if self.loaded is not None:
             self.notices = [*self.loaded.notices, *self.notices]
 
@@ -108,6 +108,7 @@ class Trainer:
         self.criterion = build_criterion(recipe, network, spec)
         self.learner = Learner(network, self.task, objectives, self.criterion).to(home, self.dtype).train()
         freeze_units(recipe, network, spec)
+        self.drop_path = LateDropPath(recipe.late_drop_path, network, total_steps)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.divided = self._is_divided()
@@ -206,6 +207,7 @@ class Trainer:
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
             group["weight_decay"] = decay * self.decay_factor(self.step)
+        self.drop_path(self.course(self.step))
         losses = self._differentiate(rule or self.due_rule)
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.parameters, self.recipe.clip or math.inf)

@@ -23,7 +23,15 @@ from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.data import Augment, Batch, ImageSpec
 from vitclinic.data.augment import PatchMixing, soft_targets
 from vitclinic.treatments.parts import examine, missing
-from vitclinic.treatments.patch_losses import Objective, Patches, Reader, contrastive_loss, cosine_loss, mixing_loss
+from vitclinic.treatments.patch_losses import (
+    Objective,
+    Patches,
+    Reader,
+    contrastive_loss,
+    cosine_loss,
+    mask_loss,
+    mixing_loss,
+)
 from vitclinic.treatments.surgery import image_spec
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -73,13 +81,24 @@ class ContrastiveObjective(PatchObjective):
 
 
 class MixingObjective(PatchObjective):
-    """`mixing_loss` with one linear head for all patches, which is saved in the run's state but not exported."""
+    """`mixing_loss` with one linear head for all patches, which is saved in the run's state but not exported.
 
-    def __init__(self, weight: float, reader: Reader, width: int, classes: int) -> None:
+    Where images have masks, these say what each patch shows: `mask_loss`.
+    """
+
+    def __init__(self, weight: float, reader: Reader, patches: Patches, classes: int) -> None:
         super().__init__(weight, reader)
+        self.grid, width = patches.grid, patches.width
         self.head = nn.Linear(width, classes)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: Batch, logits: Tensor) -> Tensor:
+        masks = None if batch.annotations is None else batch.annotations.masks
+        if masks is None:
+            return super().forward(batch, logits)
+        (last_bnd,) = self.reader.take()
+        return self.weight * mask_loss(self.head(last_bnd.to(self.head.weight.dtype)), masks, self.grid)
 
     def loss(self, patch_targets: Tensor | None) -> Tensor:
         (last_bnd,) = self.reader.take()
@@ -98,7 +117,8 @@ class PatchDiversityTreatment(Treatment):
     Attributes:
         cosine: Weight of the cosine loss.
         contrastive: Weight of the contrastive loss; by default 1, or 0 for networks that merge patches.
-        mixing: Weight of the mixing loss, which also sets the augmentation to CutMix on patch borders.
+        mixing: Weight of the mixing loss, which also sets the augmentation to CutMix on patch borders; the patches of
+            the task segmentation have classes without that.
         normalise: Use vectors of length 1 in the contrastive loss.
         cutmix: Alpha of CutMix's Beta distribution.
         probability: Share of the images that are mixed.
@@ -108,7 +128,7 @@ class PatchDiversityTreatment(Treatment):
     paper: ClassVar[str] = "gong2021 Sec. 4, Table 5"
     changes: ClassVar[str] = "adds three losses on the patches; CutMix on patch borders instead of mixup and repeats"
     costs: ClassVar[str] = "no pass more; O(N^2 D) for the N patches' cosines and one linear head on every patch"
-    tasks = ("classification",)
+    tasks = ("classification", "segmentation")
     part: ClassVar[str] = "patches on a grid, mixed by attention or MLPs"
 
     cosine: Weight = Field(1.0, description="weight of the cosine loss; 0 is off")
@@ -188,7 +208,7 @@ class PatchDiversityTreatment(Treatment):
             objectives["patch_contrastive"] = ContrastiveObjective(contrastive, reader, self.normalise)
         if self.mixing:
             reader = Reader(last=patches.last)
-            objectives["patch_mixing"] = MixingObjective(self.mixing, reader, patches.width, classes)
+            objectives["patch_mixing"] = MixingObjective(self.mixing, reader, patches, classes)
         return objectives
 
     def augmentation(self, augment: Augment, network: nn.Module, spec: ImageSpec) -> Augment:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, TreatmentError
+from vitclinic._core.segmentation import VOID
 from vitclinic.anatomy import Anatomy, Site, out_of, taps
 from vitclinic.anatomy.forward import Removable
 from vitclinic.anatomy.sites import watch
@@ -127,6 +128,51 @@ def mixing_loss(logits_bnk: Tensor, targets_bnk: Tensor) -> Tensor:
         )
     logits_bnk = _upcast(logits_bnk)
     return F.cross_entropy(logits_bnk.flatten(0, 1), targets_bnk.flatten(0, 1).to(logits_bnk.dtype))
+
+
+def mask_loss(logits_bnk: Tensor, masks_bhw: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Return the cross-entropy of every patch's prediction with the shares of classes in its pixels.
+
+    It is averaged over the patches of an image that show known pixels, then over images: `mixing_loss` where pixels
+    have classes, so that no image need be mixed with another.
+
+    Args:
+        logits_bnk: Predictions of the patches [B, N, K], row by row.
+        masks_bhw: Class of each pixel [B, H, W], 255 for void.
+        grid: Rows and columns of patches.
+
+    Returns:
+        The loss, a scalar.
+
+    Example:
+        >>> masks = torch.tensor([[[0, 0, 1, 255]]])  # two patches of two pixels, the second half void
+        >>> round(mask_loss(torch.zeros(1, 2, 2), masks, (1, 2)).item(), 4)
+        0.6931
+    """
+    targets_bnk = share_classes(masks_bhw, grid, logits_bnk.shape[2]).to(_upcast(logits_bnk).dtype)
+    wrong_bkn = F.cross_entropy(_upcast(logits_bnk).mT, targets_bnk.mT, reduction="none")
+    known_b = (targets_bnk.sum(2) > 0).sum(1)
+    return (wrong_bkn.sum(1) / known_b.clamp(min=1)).mean()
+
+
+def share_classes(masks_bhw: Tensor, grid: tuple[int, int], classes: int) -> Tensor:
+    """Return the shares of classes in the known pixels of each patch, [B, N, K]; zeros where none is known.
+
+    Example:
+        >>> share_classes(torch.tensor([[[0, 1, 1, 255]]]), (1, 2), 2).tolist()
+        [[[0.5, 0.5], [0.0, 1.0]]]
+    """
+    (height, width), count = masks_bhw.shape[1:], grid[0] * grid[1]
+    rows, columns = (
+        torch.arange(side, device=masks_bhw.device) * patches // side
+        for side, patches in zip((height, width), grid, strict=True)
+    )
+    patch_hw = rows[:, None] * grid[1] + columns
+    image_b = torch.arange(len(masks_bhw), device=masks_bhw.device)
+    place_bhw = (image_b[:, None, None] * count + patch_hw) * classes + masks_bhw.long()
+    found = torch.bincount(place_bhw[masks_bhw != VOID], minlength=len(masks_bhw) * count * classes)
+    pixels_bnk = found.reshape(len(masks_bhw), count, classes).float()
+    return pixels_bnk / pixels_bnk.sum(2, keepdim=True).clamp(min=1)
 
 
 def _count_patches(h_bnd: Tensor) -> int:

@@ -29,6 +29,20 @@ def test_the_class_token_s_attention_in_the_last_layer(name, prefix):
     assert [row.name for row in found.units] == [last.unit.name]
 
 
+@pytest.mark.parametrize("name", ["vit", "vit, no class token", "swin, padded"])
+def test_single_heads_add_up_to_their_mean(name):
+    patient = subject(built(name), count=3, batch_size=2)
+    heads = list(range(list(stored_maps(patient).values())[1].weights.shape[1]))
+    found = maps(patient, images=3, layer=1, heads=heads)
+    assert len(heads) > 1
+    np.testing.assert_allclose(found.arrays["head_maps"].mean(1), found.arrays["maps"], rtol=1e-4, atol=1e-7)
+    assert np.ptp(found.arrays["head_maps"], axis=1).max() > 1e-4
+    (swapped,) = measure(patient, parse_probes([{"attention_maps": {"images": 3, "layer": 1, "heads": heads[::-1]}}]))
+    np.testing.assert_array_equal(swapped.arrays["head_maps"], found.arrays["head_maps"][:, ::-1])
+    (refused,) = measure(patient, parse_probes([{"attention_maps": {"heads": [99]}}]))
+    assert "asks for head 99, but there are" in refused.reason
+
+
 @pytest.mark.parametrize(("name", "prefix"), [("vit, no class token", 0), ("vit, registers, no class token", 2)])
 def test_without_a_class_token_the_mean_over_queries(name, prefix):
     patient = subject(built(name), count=5, batch_size=2)

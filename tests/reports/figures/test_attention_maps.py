@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.reports.figures.layers import changed, exams, measurements
-from vitclinic._core.images import beside
+from vitclinic._core.images import beside, blend
 from vitclinic.reports.figures import draw
 
 
@@ -69,3 +69,24 @@ def test_many_pictures_are_smaller_so_that_the_page_stays_small():
     assert len(figure.pictures) == 8
     assert opened(figure.pictures[0]).shape == (129, 9 * 129, 3)
     assert sum(len(picture.png) for picture in figure.pictures) < 4e6
+
+
+def test_single_heads_have_one_threshold_and_one_scale_for_all_networks():
+    """A network whose heads see ten times as much is as light as that: colours can be compared."""
+    image = np.full((1, 224, 224, 3), 100, np.uint8)
+    flat, dense = (np.full((1, 2, 224, 224), value / 16) for value in (0.5, 1.0))
+    flat[0, 0, :10] = 10 / 16
+    arrays = {"images": image, "grid_maps": np.ones((1, 4, 4)), "numbers": np.arange(1), "heads": np.array([0, 3])}
+    views = []
+    for maps in (flat, dense):
+        views += changed("attention_maps", arrays={**arrays, "head_maps": maps, "maps": maps[:, 0]})
+    _, figure = draw("attention_maps", views)
+    (picture,) = figure.pictures
+    rows = opened(picture)
+    assert rows.shape == (452, 672, 3)
+    first, second = rows[:224], rows[228:]
+    assert (first[100, 300] == 100).all()  # half of uniform attention: no colour
+    assert (second[100, 300] != 100).any()
+    assert np.array_equal(second[100, 300], blend(image[0], np.ones((224, 224)), (1.0, 10.0))[0, 0])
+    assert np.array_equal(first[5, 300], blend(image[0], np.full((224, 224), 10.0), (1.0, 10.0))[0, 0])
+    assert figure.table.rows[0][2:] == (0, 10.0, pytest.approx(10 / 224))

@@ -15,6 +15,7 @@ from tests.reports.figures.test_curvature import drawn, of_network
 from vitclinic._core.records import Scalar
 from vitclinic.reports.figure import ExamView
 from vitclinic.reports.figures import draw
+from vitclinic.reports.figures.dense import COLOURS
 from vitclinic.reports.figures.training import POINTS, divergence, thin
 
 BARS = {
@@ -213,3 +214,21 @@ def test_a_divergence_is_marked() -> None:
     assert {shape.x0 for shape in figure.plot.layout.shapes} == {51}
     assert "diverged" in {annotation.text for annotation in figure.plot.layout.annotations}
     assert ("vit", "train", "divergence", 51.0, None, None, None) in list(figure.table.rows)
+
+
+def test_each_class_has_a_curve_over_training_in_its_own_colour():
+    ious = ({"road": 0.5, "<b>car</b>": None}, {"road": 0.75, "<b>car</b>": 0.25})
+    rows = [{"kind": "train", "step": 1, "loss": 1.0}]
+    rows += [{"kind": "val", "step": step, "miou": 0.5, "iou": iou} for step, iou in zip((10, 20), ious, strict=True)]
+    boxes = [rows[0], {"kind": "val", "step": 10, "ap": 0.25, "class_ap": {"star": 0.25}}]
+    views = [replace(pair()[0], training=rows), replace(pair()[1], training=boxes)]
+    curves, classes = draw("training", views)
+    assert [row[1:4] for row in classes.table.rows[:2]] == [("iou", 10.0, "road"), ("iou", 10.0, "<b>car</b>")]
+    assert [row[-1] for row in classes.table.rows] == [0.5, None, 0.75, 0.25, 0.25]
+    road, car, star = classes.plot.data
+    assert (list(road.x), list(road.y)) == ([10.0, 20.0], [0.5, 0.75])
+    assert (road.line.color, car.line.color) == tuple("rgb({},{},{})".format(*COLOURS[place]) for place in (0, 1))
+    assert star.yaxis == "y2"
+    assert "<b>" not in car.name
+    titles = [axis.title.text for axis in curves.plot.select_yaxes()]
+    assert {"mean IoU on val", "AP on val"} <= set(titles)

@@ -42,12 +42,13 @@ class Annotations:
         return Annotations(questions=tuple(each.questions for each in annotations))
 
     @staticmethod
-    def blank(target: str, images: int, size: Size) -> Annotations:
-        """Return annotations of the right shapes for so many images, to plan a run by."""
+    def blank(target: str, images: int, size: Size, questions: int = 1) -> Annotations:
+        """Return annotations of the right shapes for so many images, to plan a run by; of each so many questions."""
         if target == "mask":
             return Annotations.join([Annotation(mask=np.zeros(size, np.uint8))] * images)
         if target == "questions":
-            return Annotations.join([Annotation(questions=(Question("how many circles are there", ("1",)),))] * images)
+            asked = (Question("how many circles are there", ("1",)),) * questions
+            return Annotations.join([Annotation(questions=asked)] * images)
         masks = np.ones((1, *size), bool)
         whole = Objects(mask_boxes(masks), np.zeros(1, np.int64), np.zeros(1, bool), masks)
         return Annotations.join([Annotation(objects=whole)] * images)

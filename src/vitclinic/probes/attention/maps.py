@@ -5,7 +5,7 @@ Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -25,19 +25,28 @@ from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, regi
 from vitclinic.probes.subject import Subject
 
 
-def on_grid(seen: AttentionMap) -> Tensor:
-    """Return the attention that each position of the grid receives, averaged over heads, [B, h, w].
+def on_grid(seen: AttentionMap, heads: slice = slice(None)) -> Tensor:
+    """Return the attention that each position of the grid receives, averaged over these heads, [B, h, w].
 
     It is the attention of the class token or, without one, the mean over all queries on the grid. Queries that cannot
     see a position count as 0, so that uniform attention gives a flat map, also in windows.
     """
-    weights_bwhqk = seen.by_image()
+    weights_bwhqk = seen.by_image()[:, :, heads]
     if seen.has_class:
         received_bwk = class_attention(weights_bwhqk)
     else:
         first = seen.prefix_queries
         received_bwk = mean_attention(weights_bwhqk, seen.visible()[:, first:], first)
     return _put_back(received_bwk[..., seen.prefix :], seen)
+
+
+def heads_on_grid(seen: AttentionMap, heads: Sequence[int]) -> Tensor:
+    """Return the attention that each position of the grid receives from each of the heads, [B, heads, h, w]."""
+    count = seen.by_image().shape[2]
+    if max(heads) >= count:
+        raise RecipeError(f"'probes.attention_maps.heads' asks for head {max(heads)}, but there are {count}, from 0.")
+    maps = [on_grid(seen, slice(head, head + 1)) for head in heads]
+    return torch.stack(maps, dim=1)
 
 
 def class_attention(weights_bwhqk: Tensor) -> Tensor:
@@ -102,6 +111,8 @@ class AttentionMaps(OwningProbe):
     )
     layer: int = Field(-1, description="attention layer, from 0; negative numbers count from the last")
 
+    heads: list[Annotated[int, Field(ge=0)]] = Field([], description="heads that are also shown alone, from 0")
+
     def view(self, subject: Subject) -> Subject:
         if isinstance(self.images, int):
             return subject.on(subject.split, self.images)
@@ -119,8 +130,15 @@ class AttentionMaps(OwningProbe):
     def measure(self, subject: Subject) -> Result:
         unit = self._unit(subject)
         maps: list[Tensor] = []
+        of_heads: list[Tensor] = []
         pixels: list[Tensor] = []
-        with record_attention([unit], lambda seen: maps.append(on_grid(seen).cpu())), torch.no_grad():
+
+        def keep(seen: AttentionMap) -> None:
+            maps.append(on_grid(seen).cpu())
+            if self.heads:
+                of_heads.append(heads_on_grid(seen, self.heads).cpu())
+
+        with record_attention([unit], keep), torch.no_grad():
             for batch in subject.batches():
                 subject.logits(batch.images)
                 pixels.append(batch.images.cpu())
@@ -142,6 +160,9 @@ class AttentionMaps(OwningProbe):
             "images": as_bytes(images_nchw),
             "numbers": self._numbers(subject),
         }
+        if of_heads:
+            heads_nhhw = F.interpolate(torch.cat(of_heads), size=size, mode="bilinear", align_corners=False)
+            arrays |= {"head_maps": heads_nhhw.float().numpy(), "heads": np.array(self.heads)}
         return Result({**scalars, "images": Scalar(value=len(grids_nhw))}, [unit_row(unit, **scalars)], arrays)
 
     def pictures(self, measurement: Measurement) -> Mapping[str, Picture]:

@@ -46,7 +46,7 @@ class SegmentationAccuracy(OwningProbe):
     shown: Annotated[int, Field(ge=0)] = Field(36, description="maximum number of images that are kept to be shown")
 
     def check(self, subject: Subject) -> None:
-        _find_segmenter(subject)
+        find_segmenter(subject)
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject))
@@ -91,13 +91,14 @@ class SegmentationAccuracy(OwningProbe):
 
 
 def _scored(subject: Subject) -> Iterator[tuple[Batch, Tensor]]:
-    network = _find_segmenter(subject)
+    network = find_segmenter(subject)
     segmenter = network.backbone
     assert isinstance(segmenter, Segmenter)
     return score_pixels(network, subject.dataset, subject.split, segmenter.window, subject.batch_size)
 
 
-def _find_segmenter(subject: Subject) -> Normalized:
+def find_segmenter(subject: Subject) -> Normalized:
+    """Return the subject's network, if it predicts masks and its data has some; else the probe does not apply."""
     return find_headed(subject, Segmenter, "mask", _NO_MASKS)
 
 

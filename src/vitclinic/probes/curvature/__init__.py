@@ -24,6 +24,7 @@ from vitclinic._core.errors import ModelError
 from vitclinic._core.time import Time, seconds
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data import Batch
+from vitclinic.probes.curvature.pixels import choose_network, sum_pixel_losses
 from vitclinic.probes.output import read_output
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe
 from vitclinic.probes.subject import Subject
@@ -174,8 +175,11 @@ class LossSurface:
     def total_loss(self, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch's images, without weight decay.
 
-        The loss is the cross-entropy of softmax, or with `sigmoid` the sum of every class's binary cross-entropy.
+        The loss is the cross-entropy of softmax, or with `sigmoid` the sum of every class's binary cross-entropy. That
+        of an image with a mask is the mean over its known pixels, as in training.
         """
+        if batch.annotations is not None and batch.annotations.masks is not None:
+            return sum_pixel_losses(self.network, batch)
         logits = read_output(self.network(batch.images))
         if logits.dtype.itemsize < 4:
             logits = logits.float()
@@ -320,11 +324,12 @@ def build_surface(
 ) -> LossSurface:
     """Return the loss of a subject's network on some batches, with its training's weight decay if `regularised`."""
     training = subject.training if regularised else None
+    network = choose_network(subject)
     if training is None:
-        return LossSurface(subject.network, batches, mode=batch_norm, loss=loss, distributed=distributed)
-    decayed = [p for name, p in subject.network.named_parameters() if name in training.decayed]
+        return LossSurface(network, batches, mode=batch_norm, loss=loss, distributed=distributed)
+    decayed = [p for name, p in network.named_parameters() if name in training.decayed]
     return LossSurface(
-        subject.network,
+        network,
         batches,
         decay=training.decay,
         decayed=decayed,

@@ -30,8 +30,9 @@ from vitclinic.data.randomness import torch_seed
 from vitclinic.probes.curvature import Clock, CurvatureProbe
 from vitclinic.probes.curvature.hessian import Hessian, held_by_products
 from vitclinic.probes.curvature.lanczos import Eigenpairs, basis_size, largest_eigenpairs, quadrature
+from vitclinic.probes.curvature.pixels import choose_network, predicts_masks
 from vitclinic.probes.guards import SAVED_EVERY, Partial
-from vitclinic.probes.probe import Cheaper, Result, register
+from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, register
 from vitclinic.probes.subject import Subject
 
 Count = Annotated[int, Field(ge=0)]
@@ -53,7 +54,8 @@ _PASSES = 6
 class Sharpness(CurvatureProbe):
     """Largest Hessian eigenvalue, in total and per component, trace and spectral density [chen2022 App. F].
 
-    H is the Hessian of the mean softmax cross-entropy over all images. `lambda_max` is the eigenvalue of largest
+    H is the Hessian of the mean softmax cross-entropy over all images, or over the known pixels of each image if the
+    network predicts masks. `lambda_max` is the eigenvalue of largest
     magnitude (Lanczos), `trace` the mean of v^T H v over random signs v [Hutchinson 1990], and the density is computed
     by stochastic Lanczos quadrature [Ghorbani et al. 2019].
 
@@ -87,6 +89,13 @@ class Sharpness(CurvatureProbe):
     trace_draws: Count = Field(10, description="random vectors for the trace; 0 skips it")
     density_draws: Count = Field(1, description="random vectors for the density; 0 skips it")
     density_steps: Annotated[int, Field(ge=2)] = Field(20, description="products per vector of the density")
+
+    def requirements(self, subject: Subject) -> frozenset[Need]:
+        return frozenset({"gradients"}) if predicts_masks(subject) else self.needs
+
+    def check(self, subject: Subject) -> None:
+        if self.loss == "sigmoid" and predicts_masks(subject):
+            raise DoesNotApply("the loss of pixels is that of softmax: leave out loss=sigmoid.")
 
     def forwards(self, subject: Subject) -> float:
         whole, blocks = self.estimate_products(subject)
@@ -281,7 +290,7 @@ def components(subject: Subject) -> Iterator[tuple[str, UnitRow | None, list[str
         anatomy = subject.anatomy
     except AnatomyError:
         return
-    names = {id(p): name for name, p in subject.network.named_parameters()}
+    names = {id(p): name for name, p in choose_network(subject).named_parameters()}
     owned = {unit: [names[id(p)] for p in found] for unit, found in parameters_by_unit(anatomy).items()}
     for group, kinds in _GROUPS.items():
         units = anatomy.of_kind(*kinds)

@@ -19,6 +19,7 @@ from vitclinic.reports.figures import attention as attention
 from vitclinic.reports.figures import dense as dense
 from vitclinic.reports.figures import embedding_map as embedding_map
 from vitclinic.reports.figures import errors as errors
+from vitclinic.reports.figures import image_maps as image_maps
 from vitclinic.reports.figures import label_errors as label_errors
 from vitclinic.reports.figures import landscape as landscape
 from vitclinic.reports.figures import network as network

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from vitclinic.reports.figure import ExamView, Figure, Table, draws, network_colour, select_usable
+from vitclinic.reports.figure import ExamView, Figure, Table, draws, escape_plotly, network_colour, select_usable
 from vitclinic.reports.figures.canvas import (
     LEGEND_LINE,
     Floats,
@@ -26,6 +26,7 @@ from vitclinic.reports.figures.canvas import (
     scale_for,
     trace_group,
 )
+from vitclinic.reports.figures.dense import COLOURS
 
 POINTS = 300
 """At most so many on a curve; of more steps, each point stands for several."""
@@ -55,9 +56,17 @@ class Panel:
 _PANELS = (
     Panel("train", "loss", "loss"),
     Panel("val", "accuracy", "accuracy on val"),
+    Panel("val", "miou", "mean IoU on val"),
+    Panel("val", "ap", "AP on val"),
     Panel("train", "grad_norm", "gradient norm"),
     Panel("train", "lr", "learning rate"),
 )
+
+
+_SCORES = ("accuracy", "miou", "ap")
+"""Panels of scores on val, each with its interval if the rows have one."""
+_CLASS_SCORES = {"iou": "IoU on val", "class_ap": "AP on val"}
+"""What validations have of each class."""
 
 
 @draws("training")
@@ -77,8 +86,68 @@ def training(exams: Sequence[ExamView]) -> list[Figure]:
             paper="Chen et al. 2022, Fig. 2",
             table=_table(found),
             plot=_plot(found, panels),
+        ),
+        *_by_class([one for _, one in found]),
+    ]
+
+
+def _by_class(exams: Sequence[ExamView]) -> list[Figure]:
+    """Draw the score of each class on val over steps, a panel a network, for tasks that score classes apart."""
+    found = [(one, score) for one in exams for score in _CLASS_SCORES if _class_rows(one, score)]
+    if not found:
+        return []
+    rows = [(one.name, score, *row) for one, score in found for row in _class_rows(one, score)]
+    return [
+        Figure(
+            name="training-classes",
+            title="Classes over training",
+            reading="Each line is a class on val, with its colour in the pictures of masks and boxes: its IoU, or the"
+            " AP of its boxes. A class that stays at 0 while others rise is too rare or too small to be learned in this"
+            " time; one that falls while others rise is given up for them.",
+            table=Table(("network", "score", "step", "class", "value"), rows),
+            paper="Hyeon-Woo et al. 2023, Tables 6, 7",
+            plot=_plot_classes(found),
         )
     ]
+
+
+def _class_rows(one: ExamView, score: str) -> list[tuple[float, str, float | None]]:
+    """Return step, class and score of each validation; None where a class is nowhere."""
+    return [
+        (float(row["step"]), str(name), None if math.isnan(_number(value)) else float(value))
+        for row in one.training
+        if row.get("kind") == "val" and "step" in row and isinstance(row.get(score), Mapping)
+        for name, value in row[score].items()
+    ]
+
+
+def _plot_classes(found: Sequence[tuple[ExamView, str]]) -> go.Figure:
+    of_classes = [list(dict.fromkeys(name for _, name, _ in _class_rows(one, score))) for one, score in found]
+    everything = list(dict.fromkeys(name for names in of_classes for name in names))
+    figure = make_canvas(70 + 230 * len(found), len(found), legend=len(everything), vertical_spacing=0.12 / len(found))
+    named: set[str] = set()
+    for place, ((one, score), names) in enumerate(zip(found, of_classes, strict=True), start=1):
+        rows = _class_rows(one, score)
+        for number, name in enumerate(names):
+            points = [(step, value) for step, of_class, value in rows if of_class == name]
+            colour = "rgb({},{},{})".format(*COLOURS[number % len(COLOURS)])
+            trace = go.Scatter(
+                x=[step for step, _ in points],
+                y=[value for _, value in points],
+                mode="lines+markers",
+                name=escape_plotly(name),
+                line={"color": colour, "width": 1.5},
+                marker={"size": 5},
+                legendgroup=name,
+                showlegend=name not in named,
+                hovertemplate=f"{escape_plotly(name)}, step %{{x}}: %{{y:.1%}}",
+            )
+            figure.add_trace(trace, place, 1)
+            named.add(name)
+        title = f"{_CLASS_SCORES[score]}, {escape_plotly(one.name)}" if len(found) > 1 else _CLASS_SCORES[score]
+        figure.update_yaxes(title_text=title, tickformat=".0%", range=[0, 1], row=place, col=1)
+    figure.update_xaxes(title_text="step", row=len(found), col=1)
+    return figure
 
 
 def _series(one: ExamView, kind: str, key: str) -> tuple[Floats, Floats] | None:
@@ -133,7 +202,7 @@ def _plot(found: Sequence[tuple[int, ExamView]], panels: Sequence[Panel]) -> go.
         if panel.key in ("loss", "grad_norm"):
             axis = scale_for(everything, panel.title, to_zero=panel.key != "loss")
         else:
-            tickformat = ".0%" if panel.key == "accuracy" else None
+            tickformat = ".0%" if panel.key in _SCORES else None
             axis = {"title_text": panel.title, "rangemode": "tozero", "tickformat": tickformat}
         figure.update_yaxes(**axis, row=row, col=1)
     for place, one in found:
@@ -150,8 +219,8 @@ def _traces(place: int, one: ExamView, panel: Panel, shown: bool) -> list[go.Sca
     text = label(one.name)
     traces = []
     series = _series(one, panel.kind, panel.key)
-    if panel.key == "accuracy":
-        return [] if series is None else [_validation(place, one, "accuracy", text, shown)]
+    if panel.key in _SCORES:
+        return [] if series is None else [_validation(place, one, panel.key, text, shown)]
     if series is not None:
         curve = thin(*series)
         if panel.key != "lr" and len(series[0]) > len(curve.step):
@@ -176,8 +245,8 @@ def _validation(place: int, one: ExamView, key: str, text: str, shown: bool) -> 
     assert series is not None
     step, values = series
     options: dict[str, Any] = {"hovertemplate": f"step %{{x}}: val {key} %{{y:.4g}}", "marker": marker_style(place, 8)}
-    if key == "accuracy":
-        ends = [_series(one, "val", f"accuracy_{end}") for end in ("low", "high")]
+    if key in _SCORES:
+        ends = [_series(one, "val", f"{key}_{end}") for end in ("low", "high")]
         if all(end is not None and len(end[1]) == len(values) for end in ends):
             low, high = (end[1] for end in ends if end is not None)
             options["error_y"] = error_bars(values, low, high, place)
