@@ -43,7 +43,7 @@ class LateDropPathConfig(Settings):
 
 
 class LateDropPath:
-    """Rates at which the blocks of a network are left out, as a function of the place in the run, in steps counted from 0.
+    """Rates at which the blocks of a network are left out, by the place in the run, in steps counted from 0.
 
     In the last part of the run the largest is `config.rate`, and the others, which grow with depth, keep their
     proportions to it.
