@@ -82,4 +82,4 @@ def test_umap_keeps_groups_apart_and_repeats_itself():
     first, second = (map_by_umap(x, 10, seed=3) for _ in range(2))
     np.testing.assert_array_equal(first, second)
     gap = np.linalg.norm(first[:25].mean(0) - first[25:].mean(0))
-    assert gap > 3 * max(first[:25].std(), first[25:].std())
+    assert gap > 3 * max(first[:25].std(0).max(), first[25:].std(0).max())
