@@ -321,7 +321,7 @@ def test_a_recipe_names_its_command_data_and_score(name):
     assert header["scale"].startswith(f"paper: {key}, ")
     assert header["command"] == f"vitclinic train {name} data=/path/to/{recipe.data.source}"
     published = {"objects": "coco", "class": "cifar100" if key == "park2022" else "imagenet"}
-    assert recipe.data.source == PAPERS[name].get("data", published[recipe.data.target])
+    assert recipe.data.source == (PAPERS[name].get("data") or published[recipe.data.target])
     assert PAPERS[name]["score"] in header["expect"]
     assert header["expect"].endswith("not run by us")
     assert header["time"].startswith("not run by us")
@@ -391,7 +391,10 @@ def test_every_shipped_recipe_can_be_planned(name, tmp_path, monkeypatch):
         assert plan.images["train"] == images
         assert plan.steps == paper.get("steps", -(-(paper["epochs"] or 0) * images // paper["batch_size"]))
         warmup = paper["warmup"]
-        expected = int(warmup.split()[0]) if isinstance(warmup, str) else warmup * images / paper["batch_size"]
+        if isinstance(warmup, str) and warmup.endswith("%"):
+            expected = float(warmup.rstrip("%")) / 100 * plan.steps
+        else:
+            expected = int(warmup.split()[0]) if isinstance(warmup, str) else warmup * images / paper["batch_size"]
         assert plan.warmup_steps == pytest.approx(expected)
         assert plan.passes == (2 if "sam" in plan.treatments else 1)
         assert plan.memory.pass_images == (32 if "sam" in plan.treatments else paper["batch_size"])
