@@ -284,7 +284,8 @@ def test_the_command_compares_and_stores(tmp_path, command):
     table = [line.split("\t") for line in out.splitlines() if "\t" in line]
     assert table[0] == ["measured", "nets:build", "nets:deep"]
     assert {row[0] for row in table} >= {"cost.flops", "cost.parameters", "norms.weight_norm"}
-    assert "nets:build, nets:deep on 6 test images of shapes:60\n  shared pass (norms)\n  cost\n" in out
+    assert "nets:build, nets:deep on 6 test images of shapes:60: under 1 MB of memory at most\n" in out
+    assert "\n  shared pass (norms): under 1 MB\n  cost" in out
     assert (tmp_path / "exams" / "report.html").is_file()
     assert "\x1b" not in out
     exams = json.loads(command(*words, "--json")[1])

@@ -109,6 +109,7 @@ class Wide:
         self.module = nn.Linear(2000, 500, bias=False)
         self.parameters = list(self.module.parameters())
         self.scale = 1.0
+        self.processes = 1
 
     def __call__(self, batch, sync=True, weight=1.0):
         loss = F.mse_loss(self.module(batch.images), batch.targets) * weight
