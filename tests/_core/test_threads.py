@@ -9,7 +9,10 @@ from rich.console import Console
 from vitclinic._core import threads
 from vitclinic.cli import train
 
-STAT = "cpu  {} 100 0 500 50 0 0 0 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n"
+STAT = (
+    "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 {} 100 0 500 50 0 0 0 0 0\ncpu1 7 0 0 {} 0 0 0 0 0 0\ncpu2 {} 0 0 4 0 0 0 0 0 0\n"
+)
+"""Two cores of ours, of which the second is idle, and one of others, who are busy."""
 
 
 def test_load_is_the_time_that_others_took(monkeypatch, tmp_path):
@@ -20,9 +23,11 @@ def test_load_is_the_time_that_others_took(monkeypatch, tmp_path):
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock.pop(0))
 
     def read():
-        file.write_text(STAT.format(ticks.pop(0)))
+        now = ticks.pop(0)
+        file.write_text(STAT.format(now, now, 100 * now))
         return original(file)
 
+    monkeypatch.setattr(threads, "_own_cores", lambda: {0, 1})
     original = threads._read_busy
     monkeypatch.setattr(threads, "_read_busy", read)
     assert threads.measure_load(0.0) == pytest.approx(1.5)

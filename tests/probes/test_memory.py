@@ -5,14 +5,40 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.probes.subjects import noise, subject
 from vitclinic.exam import examine
 from vitclinic.models.cost import peak_bytes
-from vitclinic.probes import measure, parse_probes
+from vitclinic.probes import load_subject, measure, parse_probes
 from vitclinic.probes.memory import estimate_memory, fit_batch
 
 CPU = torch.device("cpu")
+
+
+class Remembering(torch.nn.Module):
+    """Keeps positions for the batch that it saw last, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.calls, self.known = torch.nn.Linear(768, 5), 0, {}
+
+    def forward(self, x):
+        self.calls += 1
+        if self.known.get("images") != len(x):
+            self.known = {"images": len(x), "places": torch.arange(768).expand(len(x), 768).sin()}
+        return self.head(x.flatten(1) + self.known["places"])
+
+
+def test_a_trial_leaves_no_trace_in_what_a_network_keeps(tmp_path):
+    network = Remembering()
+    exam = examine(network, noise(22), probes=["fgsm", "norms"], out=tmp_path, batch_size=16)
+    assert exam["fgsm"].status in ("ok", "not_converged")
+    assert not isinstance(network.known.get("places"), FakeTensor)
+    examined = load_subject(network, noise(22))
+    before = examined.network.calls
+    assert estimate_memory(examined, parse_probes(["fgsm", "norms"])) > 0
+    assert network.calls == before
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A run with max_time, whose number of steps follows the speed of the machine."""
 
 import copy
+import shutil
 import time
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitclinic import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic.data import open_data
-from vitclinic.training import build_recipe, train
+from vitclinic.training import build_recipe, resume, train
 from vitclinic.training.course import Course, Timekeeper
 from vitclinic.training.trainer import Trainer
 
@@ -64,8 +66,57 @@ def test_a_run_makes_the_steps_that_it_has_time_for_whatever_was_measured(tiny, 
     assert rates[-1] < 0.5 * max(rates)  # the schedule came to its end
 
 
+@pytest.mark.parametrize("kept", ["last", "previous"])
+def test_a_stopped_run_that_was_planned_anew_resumes_to_the_same_bits(tiny, monkeypatch, tmp_path, kept):
+    """Schedule and sizes are laid over the first plan, also from a checkpoint before there was another."""
+    monkeypatch.setattr("vitclinic.training.loop.total_steps", lambda *_: 40)
+    plans = {5: 15, 9: 18}
+    monkeypatch.setattr(Timekeeper, "is_due", lambda keeper, step, total: step in plans)
+    monkeypatch.setattr(Timekeeper, "plan", lambda keeper, step, total, reserve: plans[step])
+
+    class Stop(Callback):
+        def on_step(self, trainer):
+            if trainer.step == 7:
+                raise KeyboardInterrupt
+
+    recipe = tiny(max_time="1h", workers=0, checkpoint={"every": "2 steps"}, late_drop_path=0.5)
+    recipe |= {"model": {**recipe["model"], "depth": 2, "drop_path_rate": 0.1}}
+    del recipe["steps"]
+    whole = train({**recipe, "out": str(tmp_path / "whole")})
+    with pytest.raises(KeyboardInterrupt):
+        train({**recipe, "out": str(tmp_path / "cut")}, callbacks=[Stop()])
+    if kept == "previous":
+        shutil.rmtree(tmp_path / "cut" / "checkpoints" / "last")
+        monkeypatch.setattr(Timekeeper, "is_due", lambda keeper, step, total: step in plans)
+    cut = resume(tmp_path / "cut")
+    assert whole.status["step"] == cut.status["step"] == 18
+    rates = [[row["lr"] for row in run.metrics if row["kind"] == "train"] for run in (whole, cut)]
+    assert rates[0] == rates[1]
+    one, two = (run.checkpoints.read_model("last") for run in (whole, cut))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_first_step_and_cheaper_ones_say_nothing_of_the_pace(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    keeper = Timekeeper(100.0)
+    now[0] = 30.0  # workers started
+    assert not keeper.is_due(1, 100)
+    for step in (2, 3):
+        now[0] += 1.0
+        assert not keeper.is_due(step, 100)  # too few
+    now[0] += 5.0
+    assert keeper.is_due(4, 100)
+    assert keeper.plan(4, 100, reserve=0.0) == 4 + int(63 / (7 / 3))
+    now[0] += 20.0
+    keeper.restart(10)  # until here, images were smaller
+    now[0] += 9.0
+    assert keeper.is_due(13, 31)
+    assert keeper.plan(13, 31, reserve=0.0) == 13 + int(34 / 3)
+
+
 def test_a_resumed_run_goes_on_with_the_new_plan(tiny):
-    recipe = build_recipe(tiny(steps=20, workers=0))
+    recipe = build_recipe(tiny(steps=20, workers=0) | {"steps": None, "max_time": "1h"})
     dataset = open_data(recipe.data)
 
     def trainer():

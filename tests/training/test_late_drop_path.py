@@ -71,7 +71,7 @@ def test_rates_of_other_libraries_are_found():
     faces = SwinModel(SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[1, 1]))
     for network in (theirs, faces):
         before = [rate for _, _, rate in find_drop_paths(network)]
-        LateDropPath(LateDropPathConfig(rate=0.5), network, 10)(9)
+        LateDropPath(LateDropPathConfig(rate=0.5), network)(0.9)
         after = [rate for _, _, rate in find_drop_paths(network)]
         assert max(after) == 0.5
         assert after == pytest.approx([rate * 0.5 / max(before) for rate in before])

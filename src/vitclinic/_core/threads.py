@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_CPU = re.compile(r"^cpu +(.+)$", re.MULTILINE)
+_CPU = re.compile(r"^cpu(\d+) +(.+)$", re.MULTILINE)
 _IDLE, _WAITING = 3, 4
 """Places in the counts of /proc/stat, of which the first eight are times of their own; the others are parts of them."""
 WATCHED = 0.3
@@ -20,9 +20,7 @@ WATCHED = 0.3
 
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(_own_cores() or ()) or os.cpu_count() or 1
 
 
 def measure_load(watched: float = WATCHED) -> float | None:
@@ -49,13 +47,19 @@ def choose_threads(cores: int, busy: float) -> int:
 
 
 def _read_busy(path: Path = _STAT) -> float | None:
-    """Return the seconds that all cores together have been busy."""
+    """Return the seconds that the cores which this process may use have been busy, all together."""
     try:
-        found = _CPU.search(path.read_text())
+        found = _CPU.findall(path.read_text())
     except OSError:
         return None
-    if found is None:
+    own = _own_cores()
+    counts = [[int(number) for number in times.split()[:8]] for core, times in found if own is None or int(core) in own]
+    if not counts:
         return None
-    counts = [int(number) for number in found[1].split()[:8]]
-    busy = sum(counts) - counts[_IDLE] - counts[_WAITING]
+    busy = sum(sum(times) - times[_IDLE] - times[_WAITING] for times in counts)
     return busy / os.sysconf("SC_CLK_TCK")
+
+
+def _own_cores() -> set[int] | None:
+    """Return the numbers of the cores that this process may use; None if the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None

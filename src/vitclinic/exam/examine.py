@@ -281,14 +281,15 @@ class Examination:
             return step
         room = free_memory(subject.device) // self.distributed.size
         size, needed = self.distributed.leader_only(lambda: fit_batch(subject, probes, room))
+        said = log.warning if self.distributed.is_leader else log.debug
         if needed is not None and needed > room:
-            log.warning(
+            said(
                 "%s, %s: needs about %s of memory whatever the batch, and %s are free.",
                 *(subject.name, step.label, format_bytes(needed), format_bytes(room)),
             )
         if size == subject.batch_size:
             return replace(step, memory=needed)
-        log.warning(
+        said(
             "%s, %s: with %d images at a time it would need more than the %s that are free; measuring with %d.",
             *(subject.name, step.label, subject.batch_size, format_bytes(room), size),
         )

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vitclinic.anatomy import double_differentiable
 from vitclinic.models.cost import peak_bytes
-from vitclinic.probes.guards import preserve_state
+from vitclinic.probes.guards import preserve_attributes, preserve_state
 
 if TYPE_CHECKING:
     from vitclinic.probes.subject import Subject
@@ -99,7 +99,7 @@ class Footprint:
                 x = torch.zeros(shape, dtype=dtype, device=subject.device)
                 kept.append(_PASSES[kind](subject, x))
 
-        with preserve_state(subject.network, subject.seed):
+        with preserve_state(subject.network, subject.seed), preserve_attributes(subject.network):
             counted = peak_bytes(call, _CPU, given=given, at_end=kind == "graph")
         kept.clear()
         return counted

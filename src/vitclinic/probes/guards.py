@@ -5,6 +5,7 @@ What a slow probe has done so far lies on disk, so that an exam that was killed 
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import random
@@ -74,6 +75,39 @@ def preserve_state(network: nn.Module, seed: int = 0) -> Iterator[None]:
             undo.callback(setattr, module, "training", module.training)
         network.eval()
         yield
+
+
+@contextmanager
+def preserve_attributes(network: nn.Module) -> Iterator[None]:
+    """Restore what modules keep in plain attributes, such as a cache of positions or a counter, also on errors.
+
+    Example:
+        >>> network = nn.Linear(2, 2)
+        >>> network.seen = []
+        >>> with preserve_attributes(network):
+        ...     network.seen.append(1)
+        ...     network.last = 1
+        >>> network.seen, hasattr(network, "last")
+        ([], False)
+    """
+    own = nn.Module().__dict__.keys()  # parts and hooks, which `preserve_state` restores
+    tables = [module.__dict__ for module in network.modules()]
+    kept = [dict(table) for table in tables]
+    filled = [
+        (value, copy.copy(value))
+        for table in kept
+        for name, value in table.items()
+        if name not in own and isinstance(value, list | dict | set)
+    ]
+    try:
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(before)
+        for value, content in filled:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from functools import partial
 
 from vitclinic._core.distributed import ALONE
 from vitclinic.models.cost import peak_bytes
-from vitclinic.probes.guards import preserve_state
+from vitclinic.probes.guards import preserve_attributes, preserve_state
 from vitclinic.probes.probe import OwningProbe, Probe, StreamingProbe
 from vitclinic.probes.shared_pass import run_shared_pass
 from vitclinic.probes.subject import Subject
@@ -50,11 +50,12 @@ def estimate_memory(subject: Subject, probes: Sequence[Probe]) -> int | None:
     streaming = {probe.name: probe for probe in probes if isinstance(probe, StreamingProbe)}
     owning = [probe for probe in probes if isinstance(probe, OwningProbe)]
     try:
-        held = [_try_pass(subject, streaming)] if streaming else []
-        for probe in owning:
-            view = probe.view(subject)
-            view.batch_size = subject.batch_size
-            held.append(probe.peak_memory(view))
+        with preserve_attributes(subject.network):  # a trial leaves no trace, such as a cache or a counter
+            held = [_try_pass(subject, streaming)] if streaming else []
+            for probe in owning:
+                view = probe.view(subject)
+                view.batch_size = subject.batch_size
+                held.append(probe.peak_memory(view))
     except Exception as error:  # whatever a network or a probe raises, there is no estimate, and measuring will tell
         log.info("the memory of %s is not known", " and ".join(probe.name for probe in probes), exc_info=error)
         return None

@@ -18,6 +18,8 @@ OFTEN = 20
 """A run is timed this many times at least."""
 BRIEF = 0.02
 """Share of the time that must have passed since the last timing."""
+FEW = 3
+"""Steps that a pace is taken from, at least."""
 NOISE = 0.1
 """A plan stands as long as the steps left differ by no more than this share."""
 
@@ -56,6 +58,14 @@ class Course:
             place = begun + (step - start) * (self.planned - begun) / max(1, total - start)
         return place
 
+    def share(self, step: int) -> float:
+        """Return the share of the run that is done before a step, counted from 0."""
+        return self(step) / self.planned
+
+    def plain(self) -> dict[str, object]:
+        """Return the course as plain data, for a checkpoint."""
+        return {"planned": self.planned, "bends": self.bends}
+
     def bend(self, step: int, total: int) -> None:
         """Plan anew: after `step` steps, the run has `total`."""
         self.bends.append((step, total))
@@ -73,6 +83,7 @@ class Timekeeper:
     def __init__(self, budget: float, spent: float = 0.0, step: int = 0) -> None:
         self.budget = budget
         self._began = time.monotonic() - spent
+        self._first = step + 1
         self._since, self._step = spent, step
         self._next = step + 1
 
@@ -82,10 +93,21 @@ class Timekeeper:
         return time.monotonic() - self._began
 
     def is_due(self, step: int, total: int) -> bool:
-        """Tell whether the run is to be timed after this step, of `total`: at times, and always before the last one."""
+        """Tell whether the run is to be timed after this step, of `total`: at times, and always before the last one.
+
+        The first step of a session starts workers and kernels, too, and says nothing of the pace.
+        """
+        if step == total - 1:
+            return True
+        if step == self._first:
+            self.restart(step)
         taken = self.spent - self._since
         soon = step >= self._next and taken >= self.budget * BRIEF
-        return soon or taken >= self.budget / OFTEN or step == total - 1
+        return step - self._step >= FEW and (soon or taken >= self.budget / OFTEN)
+
+    def restart(self, step: int) -> None:
+        """Take the pace from this step on: those before it cost something else."""
+        self._since, self._step = self.spent, step
 
     def plan(self, step: int, total: int, reserve: float) -> int | None:
         """Return the number of steps that there is time for; None if the plan of `total` stands.

@@ -43,7 +43,7 @@ class LateDropPathConfig(Settings):
 
 
 class LateDropPath:
-    """Rates at which the blocks of a network are left out, by the place in the run, in steps counted from 0.
+    """Rates at which the blocks of a network are left out, by the share of the run that is done.
 
     In the last part of the run the largest is `config.rate`, and the others, which grow with depth, keep their
     proportions to it.
@@ -51,7 +51,6 @@ class LateDropPath:
     Args:
         config: The late rate and when it starts; without a rate nothing ever changes.
         network: The network, whose modules have the rates of the first part.
-        total_steps: The length of the run as it was planned first.
 
     Raises:
         RecipeError: The network leaves out no paths.
@@ -59,12 +58,12 @@ class LateDropPath:
     Example:
         >>> import timm
         >>> vit = timm.create_model("vit_tiny_patch16_224", depth=4, drop_path_rate=0.3)
-        >>> LateDropPath(LateDropPathConfig(rate=0.5), vit, total_steps=100)(80)
+        >>> LateDropPath(LateDropPathConfig(rate=0.5), vit)(0.8)
         >>> [round(block.drop_path1.drop_prob, 3) for block in vit.blocks[1:]]
         [0.167, 0.333, 0.5]
     """
 
-    def __init__(self, config: LateDropPathConfig, network: nn.Module, total_steps: int) -> None:
+    def __init__(self, config: LateDropPathConfig, network: nn.Module) -> None:
         self._early = [] if config.rate is None else find_drop_paths(network)
         if config.rate is None:
             return
@@ -73,13 +72,13 @@ class LateDropPath:
                 "late_drop_path changes the rate at which blocks are left out, and no block of the network ever is:"
                 " set model.drop_path_rate."
             )
-        self._start = (1 - config.share) * total_steps - 1e-9
+        self._start = 1 - config.share - 1e-9
         self._factor = config.rate / max(rate for _, _, rate in self._early)
 
-    def __call__(self, place: float) -> None:
-        """Set the rates at a place of the run as it was planned first (`training.course`)."""
+    def __call__(self, done: float) -> None:
+        """Set the rates of a step before which this share of the run is done."""
         for module, name, rate in self._early:
-            setattr(module, name, rate * self._factor if place >= self._start else rate)
+            setattr(module, name, rate * self._factor if done >= self._start else rate)
 
 
 def find_drop_paths(network: nn.Module) -> list[tuple[Any, str, float]]:

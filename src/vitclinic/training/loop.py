@@ -26,7 +26,7 @@ from vitclinic._core.memory import is_out_of_memory
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, open_data
 from vitclinic.tasks import Classification
-from vitclinic.training.budget import fit_size, total_steps
+from vitclinic.training.budget import fit_size, image_counts, total_steps
 from vitclinic.training.callbacks import SampleRecorder, TrajectoryRecorder
 from vitclinic.training.course import Timekeeper
 from vitclinic.training.init import read_initial_weights, settle
@@ -100,22 +100,28 @@ class Session:
         """
         trainer, timekeeper = self.trainer, self.timekeeper
         is_uniform = trainer.is_late and trainer.sizes(trainer.course(trainer.step)) == trainer.sizes.full
-        if timekeeper is None or not is_uniform or trainer.step == trainer.total_steps:
+        if timekeeper is None or trainer.step == trainer.total_steps:
             return []
-        if not self.distributed.any(timekeeper.is_due(trainer.step, trainer.total_steps)):
+        if not is_uniform:
+            timekeeper.restart(trainer.step)
             return []
-        total = self.distributed.leader_only(
-            lambda: timekeeper.plan(trainer.step, trainer.total_steps, self.seconds_of_test)
-        )
+
+        def plan() -> int | None:
+            due = timekeeper.is_due(trainer.step, trainer.total_steps)
+            return timekeeper.plan(trainer.step, trainer.total_steps, self.seconds_of_scores) if due else None
+
+        total = self.distributed.leader_only(plan)
         if total is None:
             return []
         trainer.plan_anew(total)
         return ["last"]
 
     @property
-    def seconds_of_test(self) -> float:
-        """Seconds that the scores of test will take, by the speed of the last validation; 0 before there was one."""
-        images = len(self.trainer.dataset.test) if self.trainer.recipe.test else 0
+    def seconds_of_scores(self) -> float:
+        """Seconds that the last validation and the scores of test take, by the speed of validation; 0 before one."""
+        counts = image_counts(self.trainer.dataset)
+        splits = [split for split in ("val", "test") if counts[split] and (split == "val" or self.trainer.recipe.test)]
+        images = sum(self.trainer.task.evaluation_images(counts, split) for split in splits)
         return images / self.evaluated if self.evaluated else 0.0
 
     def _end_diverged(self, reason: str) -> str:
@@ -131,7 +137,7 @@ class Session:
         if found is not None:
             model, state = found
             self.best, self.failure = state.pop("best"), state.pop("failure", None)
-            self.spent = state.pop("spent", 0.0)
+            self.spent, self.evaluated = state.pop("spent", 0.0), state.pop("evaluated", 0.0)
             self.trainer.load_state_dict(model, state)
         elif self.distributed.is_leader and self.run.status.get("step", 0) > 0:  # one was saved
             log.warning("'%s' has no checkpoint to go on from; training starts over.", self.run.path)
@@ -207,7 +213,7 @@ class Session:
         if self.metrics is not None:
             self.metrics.append(row)
         self.callback.on_row(row)
-        failure = self.trainer.task.find_failure(row, row["step"] / self.trainer.total_steps)
+        failure = self.trainer.task.find_failure(row, self.trainer.course.share(row["step"]))
         if failure is not None and self.failure is None:
             self.failure = f"{failure} at step {row['step']}"
             self.callback.on_failure(self.failure)
@@ -222,7 +228,7 @@ class Session:
         if self.failure is not None:
             state["failure"] = self.failure
         if self.timekeeper is not None:
-            state["spent"] = self.timekeeper.spent
+            state |= {"spent": self.timekeeper.spent, "evaluated": self.evaluated}
         # `last` is written last: after a kill in between, the step that leads to the others runs again.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
         self.run.checkpoints.save(ordered, model, state)

@@ -21,7 +21,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.step,
         "first_loss": trainer.first_loss,
         "skipped": trainer.skipped,
-        **({"planned": trainer.course.planned, "bends": trainer.course.bends} if trainer.course.bends else {}),
+        **({} if trainer.recipe.max_time is None else trainer.course.plain()),
         **({"accumulate": trainer.accumulate} if halved else {}),
         "optimizer": trainer.optimizer.state_dict(),
         "scaler": trainer.scaler.state_dict(),
@@ -46,7 +46,7 @@ def restore_state(trainer: Trainer, model: Mapping[str, Tensor], state: dict[str
     trainer.scaler.load_state_dict(state["scaler"])
     trainer.rule.load_state_dict(divide_lists(state["rule"], trainer.parameters))
     trainer.step, trainer.first_loss, trainer.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
-    trainer.course = Course(state.get("planned", trainer.course.planned), state.get("bends", ()))
+    trainer.lay_out(Course(state.get("planned", trainer.course.planned), state.get("bends", ())))
 
 
 def _exports_network(trainer: Trainer) -> bool:

@@ -75,7 +75,6 @@ class Trainer:
         init: InitialWeights | None = None,
     ) -> None:
         self.recipe, self.dataset, self.distributed, self.device = recipe, dataset, distributed, device
-        self.course = Course(total_steps)
         self.step = 0
         self.first_loss: float | None = None
         self.skipped = 0
@@ -108,7 +107,7 @@ class Trainer:
         self.criterion = build_criterion(recipe, network, spec)
         self.learner = Learner(network, self.task, objectives, self.criterion).to(home, self.dtype).train()
         freeze_units(recipe, network, spec)
-        self.drop_path = LateDropPath(recipe.late_drop_path, network, total_steps)
+        self.drop_path = LateDropPath(recipe.late_drop_path, network)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.divided = self._is_divided()
@@ -132,12 +131,10 @@ class Trainer:
         self.notices += describe_sharing(recipe, blocks, self.micro_batch * distributed.size)
         self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
-        self.schedule = Schedule(recipe.schedule, self.steps_per_epoch, total_steps)
         self.cell = augment.cutmix_cell
-        resizing = recipe.progressive_resizing
-        sizes = choose_sizes(resizing.shares, network, spec, self.cell)
-        self.sizes = ImageSizes(sizes, resizing.ends(self.steps_per_epoch, total_steps))
-        if resizing.shares:
+        self._stages = choose_sizes(recipe.progressive_resizing.shares, network, spec, self.cell)
+        self.lay_out(Course(total_steps))
+        if recipe.progressive_resizing.shares:
             self.notices.append(self.sizes.describe())
         if recipe.test and dataset.scores_val:
             self.notices.append(SCORES_VAL)
@@ -149,6 +146,13 @@ class Trainer:
     def total_steps(self) -> int:
         """The number of steps of the run, as planned last."""
         return self.course.total
+
+    def lay_out(self, course: Course) -> None:
+        """Lay the schedules over a run: over its first plan, which new ones bend."""
+        self.course = course
+        self.schedule = Schedule(self.recipe.schedule, self.steps_per_epoch, course.planned)
+        ends = self.recipe.progressive_resizing.ends(self.steps_per_epoch, course.planned)
+        self.sizes = ImageSizes(self._stages, ends)
 
     def plan_anew(self, total_steps: int) -> None:
         """Make the run end after `total_steps` steps; schedules go on from where they are."""
@@ -207,7 +211,7 @@ class Trainer:
         for group, decay in zip(self.optimizer.param_groups, self.decays, strict=True):
             group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
             group["weight_decay"] = decay * self.decay_factor(self.step)
-        self.drop_path(self.course(self.step))
+        self.drop_path(self.course.share(self.step))
         losses = self._differentiate(rule or self.due_rule)
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.parameters, self.recipe.clip or math.inf)
