@@ -7,6 +7,8 @@ from tests.processes import SERVER
 from tests.snippets import ROOT, blocks_of
 
 PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if blocks_of(page)]
+FIRST = ("README.md", "docs/quickstart.md", "docs/functional.md")
+"""Pages that run by default; together the others take minutes."""
 NOT_RUN = 3
 """Blocks that do not run here, each with its reason in the page. More than these need a better reason still."""
 
@@ -18,7 +20,13 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, id=name_of(p), marks=() if name_of(p) in FIRST else pytest.mark.slow) for p in PAGES]
+)
 def test_the_blocks_of_a_page_run_in_order(page, place, monkeypatch, tmp_path):
     if snippets.registers(page):
         process = SERVER.Process(target=snippets.run_page_apart, args=(page, place, tmp_path / "errors"))
@@ -52,7 +60,7 @@ def test_no_python_block_escapes(page):
     assert text.count("```python") + text.count("```py\n") == len(blocks_of(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_import_public_names_only(page):
     for block in blocks_of(page):
         for line in block.code.splitlines():
