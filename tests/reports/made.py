@@ -151,6 +151,26 @@ def shares(rng, *keys):
     return {key: estimate(0.3 + 0.5 * rng.random()) for key in keys}
 
 
+def _noisy_masks():
+    changes = ("shot_noise", "gaussian_noise_5", "gaussian_noise_10", "gaussian_blur_1", "gaussian_blur_2")
+    names = ("miou", *(f"miou_{change}" for change in changes), "miou_changed", "drop")
+    return {"scalars": shares(np.random.default_rng(7), *names)}
+
+
+def _embeddings(images=12):
+    rng, labels = np.random.default_rng(8), np.arange(images) % 3
+    arrays = {
+        "points": rng.normal(size=(images, 2)).astype(np.float32),
+        "shown_images": rng.integers(0, 256, (images, SIDE, SIDE, 3), dtype=np.uint8),
+        "shown_names": np.array([f"{HOSTILE}/{number}.png" for number in range(images)]),
+        "labels": labels,
+        "predicted": np.where(np.arange(images) % 4, labels, 0),
+        "by_scores": np.array(True),
+        "classes": np.array([HOSTILE, "square", "star"]),
+    }
+    return {"scalars": {"effective_rank": exact(9.5), "variance_shown": exact(0.4)}, "arrays": arrays}
+
+
 def _behaviour(rng):
     right = rng.random(100) < 0.7
     edges = np.linspace(0, 1, 16)
@@ -180,6 +200,7 @@ def _behaviour(rng):
         },
         "vqa": _answers(),
         "segmentation": _masks(),
+        "mask_noise": _noisy_masks(),
         "detection": _boxes(),
         "train_nll": {"scalars": shares(rng, "nll", "target_entropy")},
         "corruptions": {
@@ -341,6 +362,7 @@ def _features(rng):
                 "prefix_norm": np.full((len(rows), 1), 15.0),
             },
         },
+        "embedding_map": _embeddings(),
         "knn": {"scalars": shares(rng, "accuracy")},
         "linear_probe": {"scalars": shares(rng, "accuracy")},
         "retrieval": {

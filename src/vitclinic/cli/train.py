@@ -73,7 +73,8 @@ def train(
     Keys: model, init, data, treatments, task, loss, optimizer, layer_decay,
     head_lr, freeze, schedule, epochs or steps or max_time, batch_size,
     accumulate, clip, ema, progressive_resizing, late_drop_path, precision,
-    compile, checkpoint, validation, test, seed, out, workers, device, logging.
+    compile, checkpoint, validation, test, seed, out, workers, device, parallel,
+    logging.
 
     Values are YAML. Some keys have keys of their own, such as data.limit=500;
     docs/train.md describes them all. `vitclinic list` shows the recipes, models,

@@ -167,7 +167,7 @@ def _scatter(points: Sequence[_Point], name: str, style: Mapping[str, object], s
         customdata=[point.image for point in points],
         hovertemplate="%{text}<extra></extra>",
         name=label(name),
-        legendgroup=name,
+        legendgroup=escape_plotly(name),
         showlegend=shown,
     )
 
