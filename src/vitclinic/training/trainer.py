@@ -110,6 +110,8 @@ class Trainer:
         self.drop_path = LateDropPath(recipe.late_drop_path, network)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        self.cell = augment.cutmix_cell
+        self._stages = choose_sizes(recipe.progressive_resizing.shares, network, spec, self.cell)  # of a whole network
         self.divided = self._is_divided()
         blocks = None
         if self.shards is not None:
@@ -131,8 +133,6 @@ class Trainer:
         self.notices += describe_sharing(recipe, blocks, self.micro_batch * distributed.size)
         self.stream = self.task.stream(dataset, augment, recipe.seed, network)
         self.steps_per_epoch = len(dataset.train) / recipe.batch_size
-        self.cell = augment.cutmix_cell
-        self._stages = choose_sizes(recipe.progressive_resizing.shares, network, spec, self.cell)
         self.lay_out(Course(total_steps))
         if recipe.progressive_resizing.shares:
             self.notices.append(self.sizes.describe())

@@ -28,15 +28,15 @@ from vitclinic.training.network import create_network
 CLAIMS = list(shipped_studies())
 
 FEW = {
-    "images": 8,
-    "pairs": 4,
+    "images": 12,
+    "pairs": 8,
     "draws": 2,
     "trace_draws": 2,
     "density_draws": 1,
     "density_steps": 3,
     "batches": 2,
-    "batch": 4,
-    "block": 4,
+    "batch": 6,
+    "block": 6,
     "points": 3,
     "max_products": 6,
     "repeats": 1,
@@ -278,9 +278,9 @@ def test_a_dry_run_at_the_paper_s_scale_builds_every_network(claim, tmp_path, mo
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
-    """20 training images and 10 each for val and test, of ten classes."""
+    """40 training images and 20 each for val and test, of ten classes."""
     folder = tmp_path_factory.mktemp("pictures")
-    for split, count in (("train", 20), ("val", 10), ("test", 10)):
+    for split, count in (("train", 40), ("val", 20), ("test", 20)):
         for number in range(count):
             image, label, _ = shapes.example(0, split, number)
             place = folder / split / shapes.CLASSES[label]
@@ -300,7 +300,7 @@ def miniature(asked):
     plain = asked.model_dump(exclude_defaults=True)
     for measure in plain["measures"].values():
         if "probe" in measure:
-            measure["limit"] = 8
+            measure["limit"] = 12
             options = dict(measure.get("options", {}))
             for name, field in known_probes()[measure["probe"]].model_fields.items():
                 value = options.get(name, field.get_default(call_default_factory=True))
@@ -315,7 +315,7 @@ def miniature(asked):
 def test_it_runs_in_miniature_and_every_measure_has_a_number_somewhere(claim, pictures, pool):
     asked = miniature(open_study(claim))
     epochs = max([2, *epochs_measured(asked)])
-    words = ["data.limit=null", "batch_size=10", f"epochs={epochs}", "workers=0"]
+    words = ["data.limit=null", "batch_size=20", f"epochs={epochs}", "workers=0"]
     found = study(asked, words, data=pictures, seeds=1, out=pool)
     assert not found.failures
     for name in (name for name, measure in asked.measures.items() if measure.difference is None):
