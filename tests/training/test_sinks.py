@@ -5,6 +5,7 @@ import os
 import signal
 import struct
 import sys
+import time
 import types
 
 import pytest
@@ -83,11 +84,18 @@ def read_records(content, block=2**15):
 
 def test_weights_and_biases_is_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-
     monkeypatch.delenv("WANDB_MODE", raising=False)
     run = train(tmp_path / "run", {"wandb": "shapes"})
     (file,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
+    wanted, patience = expected(run), time.monotonic() + 30
+    while len(found := read_history(file)) < len(wanted) and time.monotonic() < patience:
+        time.sleep(0.2)  # a process of W&B's own writes the file
+    assert found == pytest.approx(wanted)
+
+
+def read_history(file):
+    from wandb.proto.wandb_internal_pb2 import Record
+
     found = {}
     for data in read_records(file.read_bytes()):
         record = Record()
@@ -96,7 +104,7 @@ def test_weights_and_biases_is_offline(tmp_path, monkeypatch):
         if items:
             step = int(items["_step"])
             found |= {(name, step): float(value) for name, value in items.items() if not name.startswith("_")}
-    assert found == pytest.approx(expected(run))
+    return found
 
 
 @pytest.fixture
