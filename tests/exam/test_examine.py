@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import vitclinic
 from tests.probes.subjects import CLASSES, Unknown, noise, vit
@@ -247,12 +248,17 @@ def test_whatever_a_network_raises_is_a_sentence(error):
         (lambda: Unknown().to("meta"), "is on the meta device and has no weights"),
         (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), "has lazy modules without weights"),
         (lambda: torch.jit.trace(Unknown().eval(), torch.rand(1, 3, 16, 16)), "is a TorchScript module"),
+        (lambda: torch.export.export(Unknown().eval(), (torch.rand(2, 3, 16, 16),)).module(), "of torch.export, whose"),
     ],
-    ids=["meta", "lazy", "script"],
+    ids=["meta", "lazy", "script", "exported"],
 )
 def test_a_network_that_cannot_be_measured_yet_is_a_sentence(network, message):
+    told = network()
     with pytest.raises(ModelError, match=message):
-        vitclinic.examine(network(), noise())
+        vitclinic.examine(told, noise())
+    loader = DataLoader(TensorDataset(torch.rand(2, 3, 16, 16), torch.tensor([0, 1])), 2)
+    with pytest.raises(ModelError, match=message):
+        vitclinic.examine(told, data=loader)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def train(
         with import_quickly():
             from vitclinic.training.display import Display
         _set_threads(None if resume is None else Run.open(resume).threads, console)
-        with _watched(watch, recipe, changes, resume, console) as changes, Display(console) as display:
+        with _watched(watch, recipe, changes, resume, as_json) as changes, Display(console) as display:
             if resume is not None:
                 run = resume_run(resume, changes, callbacks=[display])
             else:
@@ -145,7 +145,7 @@ def _refuse_contradictions(words: list[str] | None, recipe: str | None, resume: 
 
 @contextmanager
 def _watched(
-    wanted: bool, recipe: str | None, changes: list[str], resume: Path | None, console: Console
+    wanted: bool, recipe: str | None, changes: list[str], resume: Path | None, as_json: bool
 ) -> Iterator[list[str]]:
     """Serve the live page of the folder that the run will be in, if that is wanted, and give the changes for it."""
     if not wanted or follows():
@@ -156,7 +156,7 @@ def _watched(
 
     out = resume or build_recipe(recipe, changes).out
     with watch_beside(Path(out).expanduser().absolute().parent if out else Path("runs")) as address:
-        console.print(f"watch: {address} (while it trains)", highlight=False)
+        typer.echo(f"watch: {address} (while it trains)", err=as_json)
         samples = (
             [] if any("logging" in change.partition("=")[0] for change in changes) else [f"logging.samples={SAMPLES}"]
         )

@@ -124,6 +124,7 @@ def open_subject(
 def resolve(target: Target, device: torch.device, random_weights: bool = False) -> Network:
     """Return the network that a target names, in eval mode on `device`; one given as such stays as it is."""
     if isinstance(target, nn.Module):
+        check_ready(target, type(target).__name__)
         return Network(type(target).__name__, target)
     if isinstance(target, Checkpoint):
         found = _run(str(target), target.run.path, target.name)

@@ -19,14 +19,23 @@ Size = tuple[int, int]
 
 
 def check_ready(network: nn.Module, name: str) -> None:
-    """Raise a ModelError if the network cannot be measured: TorchScript, or weights that are not there yet."""
-    if any(isinstance(module, torch.jit.ScriptModule) for module in network.modules()):
-        raise ModelError(f"{name} is a TorchScript module, whose layers cannot be read. Pass the original nn.Module.")
+    """Raise a ModelError if the network cannot be measured: a recorded program, or weights that are not there yet."""
+    for kind, is_kind in (("a TorchScript module", _is_script), ("a program of torch.export", _is_exported)):
+        if any(map(is_kind, network.modules())):
+            raise ModelError(f"{name} is {kind}, whose layers cannot be read. Pass the original nn.Module.")
     tensors = (*network.parameters(), *network.buffers())
     if any(is_lazy(tensor) for tensor in tensors):
         raise ModelError(f"{name} has lazy modules without weights. Call it once on a batch of images first.")
     if any(tensor.is_meta for tensor in tensors):
         raise ModelError(f"{name} is on the meta device and has no weights. Load them first.")
+
+
+def _is_script(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_exported(module: nn.Module) -> bool:
+    return isinstance(module, torch.fx.GraphModule) and "eval" in vars(module)  # it has one mode, and refuses others
 
 
 def nearest_multiple(full: Size, share: float, multiple: Size) -> Size:
