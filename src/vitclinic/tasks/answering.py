@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitclinic._core.errors import ModelError, VitclinicError
+from vitclinic._core.errors import ModelError, VitclinicError, first_line
 from vitclinic.anatomy import eval_mode
 from vitclinic.data import Augment, Batch, Dataset, ImageSpec, TrainingStream
 from vitclinic.data.annotations import Annotations, Question
@@ -145,7 +145,7 @@ def check_join(network: Answerer, spec: ImageSpec) -> None:
         with torch.no_grad(), eval_mode(network):
             network(images, ["", ""])
     except (VitclinicError, RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise ModelError(
             f"The network does not take words beside its patches ({reason}): remove the treatment that counts on"
             " patches alone."

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from vitclinic._core.config import Settings
-from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.errors import ModelError, RecipeError, first_line
 from vitclinic.training.optimizer import Duration, in_steps
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _check_size(network: nn.Module, channels: int, size: Size) -> None:
         with torch.no_grad(), eval_mode(network):
             network(torch.full((2, channels, *size), 0.5, dtype=like.dtype, device=like.device))
     except Exception as error:  # whatever a network, or a treatment of it, says of images that it does not take
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise ModelError(
             f"'progressive_resizing' needs a network that takes smaller images, and this one does not take"
             f" {size[0]} x {size[1]} pixels ({reason}); leave it out, or choose another network."

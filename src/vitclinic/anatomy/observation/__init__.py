@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitclinic._core.errors import AnatomyError, UnknownStructureError
+from vitclinic._core.errors import AnatomyError, UnknownStructureError, first_line
 from vitclinic.anatomy.observation.chain import Chains, complete
 from vitclinic.anatomy.observation.locate import Locator, find_layouts
 from vitclinic.anatomy.observation.naming import Draft, finish
@@ -26,7 +26,6 @@ from vitclinic.anatomy.observation.stretch import ACTIVATIONS, Stretch, find_byp
 from vitclinic.anatomy.observation.trace import LAYERS, NORMS, Trace, Value, has_cells, trace
 from vitclinic.anatomy.removal import Silence
 from vitclinic.anatomy.units import Kind, Residual, Unit
-from vitclinic.anatomy.wrappers import reason
 
 _LIGHT = MOVES | NORMS | ACTIVATIONS
 """Operations that may stand between a residual sum and the state that the next unit reads."""
@@ -57,7 +56,7 @@ def observe(network: nn.Module, entrance: nn.Module, images: Tensor) -> Observat
         record = trace(network, entrance, images)
     except Exception as error:  # the user's own code may raise anything
         shape = " x ".join(str(side) for side in images.shape[1:])
-        raise AnatomyError(f"{type(network).__name__} cannot take {shape} images: {reason(error)}.") from error
+        raise AnatomyError(f"{type(network).__name__} cannot take {shape} images: {first_line(error)}.") from error
     observer = _Observer(record, entrance)
     units = finish(observer.drafts(), record)
     if len(units) < 3:
