@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.errors import ModelError, VitclinicError, first_line
+from vitclinic._core.precision import upcast
 from vitclinic.anatomy import eval_mode
 from vitclinic.data import Augment, Batch, Dataset, ImageSpec, TrainingStream
 from vitclinic.data.annotations import Annotations, Question
@@ -79,7 +80,7 @@ def answer_losses(scores_pk: Tensor, targets_pk: Tensor, loss: str) -> Tensor:
 
     A question none of whose answers is known has no softmax loss.
     """
-    scores_pk = scores_pk.float() if scores_pk.dtype.itemsize < 4 else scores_pk
+    scores_pk = upcast(scores_pk)
     targets_pk = targets_pk.to(scores_pk)
     if loss == "sigmoid":
         return F.binary_cross_entropy_with_logits(scores_pk, targets_pk, reduction="none").sum(1)

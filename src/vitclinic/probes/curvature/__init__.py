@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import ModelError
+from vitclinic._core.precision import upcast
 from vitclinic._core.time import Time, seconds
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data import Batch
@@ -181,8 +182,7 @@ class LossSurface:
         if batch.annotations is not None and batch.annotations.masks is not None:
             return sum_pixel_losses(self.network, batch)
         logits = read_output(self.network(batch.images))
-        if logits.dtype.itemsize < 4:
-            logits = logits.float()
+        logits = upcast(logits)
         if self.loss_name == "sigmoid":
             targets = F.one_hot(batch.targets, logits.shape[1]) if batch.targets.ndim == 1 else batch.targets
             return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum")
