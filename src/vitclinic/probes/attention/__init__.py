@@ -74,6 +74,27 @@ class Layer(Protocol):
         """Return the values of the layer's unit."""
 
 
+class VisibleQueries:
+    """Which queries of a layer count: those with at least one visible key; the others are padding.
+
+    Args:
+        seen: The first attention map of the layer.
+    """
+
+    def __init__(self, seen: AttentionMap) -> None:
+        visible = seen.visible()
+        self.keys_wq = visible.sum(-1)
+        """Number of visible keys of each query, [W, Q]."""
+        self.counted = (self.keys_wq > 0).flatten()
+        # None if all keys are visible, which is faster.
+        self.visible = None if bool(visible.all()) else visible[:, None]
+
+    @property
+    def keys(self) -> Tensor:
+        """Number of visible keys of each query that counts, in float64."""
+        return self.keys_wq.flatten()[self.counted].double()
+
+
 L = TypeVar("L", bound=Layer)
 
 
