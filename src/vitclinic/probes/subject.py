@@ -22,7 +22,7 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.source import subset
 from vitclinic.models import Headed, Normalized
-from vitclinic.models.calling import check_ready
+from vitclinic.models.input_sizes import check_ready
 from vitclinic.probes.digest import network_digest
 from vitclinic.probes.footprint import Footprint
 from vitclinic.probes.guards import preserve_state

@@ -123,7 +123,7 @@ class Classification(Task):
             return TrainingStream(dataset, augment, seed)
         from vitclinic.tasks.token_labels import find_patches
 
-        assert dataset.train.label_maps is not None  # by `training.teaching`
+        assert dataset.train.label_maps is not None  # by `training.token_label_teacher`
         grid = find_patches(network, dataset.spec).grid
         labels = TokenLabels(dataset.train.label_maps, grid, self.token_labels.class_targets)
         return TrainingStream(dataset, augment, seed, token_labels=labels)

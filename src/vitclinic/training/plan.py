@@ -29,7 +29,7 @@ from vitclinic.training.init import InitialWeights, read_initial_weights, settle
 from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.parallel import NOTHING_TO_DIVIDE, choose_blocks, count_gathered
 from vitclinic.training.recipe import Recipe
-from vitclinic.training.teaching import describe_token_labels
+from vitclinic.training.token_label_teacher import describe_token_labels
 from vitclinic.training.trainer import Trainer
 
 _CPU = torch.device("cpu")

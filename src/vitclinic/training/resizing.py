@@ -140,7 +140,7 @@ def choose_sizes(
         >>> choose_sizes([0.6], create_model("resnet18"), ImageSpec(1000, 3, (32, 32)))
         [(20, 20), (32, 32)]
     """
-    from vitclinic.models.calling import find_multiple, nearest_multiple
+    from vitclinic.models.input_sizes import find_multiple, nearest_multiple
 
     full = spec.img_size
     if not shares:
@@ -187,7 +187,7 @@ def shrink(batch: Batch, size: Size, cell: int | Sequence[int] | None = None) ->
     """
     import torch.nn.functional as F
 
-    from vitclinic.models.calling import as_pair
+    from vitclinic.models.input_sizes import as_pair
 
     images = F.interpolate(batch.images, size, mode="bilinear", align_corners=False, antialias=True)
     if batch.patch_targets is None:

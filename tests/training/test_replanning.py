@@ -13,7 +13,7 @@ from vitclinic import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic.data import open_data
 from vitclinic.training import build_recipe, resume, train
-from vitclinic.training.course import Course, Timekeeper
+from vitclinic.training.replanning import Course, Timekeeper
 from vitclinic.training.trainer import Trainer
 
 

@@ -21,8 +21,8 @@ from vitclinic.data import Augment, Batch, Dataset, ImageSpec, TrainingStream
 from vitclinic.data.annotations import Annotations, Question
 from vitclinic.data.randomness import uniforms
 from vitclinic.models.questions import Answerer
-from vitclinic.tasks.answers import KINDS, MOMENTS, find_kind, image_moments, score_answer, soft_targets
 from vitclinic.tasks.criterion import Criterion
+from vitclinic.tasks.vqa_accuracy import KINDS, MOMENTS, find_kind, image_moments, score_answer, soft_targets
 
 if TYPE_CHECKING:
     from vitclinic.treatments import Losses
