@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitclinic._core.errors import AnatomyError, did_you_mean, first_line
 from vitclinic.anatomy.families import Family
 from vitclinic.anatomy.forward import eval_mode
-from vitclinic.anatomy.observation import observe
+from vitclinic.anatomy.observation.observe import observe
 from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid, taps, watch
 from vitclinic.anatomy.units import Block, Kind, Unit
 from vitclinic.anatomy.wrappers import (

@@ -16,7 +16,7 @@ from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
-from vitclinic.probes.attention import AttentionTally, VisibleQueries, attention_units, divide_scalar, pieces
+from vitclinic.probes.attention.tally import AttentionTally, VisibleQueries, attention_units, divide_scalar, pieces
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,

@@ -26,16 +26,9 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions.noise import Ball, Draws, Norm, lengths
-from vitclinic.probes.behaviour import (
-    BehaviourProbe,
-    Correct,
-    check_logits,
-    divide_images,
-    drop,
-    is_correct,
-    share,
-    share_correct,
-)
+from vitclinic.probes.behaviour.behaviour_probe import BehaviourProbe, divide_images
+from vitclinic.probes.behaviour.intervals import Correct, drop, share, share_correct
+from vitclinic.probes.behaviour.predictions import check_logits, is_correct
 from vitclinic.probes.digest import find_packed_weights
 from vitclinic.probes.output import read_output
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, register

@@ -10,7 +10,7 @@ from pydantic import Field
 from vitclinic._core.neighbours import CHUNK, rank_leave_one_out
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
-from vitclinic.probes.behaviour import mean_over, share
+from vitclinic.probes.behaviour.intervals import mean_over, share
 from vitclinic.probes.features.embeddings import (
     alignment,
     embed,

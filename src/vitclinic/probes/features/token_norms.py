@@ -20,7 +20,7 @@ from vitclinic._core.records import UnitRow
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
-from vitclinic.probes.features import State, spatial_states
+from vitclinic.probes.features.states import State, spatial_states
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,

@@ -22,7 +22,7 @@ from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
 from vitclinic.data import Batch
 from vitclinic.data.randomness import generator
-from vitclinic.probes.features import State, spatial_states
+from vitclinic.probes.features.states import State, spatial_states
 from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject
 
