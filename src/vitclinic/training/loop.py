@@ -29,11 +29,11 @@ from vitclinic.tasks import Classification
 from vitclinic.training.budget import fit_size, image_counts, total_steps
 from vitclinic.training.callbacks import SampleRecorder, TrajectoryRecorder
 from vitclinic.training.init import read_initial_weights, settle
-from vitclinic.training.optimizer import Duration, in_steps, is_share
 from vitclinic.training.recipe import LoggingConfig, Recipe
 from vitclinic.training.replanning import Timekeeper
 from vitclinic.training.rows import MetricsFile, Row, cut_back
 from vitclinic.training.run import Run
+from vitclinic.training.schedule import Duration, in_steps, is_share
 from vitclinic.training.signals import Interrupt, listen_for_signals
 from vitclinic.training.sinks import make_sinks
 from vitclinic.training.token_label_teacher import add_token_labels

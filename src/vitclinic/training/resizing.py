@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from vitclinic._core.config import Settings
 from vitclinic._core.errors import ModelError, RecipeError, first_line
-from vitclinic.training.optimizer import Duration, in_steps
+from vitclinic.training.schedule import Duration, in_steps
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -30,7 +30,7 @@ from vitclinic.training.network import (
     build_objectives,
     check_memory,
 )
-from vitclinic.training.optimizer import Schedule, build_optimizer
+from vitclinic.training.optimizer import build_optimizer
 from vitclinic.training.parallel import (
     REACHES_IN,
     OwnParts,
@@ -46,6 +46,7 @@ from vitclinic.training.recipe import Recipe
 from vitclinic.training.replanning import Course
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.rows import Row
+from vitclinic.training.schedule import Schedule
 from vitclinic.training.state import collect_state, restore_state
 from vitclinic.treatments import Losses, MixedSteps, StepRule
 
