@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from vitclinic.probes.attention.softmax_jacobian import SoftmaxJacobian
     from vitclinic.probes.attention.token_kinds import TokenKindsProbe
     from vitclinic.probes.behaviour.accuracy import Accuracy
-    from vitclinic.probes.behaviour.attacks import FGSM, PGD
     from vitclinic.probes.behaviour.corruptions import Corruptions
     from vitclinic.probes.behaviour.detection import DetectionPrecision
     from vitclinic.probes.behaviour.errors import Errors
+    from vitclinic.probes.behaviour.fgsm import FGSM
     from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
     from vitclinic.probes.behaviour.label_errors import LabelErrors
     from vitclinic.probes.behaviour.mask_noise import MaskNoise
     from vitclinic.probes.behaviour.missing_rate import MissingRate
     from vitclinic.probes.behaviour.occlusion import Occlusion
+    from vitclinic.probes.behaviour.pgd import PGD
     from vitclinic.probes.behaviour.saliency import Saliency
     from vitclinic.probes.behaviour.segmentation import SegmentationAccuracy
     from vitclinic.probes.behaviour.shape_bias import ShapeBias
@@ -50,13 +51,15 @@ if TYPE_CHECKING:
     from vitclinic.probes.curvature.ntk import NTK
     from vitclinic.probes.curvature.sharpness import Sharpness
     from vitclinic.probes.curvature.trajectory import Trajectory
+    from vitclinic.probes.features.alignment_uniformity import AlignmentUniformity
     from vitclinic.probes.features.cka import CKA, block_structure, cka_between
     from vitclinic.probes.features.embedding_map import EmbeddingMap
     from vitclinic.probes.features.fourier import Fourier
     from vitclinic.probes.features.hsic import mini_batch_cka
+    from vitclinic.probes.features.knn import KNN
     from vitclinic.probes.features.lesion import Lesion
     from vitclinic.probes.features.linear_probe import LinearProbe
-    from vitclinic.probes.features.neighbours import KNN, AlignmentUniformity, Retrieval
+    from vitclinic.probes.features.retrieval import Retrieval
     from vitclinic.probes.features.sparsity import Sparsity
     from vitclinic.probes.features.token_norms import TokenNorms
     from vitclinic.probes.features.token_similarity import TokenSimilarity
