@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from vitclinic.probes.guards import preserve_state
     from vitclinic.probes.loading import find_normalization, load_subject
     from vitclinic.probes.norms import Norms
+    from vitclinic.probes.past_training import PastWeights, Training
     from vitclinic.probes.probe import (
         DoesNotApply,
         Need,
@@ -75,15 +76,13 @@ if TYPE_CHECKING:
         Result,
         StreamingProbe,
         Tally,
-        default_probes,
-        known_probes,
         mean_scalar,
-        parse_probes,
         register,
         unit_row,
     )
     from vitclinic.probes.running import describe_conditions, find_obstacle, measure, view_of
-    from vitclinic.probes.subject import PastWeights, Subject, Training
+    from vitclinic.probes.selection import default_probes, known_probes, parse_probes
+    from vitclinic.probes.subject import Subject
 
 __all__ = [
     "CKA",

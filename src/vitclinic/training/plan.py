@@ -20,7 +20,7 @@ from vitclinic._core.errors import MissingWeightsError, RecipeError
 from vitclinic._core.sources import check_model_name
 from vitclinic.data import Batch
 from vitclinic.data.annotations import Annotations
-from vitclinic.data.dataset import describe_data
+from vitclinic.data.described import describe_data
 from vitclinic.data.named import find_missing_data
 from vitclinic.models.cost import count_flops, count_state, make_fake, peak_bytes
 from vitclinic.tasks.criterion import Moment

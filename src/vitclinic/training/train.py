@@ -205,6 +205,6 @@ def _check_closed(data: Any) -> None:
 def _launch(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
     check_source(recipe.data)
     check_model_name(recipe.model.name)
-    from vitclinic.training.loop import launch
+    from vitclinic.training.launch import launch
 
     return launch(recipe, run, callbacks)

@@ -32,8 +32,9 @@ from vitclinic.probes.curvature.hessian import free_memory, held_by_products
 from vitclinic.probes.curvature.lanczos import basis_size
 from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.guards import SAVED_EVERY, Partial
+from vitclinic.probes.past_training import PastWeights
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
-from vitclinic.probes.subject import PastWeights, Subject
+from vitclinic.probes.subject import Subject
 
 _PRODUCTS, _PRODUCT = 40, 4
 """Estimated cost of eigenvectors: Hessian-vector products, and forward passes per product."""
