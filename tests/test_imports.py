@@ -82,7 +82,9 @@ def test_every_public_name_is_there(package):
 
 def test_importing_vitclinic_and_its_packages_imports_nothing_large():
     packages = ", ".join(f"vitclinic.{package}".rstrip(".") for package in LAZY)
-    code = f"import sys, {packages}; sys.exit(any(name in sys.modules for name in ('torch', 'timm', 'numpy', 'plotly')))"
+    code = (
+        f"import sys, {packages}; sys.exit(any(name in sys.modules for name in ('torch', 'timm', 'numpy', 'plotly')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

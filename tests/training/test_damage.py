@@ -6,11 +6,12 @@ import shutil
 import pytest
 import yaml
 
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import DamagedFileError, RecipeError, RunError
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.callbacks import read_projections
-from vitclinic.training.rows import drop_timing, read_rows
+from vitclinic.training.rows import read_rows
 
 from .conftest import TINY
 

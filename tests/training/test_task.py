@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from tests.rows import drop_timing
 from vitclinic._core import registry
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
 from vitclinic.tasks import Classification, Metric, Task, known_tasks, parse_task, register
 from vitclinic.tasks.task import TASKS
 from vitclinic.training import Run, build_recipe, load_model, resume, train
-from vitclinic.training.rows import drop_timing
 
 
 class Brightness(Task):
