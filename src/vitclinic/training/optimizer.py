@@ -61,7 +61,7 @@ class ScheduleConfig(Settings):
     name: Literal["cosine", "linear", "polynomial", "exponential", "constant"] = "cosine"
     warmup: Duration = Field("5%", description="linear rise from 0: epochs, 'n steps' or 'n%'")
     final: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="last learning rate, as a share of lr")
-    power: Annotated[float, Field(gt=0)] = Field(0.9, description="of the polynomial schedule, (1 - progress) ** power")
+    power: Annotated[float, Field(gt=0)] = Field(0.9, description="polynomial only: (1 - progress) ** power")
 
     @model_validator(mode="after")
     def _exponential_has_an_end(self) -> ScheduleConfig:
@@ -112,10 +112,10 @@ class OptimizerConfig(Settings):
         None, description="weight decay at the end of the run, reached along a cosine"
     )
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
-        [0.9, 0.999], description="adamw and lamb, also muon's adamw"
+        [0.9, 0.999], description="decay of the two moments (adamw, lamb, and the adamw beside muon)"
     )
-    momentum: Share = Field(0.9, description="sgd and rmsprop")
-    nesterov: bool = Field(False, description="sgd")
+    momentum: Share = Field(0.9, description="sgd and rmsprop only")
+    nesterov: bool = Field(False, description="Nesterov momentum (sgd only)")
 
     @model_validator(mode="after")
     def _check_unused_options(self) -> OptimizerConfig:
