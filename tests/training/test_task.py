@@ -152,10 +152,11 @@ def test_what_is_printed_of_a_run_is_its_tasks_own(tiny, brightness):
 
     console = Console(file=io.StringIO(), width=120)
     with Display(console) as display:
-        run = train(tiny(task="brightness"), callbacks=[display])
+        run = train(tiny(task="brightness", steps=1), callbacks=[display])
     show_result(Run.open(run.path), console)
     printed = console.file.getvalue()
+    assert "; 1 step\n" in printed
     assert "val error 0." in printed
-    assert f"next: vitclinic examine {run.path}\n" in printed  # what predict refuses is not named
+    assert f"next:\n  vitclinic examine {run.path}\n" in printed  # what predict refuses is not named
     assert "squared_error" in printed
     assert "accuracy" not in printed
