@@ -354,7 +354,8 @@ def test_training_prints_results_and_where_they_are(recipe, tmp_path):
     assert "val accuracy" in done.stdout
     assert "95% interval" in done.stdout
     assert f'vitclinic.load_model("{tmp_path / "run"}")' in done.stdout
-    assert f"next: vitclinic predict {tmp_path / 'run'} IMAGES, vitclinic examine {tmp_path / 'run'}" in done.stdout
+    commands = f"  vitclinic predict {tmp_path / 'run'} IMAGES\n  vitclinic examine {tmp_path / 'run'}\n"
+    assert f"next:\n{commands}" in done.stdout
     assert "\x1b" not in done.stdout  # no colours, no progress bar in a pipe
 
 

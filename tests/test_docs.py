@@ -99,6 +99,14 @@ def test_hosted_ci_runs_what_ci_runs():
         assert step.replace("--quiet --site-dir", "").strip() in workflow, step
 
 
+def test_hosted_ci_has_a_browser_wherever_tests_run():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    for name, job in workflow["jobs"].items():
+        commands = [step.get("run", "") for step in job["steps"]]
+        if any(command.startswith("pytest") for command in commands):
+            assert any("chromium" in command for command in commands), name
+
+
 def test_the_base_install_is_what_the_base_imports():
     """Each dependency is imported by the package, and none of the extras' is imported without being asked for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,5 +1,6 @@
 """The import direction of ARCHITECTURE.md, and a public surface that is really there."""
 
+import ast
 import importlib
 import re
 import subprocess
@@ -55,7 +56,7 @@ PUBLIC = {
     *("Callback", "Dataset", "Exam", "Exams", "Features", "Finding", "Measurement", "Predictions", "Prescription"),
     *("Checkpoint", "Comparison", "Recipe", "Run", "RunPlan", "Study", "StudyResult", "Transfer", "Verdict"),
     *("Answers", "Boxes", "FoundObjects", "Masks", "VitclinicError", "__version__"),
-    *("anatomy", "data", "functional", "models", "probes", "tasks", "treatments"),
+    *("anatomy", "data", "exam", "functional", "models", "probes", "reports", "tasks", "training", "treatments"),
 }
 
 
@@ -63,7 +64,10 @@ def test_the_public_surface_grows_on_purpose():
     assert set(vitclinic.__all__) == set(dir(vitclinic)) == PUBLIC
 
 
-LAZY = ["", *("anatomy", "data", "data.corruptions", "deployment", "exam", "probes", "tasks", "training", "treatments")]
+LAZY = [
+    *("", "anatomy", "data", "data.corruptions", "deployment", "exam", "probes", "reports", "tasks", "training"),
+    "treatments",
+]
 
 
 @pytest.mark.parametrize("package", LAZY)
@@ -78,14 +82,30 @@ def test_every_public_name_is_there(package):
 
 def test_importing_vitclinic_and_its_packages_imports_nothing_large():
     packages = ", ".join(f"vitclinic.{package}".rstrip(".") for package in LAZY)
-    code = f"import sys, {packages}; sys.exit(any(name in sys.modules for name in ('torch', 'timm', 'numpy')))"
+    code = (
+        f"import sys, {packages}; sys.exit(any(name in sys.modules for name in ('torch', 'timm', 'numpy', 'plotly')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_subpackages_need_no_import_of_their_own():
-    code = "import vitclinic; print(vitclinic.probes.Norms().name, vitclinic.treatments.Treatment.__name__)"
+    names = "probes.Norms", "treatments.Treatment", "exam.Evidence", "reports.Figure", "training.Run"
+    code = f"import vitclinic; print({', '.join(f'vitclinic.{name}.__name__' for name in names)})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "norms Treatment\n"
+    assert done.stdout == "Norms Treatment Evidence Figure Run\n"
+
+
+def test_messages_name_what_is_public():
+    """`vitclinic.NAME` or `vitclinic.PACKAGE.NAME`: nothing public lies deeper."""
+    files = (ROOT / "src" / "vitclinic").rglob("*.py")
+    raised = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+    texts = [part.value for node in raised for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    named = {name for text in texts for name in re.findall(r"(?<![\w./\[])vitclinic((?:\.[A-Za-z]\w*)+)", str(text))}
+    assert {".Callback", ".exam.rule", ".reports.draws"} <= named
+    for name in named:
+        *packages, attribute = name.split(".")[1:]
+        assert len(packages) <= 1, name
+        assert attribute in importlib.import_module(".".join(["vitclinic", *packages])).__all__, name
 
 
 def test_a_function_is_not_hidden_by_the_module_it_is_in():

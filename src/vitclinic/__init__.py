@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
-    from vitclinic import anatomy, data, functional, models, probes, tasks, treatments
+    from vitclinic import anatomy, data, exam, functional, models, probes, reports, tasks, training, treatments
     from vitclinic._core.callback import Callback
     from vitclinic._core.errors import VitclinicError
     from vitclinic._core.records import Finding, Measurement
@@ -79,6 +79,7 @@ __all__ = [
     "build_recipe",
     "create_model",
     "data",
+    "exam",
     "examine",
     "export",
     "features",
@@ -102,10 +103,12 @@ __all__ = [
     "push_to_hub",
     "report",
     "report_studies",
+    "reports",
     "resume",
     "study",
     "tasks",
     "train",
+    "training",
     "transfer",
     "treat",
     "treatments",

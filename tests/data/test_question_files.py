@@ -83,7 +83,7 @@ WRONG = {
     "answer of a number": ({**GOOD, "answer": 2}, "is 2, a int; expected a text"),
     "answers of a text": ({**GOOD, "answers": "red"}, "is a str; expected a list"),
     "no question": ({"image": "0.png", "answer": "red"}, "'question' is None; expected a text"),
-    "no image": ({**GOOD, "image": None}, "'image' is None; expected the path of an image"),
+    "no image": ({**GOOD, "image": None}, "'image' is None; expected an image path"),
     "missing image": ({**GOOD, "image": "9.png"}, "there is no image"),
 }
 

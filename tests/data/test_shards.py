@@ -19,7 +19,7 @@ from vitclinic.data import Augment, DataConfig, TrainingStream, evaluation_batch
 from vitclinic.data.factory import check_source
 from vitclinic.data.shards.copies import copy_path, make_room
 from vitclinic.data.shards.images import WindowOrder, shuffle_windows
-from vitclinic.data.shards.names import expand_braces, list_shards
+from vitclinic.data.shards.names import expand_braces, list_shards, look_at
 from vitclinic.data.split import name_images
 
 
@@ -297,6 +297,23 @@ def test_what_cannot_be_reached_or_read_is_one_sentence(tmp_path):
 def test_an_archive_beside_class_folders_is_no_shard(photo_folder):
     write_tars(photo_folder, shards=1)
     assert open_data(str(photo_folder)).classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("name", ["ETag", "LastModified", "last_modified", "mtime"])
+def test_a_changed_file_is_known_by_whatever_its_system_tells(name, monkeypatch):
+    class System:
+        def __init__(self, version):
+            self.version = version
+
+        def info(self, path):
+            return {"name": path, "size": 3, name: self.version}
+
+    seen = []
+    for version in ("first", "second"):
+        monkeypatch.setattr("vitclinic.data.shards.names.open_system", lambda url, v=version: (System(v), "train.tar"))
+        seen.append(look_at("cloud://train.tar"))
+    assert [shard.version for shard in seen] == ["first", "second"]
+    assert seen[0].key != seen[1].key
 
 
 def test_folders_are_listed_wherever_they_are(tmp_path):

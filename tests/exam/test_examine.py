@@ -337,7 +337,7 @@ def test_ctrl_c_is_not_a_traceback(moment, command, monkeypatch):
         monkeypatch.setitem(sys.modules, interrupted.__name__, interrupted)
     code, _, error = command("examine", "timm:resnet18", "--data", "digits")
     assert code == 130
-    assert error == "interrupted; what has been measured is stored, and the same command goes on\n"
+    assert error == "interrupted; what has been measured is stored; run the same command to resume\n"
 
 
 @pytest.mark.parametrize(

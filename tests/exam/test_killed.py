@@ -62,4 +62,4 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130
-    assert error == "interrupted; what has been measured is stored, and the same command goes on\n"
+    assert error == "interrupted; what has been measured is stored; run the same command to resume\n"

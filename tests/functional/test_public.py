@@ -1,8 +1,11 @@
 """The list of functions: documented, with plain arguments, and the same code as that of probes and treatments."""
 
+import ast
 import inspect
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,35 @@ def test_each_function_says_what_it_returns_with_an_example(name: str) -> None:
 @pytest.mark.parametrize("name", F.__all__)
 def test_each_name_is_in_the_table_of_the_docs(name: str) -> None:
     assert f"`{name}" in PAGE.read_text(encoding="utf-8")
+
+
+ROWS = re.findall(r"^\| `(\w+)(\(.*?\))`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def described(arguments: ast.arguments) -> list[tuple[str, str, str | None]]:
+    """Return kind, name and default of each parameter, as they are written."""
+    places = [*arguments.posonlyargs, *arguments.args]
+    values = [*[None] * (len(places) - len(arguments.defaults)), *arguments.defaults, *arguments.kw_defaults]
+    kinds = [*["place"] * len(places), *["keyword"] * len(arguments.kwonlyargs)]
+    names = [one.arg for one in (*places, *arguments.kwonlyargs)]
+    texts = [None if value is None else ast.unparse(value) for value in values]
+    return list(zip(kinds, names, texts, strict=True))
+
+
+@pytest.mark.parametrize(("name", "signature"), ROWS, ids=[name for name, _ in ROWS])
+def test_the_table_has_the_signature_of_each_function(name: str, signature: str) -> None:
+    """Its last parameters may be left out where they have defaults."""
+    (real,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(F, name)))).body
+    (written,) = ast.parse(f"def {name}{signature}: ...").body
+    assert isinstance(real, ast.FunctionDef)
+    assert isinstance(written, ast.FunctionDef)
+    taken, shown = described(real.args), described(written.args)
+    assert [one for one in taken if one in shown] == shown
+    assert all(default is not None for one in taken if one not in shown for default in one[2:])
+
+
+def test_the_table_has_each_function_once() -> None:
+    assert sorted(name for name, _ in ROWS) == sorted(FUNCTIONS)
 
 
 def test_it_is_a_public_package_that_is_imported_when_used() -> None:

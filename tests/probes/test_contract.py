@@ -9,7 +9,7 @@ import torch
 
 from tests.probes.subjects import NETWORKS, subject
 from vitclinic._core.records import Measurement
-from vitclinic.exam.timing import estimate_seconds
+from vitclinic.exam.timing import Pace
 from vitclinic.probes import known_probes, measure, parse_probes, view_of
 from vitclinic.probes.guards import _TABLES, preserve_state
 from vitclinic.probes.numbers import find_typo
@@ -131,7 +131,8 @@ def test_a_probe_says_what_it_is_and_what_it_costs(name):
     assert (probe.__doc__ or "").split("\n")[0].endswith(".")
     assert probe().forwards(subject()) >= 0
     applies = find_obstacle(probe(), subject()) is None
-    assert (estimate_seconds(subject(), [probe()]) > 0) == applies
+    pace = Pace(subject())
+    assert (pace.of(probe()) + pace.of_shared_pass([probe()], images=1) > 0) == applies
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError])

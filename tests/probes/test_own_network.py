@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
@@ -124,7 +126,8 @@ def test_every_probe_gives_the_numbers_of_the_same_network_of_timm(
 
 
 def test_an_exam_of_it_takes_one_line(
-    networks: tuple[nn.Module, nn.Module], loader: list[tuple[Tensor, Tensor]]
+    networks: tuple[nn.Module, nn.Module], loader: list[tuple[Tensor, Tensor]], tmp_path: Path
 ) -> None:
-    exam = vitclinic.examine(networks[1].float(), data=loader, probes=["fourier", "attention_entropy", "lesion"])
+    probes = ["fourier", "attention_entropy", "lesion"]
+    exam = vitclinic.examine(networks[1].float(), data=loader, probes=probes, out=tmp_path)
     assert {measurement.status for measurement in exam.measurements.values()} == {"ok"}

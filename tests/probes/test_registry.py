@@ -1,12 +1,14 @@
 """Probes by name, from what a user wrote and from other packages."""
 
+import re
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from vitclinic._core import registry as plugins
 from vitclinic._core.errors import RecipeError
-from vitclinic.probes import OwningProbe, default_probes, known_probes, parse_probes, register
+from vitclinic.probes import OwningProbe, StreamingProbe, default_probes, known_probes, parse_probes, register
 from vitclinic.probes.probe import PROBES, Probe
 
 
@@ -36,6 +38,23 @@ def test_mistakes_are_sentences(entries, message):
     with pytest.raises(RecipeError) as caught:
         parse_probes(entries)
     assert message in str(caught.value)
+
+
+def test_the_docs_have_each_probe_where_it_belongs():
+    page = (Path(__file__).parents[2] / "docs" / "probes" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| (.*?) ?\| (.*?) ?\|$", page, re.MULTILINE)
+    cells = [(group, kind, cell) for group, *cells in rows for kind, cell in enumerate(cells)]
+    written = [
+        (*found, group, kind) for group, kind, cell in cells for found in re.findall(r"\[(\w+)\]\([^)]*\)(\W?)", cell)
+    ]
+    marked = {name: (group, kind, mark.strip(",")) for name, mark, group, kind in written}
+    assert len(marked) == len(written)
+    expected = {}
+    for name, probe in known_probes().items():
+        streams = issubclass(probe, StreamingProbe)
+        mark = "†" if probe.by_default and not streams else "‡" if probe.asked_for else ""
+        expected[name] = (probe.group.lower(), 0 if streams else 1, mark)
+    assert {name: (group, kind, mark.strip()) for name, (group, kind, mark) in marked.items()} == expected
 
 
 def test_a_probe_of_another_package_is_found_by_its_entry_point(monkeypatch):

@@ -14,6 +14,7 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 
 from tests.processes import run_ranks
+from tests.rows import drop_timing
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError
@@ -25,7 +26,6 @@ from vitclinic.models.regions import KeyedSampler
 from vitclinic.tasks.detection import Detection
 from vitclinic.training import Run, build_recipe, load_model, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 SMALL = {"name": "detection", "width": 16, "samples": 16, "proposals": 20}

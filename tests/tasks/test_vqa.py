@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from tests.processes import run_ranks
+from tests.rows import drop_timing
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
@@ -20,7 +21,6 @@ from vitclinic.tasks import Vqa
 from vitclinic.tasks.vqa_accuracy import find_kind, score_answer
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 PLAIN = {

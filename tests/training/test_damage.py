@@ -6,11 +6,12 @@ import shutil
 import pytest
 import yaml
 
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import DamagedFileError, RecipeError, RunError
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.callbacks import read_projections
-from vitclinic.training.rows import drop_timing, read_rows
+from vitclinic.training.rows import read_rows
 
 from .conftest import TINY
 
@@ -174,6 +175,20 @@ def test_the_only_checkpoint_being_bad_is_said(tiny, capsys):
     assert run.status["status"] == "diverged"
     show_result(run, Console())
     assert "before any good checkpoint" in capsys.readouterr().out
+
+
+def test_every_command_to_go_on_with_is_a_line_and_can_be_copied(tiny, tmp_path, capsys):
+    import shlex
+
+    from rich.console import Console
+
+    from vitclinic.training.display import show_result
+
+    show_result(train(tiny(out=str(tmp_path / "my runs" / "a [b]"), steps=1)), Console(width=60))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  vitclinic ")]
+    run = str(tmp_path / "my runs" / "a [b]")
+    commands = ["vitclinic", "predict", run, "IMAGES"], ["vitclinic", "examine", run]
+    assert tuple(map(shlex.split, lines)) == commands
 
 
 def test_the_command_that_goes_on_can_be_copied_whatever_the_folder_is_called(tiny, tmp_path, capsys):

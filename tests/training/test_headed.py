@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
 from vitclinic.anatomy import Anatomy
@@ -15,7 +16,6 @@ from vitclinic.training import build_recipe, load_model, plan_run, resume, train
 from vitclinic.training.init import read_initial_weights
 from vitclinic.training.layer_decay import freeze_units, rate_scales
 from vitclinic.training.network import build_network
-from vitclinic.training.rows import drop_timing
 
 
 class Painter(Headed):

@@ -8,13 +8,13 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
+from tests.rows import drop_timing
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import open_data
 from vitclinic.training import Run, build_recipe, load_model, plan_run, resume, train
 from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.network import build_network
-from vitclinic.training.rows import drop_timing
 
 VIT = {"patch_size": 16, "embed_dim": 24, "depth": 2, "num_heads": 2}
 

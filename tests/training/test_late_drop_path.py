@@ -5,13 +5,13 @@ import torch
 import torchvision
 from transformers import SwinConfig, SwinModel
 
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import RecipeError
 from vitclinic.data import open_data
 from vitclinic.training import build_recipe, resume, train
 from vitclinic.training.drop_path import LateDropPath, LateDropPathConfig, find_drop_paths
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 DEEP = {

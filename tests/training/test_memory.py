@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from tests.rows import drop_timing
 from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import ModelError
 from vitclinic.data import open_data
 from vitclinic.training import build_recipe, resume, train
 from vitclinic.training.passes import Passes
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 from .conftest import TINY

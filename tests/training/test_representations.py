@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.processes import run_ranks
+from tests.rows import drop_timing
 from tests.training.test_resume import killed_and_resumed
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
@@ -22,7 +23,6 @@ from vitclinic.tasks import Dino
 from vitclinic.tasks.criterion import Moment
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 DIGITS = {"source": "digits", "limit": 200, "augment": {"level": "light", "flip": False}}

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timm.layers import resample_abs_pos_embed
 
+from tests.rows import drop_timing
 from tests.training.test_resume import start, wait_for_step
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
@@ -23,7 +24,6 @@ from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.budget import measure_cost
 from vitclinic.training.network import create_network
 from vitclinic.training.resizing import ResizingConfig, choose_sizes, shrink
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.processes import Command, run_command
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic.training import Run, resume, train
-from vitclinic.training.rows import drop_timing
 
 HARD = {
     "data": {"source": "digits", "limit": 200, "augment": "deit"},

@@ -15,6 +15,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from tests.processes import run_ranks
+from tests.rows import drop_timing
 from tests.training.test_representations import same_weights
 from tests.training.test_resume import killed_and_resumed
 from vitclinic import Run, load_model, open_data
@@ -24,11 +25,10 @@ from vitclinic._core.errors import DataError, RecipeError, TreatmentError
 from vitclinic._core.segmentation import class_iou, count_pixels, mean_iou, mean_iou_interval
 from vitclinic.data import DataConfig, ImageSpec
 from vitclinic.models.pyramid import Pyramid
-from vitclinic.models.segmenter import Segmenter, average_scales, pixel_loss, slide
+from vitclinic.models.segmenter import Segmenter, pixel_loss, slide
 from vitclinic.training import build_recipe, plan_run, resume, train
 from vitclinic.training.init import read_initial_weights
 from vitclinic.training.network import build_network
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.trainer import Trainer
 
 # ------------------------------------------------------------------------------------------------------- the scores
@@ -113,18 +113,6 @@ def test_a_window_as_large_as_the_image_is_one_pass() -> None:
     images = torch.rand(1, 3, 8, 6)
     assert torch.equal(slide(network, images, (8, 6)), images.cumsum(3))
     assert len(passes) == 1
-
-
-def test_scales_and_flips_are_averaged() -> None:
-    images, scales = torch.rand(2, 3, 8, 8, dtype=torch.float64), [0.5, 1.0, 1.75]
-    once = average_scales(local, images, (8, 8), [1.0], flip=False)
-    torch.testing.assert_close(once, local(images).softmax(1))
-    torch.testing.assert_close(average_scales(local, images, (8, 8), [1.0], flip=True), once)  # it knows no sides
-    several, mirrored = (
-        average_scales(lambda x: x.cumsum(3), x, (8, 8), scales, flip=True) for x in (images, images.flip(3))
-    )
-    torch.testing.assert_close(several.flip(3), mirrored)
-    torch.testing.assert_close(several.sum(1), torch.ones(2, 8, 8, dtype=torch.float64))
 
 
 # ------------------------------------------------------------------------------------------------------ the pyramid

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.data.shard_files import served, write_tars
+from tests.rows import drop_timing
 from tests.training.test_distributed import torchrun
 from tests.training.test_resume import start, wait_for_step
 from vitclinic.training import Run, train
-from vitclinic.training.rows import drop_timing
 
 pytestmark = pytest.mark.slow
 

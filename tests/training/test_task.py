@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from tests.rows import drop_timing
 from vitclinic._core import registry
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RecipeError
 from vitclinic.tasks import Classification, Metric, Task, known_tasks, parse_task, register
 from vitclinic.tasks.task import TASKS
 from vitclinic.training import Run, build_recipe, load_model, resume, train
-from vitclinic.training.rows import drop_timing
 
 
 class Brightness(Task):
@@ -152,10 +152,11 @@ def test_what_is_printed_of_a_run_is_its_tasks_own(tiny, brightness):
 
     console = Console(file=io.StringIO(), width=120)
     with Display(console) as display:
-        run = train(tiny(task="brightness"), callbacks=[display])
+        run = train(tiny(task="brightness", steps=1), callbacks=[display])
     show_result(Run.open(run.path), console)
     printed = console.file.getvalue()
+    assert "; 1 step\n" in printed
     assert "val error 0." in printed
-    assert f"next: vitclinic examine {run.path}\n" in printed  # what predict refuses is not named
+    assert f"next:\n  vitclinic examine {run.path}\n" in printed  # what predict refuses is not named
     assert "squared_error" in printed
     assert "accuracy" not in printed

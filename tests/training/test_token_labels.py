@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import save_file
 
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import VitclinicError
 from vitclinic.data import Batch, ImageSpec
@@ -15,7 +16,6 @@ from vitclinic.tasks import Classification
 from vitclinic.tasks.token_labels import TokenLabelCriterion, find_patches
 from vitclinic.training import Run, build_recipe, resume, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.rows import drop_timing
 from vitclinic.training.token_label_teacher import score_positions
 
 SPEC = ImageSpec(num_classes=5, in_chans=3, img_size=(32, 32))

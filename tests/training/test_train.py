@@ -3,6 +3,7 @@
 import inspect
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -29,6 +30,10 @@ def test_every_key_of_a_recipe_is_a_keyword():
     assert all(parameter.annotation != "Any" for parameter in keywords.values())
     documented = inspect.getdoc(train)
     assert all(f"\n    {name}: " in documented for name in keywords)
+    recipe = build_recipe("plain")
+    for config in (recipe.optimizer, recipe.schedule):
+        names = get_args(type(config).model_fields["name"].annotation)
+        assert all(f'`"{name}"`' in documented for name in names), names
 
 
 def test_keywords_win_over_overrides_and_these_over_the_recipe():

@@ -295,7 +295,7 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Convert strings such as `1e-3` to numbers: YAML 1.1 reads them as strings, nobody means that."""
+    """Convert strings such as `1e-3` to numbers: YAML 1.1 reads them as strings."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -16,6 +16,9 @@ Interval = tuple[float, float]
 def share_interval(successes: float, trials: float, confidence: float = 0.95) -> Interval:
     """Return Wilson's score interval for a share, such as an accuracy.
 
+    By hand, for `successes` and `trials` may be fractions: VQA's accuracy gives a part of an answer, and counts
+    correlated questions as fewer; `scipy.stats.binomtest` takes integers only. Where they are integers it is scipy's.
+
     Example:
         >>> low, high = share_interval(8, 10)
         >>> round(low, 3), round(high, 3)

@@ -118,7 +118,7 @@ def resumable(kept: str = "what has been measured is stored", same: bool = True)
     try:
         yield
     except KeyboardInterrupt as stopped:
-        typer.secho(f"interrupted; {kept}{', and the same command goes on' * same}", fg="yellow", err=True)
+        typer.secho(f"interrupted; {kept}{'; run the same command to resume' * same}", fg="yellow", err=True)
         numbers = [128 + reason for reason in stopped.args if isinstance(reason, int)]
         raise typer.Exit(next(iter(numbers), INTERRUPTED)) from None
 

@@ -61,7 +61,7 @@ Page = Annotated[
 ]
 Curves = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Curves of a training elsewhere: CSV, or TensorBoard's events."),
+    typer.Option(metavar="FILE", help="Training curves logged by another library: CSV, or TensorBoard's events."),
 ]
 NoPage = Annotated[bool, typer.Option("--no-report", help="Do not write a page.")]
 NoImages = Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")]
@@ -71,7 +71,7 @@ FailOn = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option(metavar="TARGET", help="Exit with code 9 if right on significantly fewer images than this one."),
+    typer.Option(metavar="TARGET", help="Exit with code 9 if accuracy is significantly below this target's."),
 ]
 JUnit = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write what passed and failed as JUnit's XML.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]

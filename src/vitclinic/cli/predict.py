@@ -32,12 +32,12 @@ def predict(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="A .csv, .jsonl or .parquet file; default: CSV on stdout."),
     ] = None,
-    top_k: Annotated[int, typer.Option(help="How many of the likeliest classes or answers to tell.", min=1)] = 5,
+    top_k: Annotated[int, typer.Option(help="Number of top classes or answers to print.", min=1)] = 5,
     probabilities: Annotated[
         bool, typer.Option("--probabilities", help="Also the probability of each class, in columns p(NAME).")
     ] = False,
     ask: Annotated[
-        list[str] | None, typer.Option(metavar="QUESTION", help="For vqa: ask this of each image; may be repeated.")
+        list[str] | None, typer.Option(metavar="QUESTION", help="For vqa: ask this of each image; can be repeated.")
     ] = None,
     min_score: Annotated[
         float | None, typer.Option(help="For detection: the least score of an object; default: 0.5.", min=0, max=1)

@@ -39,7 +39,7 @@ def prescribe(
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time for everything, such as 30m or 2h.")] = "1h",
     tried: Annotated[
         list[str] | None,
-        typer.Option("--try", metavar="NAME", help="A remedy to try, or KEY=VALUE; again for more."),
+        typer.Option("--try", metavar="NAME", help="A remedy to try, or KEY=VALUE; can be repeated."),
     ] = None,
     treatments: Annotated[str | None, typer.Option(metavar="A,B", help="Treatments to try.")] = None,
     examined: Annotated[

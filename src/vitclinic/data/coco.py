@@ -182,7 +182,7 @@ def _records(
             kept = {key: each[key] for key in _KEPT if key in each and (outlined or key != "segmentation")}
             of_image[each["image_id"]].append({**kept, "label": labels[each["category_id"]]})
         else:
-            left_out.add(f"'{file}': annotation {each.get('id', '')} {problem}", "mend it")
+            left_out.add(f"'{file}': annotation {each.get('id', '')} {problem}", "fix it")
     sizes = [(int(each.get("height", 0)), int(each.get("width", 0))) for each in images.values()]
     paths = [str(each["file_name"]) for each in images.values()]
     return CocoRecords(folder, paths, sizes, list(of_image.values()), outlined)
@@ -190,7 +190,7 @@ def _records(
 
 def _label(name: str, classes: list[str], file: Path) -> int:
     if name not in classes:
-        raise DataError(f"'{file}' has the category '{name}', which the training data has not.")
+        raise DataError(f"'{file}' has the category '{name}', which is not in the training data.")
     return classes.index(name)
 
 

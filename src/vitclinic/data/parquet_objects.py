@@ -134,12 +134,12 @@ def _read(name: str, listed: list[dict[str, Any]], code: Mapping[Any, int], left
         box = each.get("bbox")
         label = code.get(next((each[key] for key in _CATEGORIES if key in each), None))
         if not isinstance(box, list) or len(box) != 4 or not all(isinstance(side, int | float) for side in box):
-            left_out.add(f"{name}: object {number} has the box {box}; expected [x, y, width, height]", "mend it")
+            left_out.add(f"{name}: object {number} has the box {box}; expected [x, y, width, height]", "fix it")
         elif not (box[2] > 0 and box[3] > 0):
             shown = ", ".join(f"{side:g}" for side in box)
-            left_out.add(f"{name}: object {number} has a box without area ({shown}; x, y, width, height)", "mend it")
+            left_out.add(f"{name}: object {number} has a box without area ({shown}; x, y, width, height)", "fix it")
         elif label is None:
-            left_out.add(f"{name}: object {number} is of a category that has no name", "mend it")
+            left_out.add(f"{name}: object {number} is of a category that has no name", "fix it")
         else:
             boxes.append([box[0], box[1], box[0] + box[2], box[1] + box[3]])
             labels.append(label)

@@ -130,7 +130,7 @@ def _find_image(root: Path, row: Row) -> tuple[str, str]:
     """Return the path of a row's image, as its key and as what is stored of it."""
     image = row.get("image")
     if not isinstance(image, str) or not image:
-        raise _UnusableError(f"'image' is {image!r}; expected the path of an image")
+        raise _UnusableError(f"'image' is {image!r}; expected an image path")
     if not (root / image).is_file():
         raise _UnusableError(f"there is no image '{root / image}'")
     return image, image
@@ -177,7 +177,7 @@ def _gather(rows: Iterable[tuple[str, Row]], find: Callable[[Row], tuple[Any, An
             question = _read_question(row)
         except _UnusableError as problem:
             if not skip:
-                raise DataError(f"{where}: {problem}; mend the row, {LEAVE_OUT}.") from None
+                raise DataError(f"{where}: {problem}; fix the row, {LEAVE_OUT}.") from None
             asked.notes.append(f"{where}: {problem}.")
             continue
         found.setdefault(key, (place, []))[1].append(question)

@@ -26,7 +26,7 @@ TREATED = "-treated"
 
 @dataclass(frozen=True)
 class Origin:
-    """What was examined, as it was named.
+    """Target and data as the user named them.
 
     Example:
         >>> origin = Origin("timm:resnet18", data="my photos/")

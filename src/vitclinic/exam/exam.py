@@ -132,7 +132,7 @@ class Exam(Mapping[str, Measurement]):
     reference: Exam | None = None
     """The exam that findings compare this one with."""
     origin: Origin | None = None
-    """What was examined, as it was named."""
+    """Target and data as the user named them."""
 
     def __getitem__(self, probe: str) -> Measurement:
         if probe in self.measurements:

@@ -284,7 +284,7 @@ class Examination:
         said = log.warning if self.distributed.is_leader else log.debug
         if needed is not None and needed > room:
             said(
-                "%s, %s: needs about %s of memory whatever the batch, and %s are free.",
+                "%s, %s: needs about %s of memory even at the smallest batch size; only %s are free.",
                 *(subject.name, step.label, format_bytes(needed), format_bytes(room)),
             )
         if size == subject.batch_size:
@@ -334,7 +334,7 @@ class Examination:
         return ended
 
     def _skip(self, record: ExamRecord, step: Step) -> None:
-        reason = f"the budget of {format_duration(self.budget or 0)} had run out; the same again goes on."
+        reason = f"the time budget ({format_duration(self.budget or 0)}) ran out; run the same exam again to continue."
         record.skipped |= {probe.name: reason for probe in step.probes}
         self.callback.on_skip(step, reason)
 

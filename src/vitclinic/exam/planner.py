@@ -61,7 +61,7 @@ class Entry(Config):
 
 
 class Plan(Config):
-    """What is measured, in the order of what it tells; streaming probes of the same limit share a pass."""
+    """Steps of an exam, ordered by priority; streaming probes of the same limit share a pass."""
 
     entries: list[Entry]
     passes: dict[str, list[Number]] = Field(default_factory=dict)
@@ -108,7 +108,7 @@ class Offer:
 
 
 def choose(offers: Sequence[Offer], budget: float) -> dict[str, int]:
-    """Return the form of each offer that is taken, by its name; offers are in the order of what they tell.
+    """Return the form of each offer that is taken, by its name; offers are ordered by priority.
 
     Example:
         >>> choose([Offer("a", [1, 5]), Offer("b", [2, 3]), Offer("c", [9])], budget=7)

@@ -140,7 +140,10 @@ def _of_network(target: str, measurements: list[Measurement], named: bool) -> li
         return mine
     if named:
         raise RunError(f"Nothing is stored of '{target}'; measure it first: vitclinic examine {target}.")
-    log.warning("What is stored of '%s' is of other weights than it has now; `examine` would measure these.", target)
+    log.warning(
+        "Stored results of '%s' are for other weights than it has now; run `vitclinic examine` again to measure these.",
+        target,
+    )
     return [measurement for measurement in measurements if measurement.subject == measurements[-1].subject]
 
 

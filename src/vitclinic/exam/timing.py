@@ -122,12 +122,6 @@ def _seconds_of_a_pass(subject: Subject, probes: dict[str, StreamingProbe]) -> f
         subject.progress = told
 
 
-def estimate_seconds(subject: Subject, probes: Sequence[Probe]) -> float:
-    """Return how long measuring will take: the shared pass and each probe's own work; NaN if it cannot be timed."""
-    pace = Pace(subject)
-    return pace.of_shared_pass(probes, len(subject)) + sum(pace.of(probe) for probe in probes)
-
-
 def _most_seconds(probe: Probe) -> float:
     """Return the budget of a probe that has one."""
     budget = getattr(probe, "budget", None)

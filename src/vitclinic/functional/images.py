@@ -188,7 +188,7 @@ def corrupt(images: Tensor, name: str, severity: int, indices: Sequence[int] | N
 
     Args:
         images: [B, 1 or 3, H, W] in [0, 1], at least 32 x 32.
-        name: Such as "fog"; `vitclinic.data.corruptions.NINETEEN` lists them.
+        name: Such as "fog"; docs/corrupt.md lists them.
         severity: 1 to 5.
         indices: What makes an image's random numbers its own; its place in the batch unless given.
         seed: Of the random numbers.

@@ -223,30 +223,3 @@ def _starts(side: int, length: int, stride: float) -> list[int]:
     step = max(1, int(stride * length))
     steps = math.ceil((side - length) / step)
     return [min(number * step, side - length) for number in range(steps + 1)]
-
-
-def average_scales(
-    network: Callable[[Tensor], Tensor], images: Tensor, window: Size, scales: Sequence[float], flip: bool
-) -> Tensor:
-    """Return the mean of the class probabilities [B, K, H, W] over scales of the images and their mirror images.
-
-    Args:
-        network: From images [B, C, h, w] to scores [B, K, h, w].
-        images: [B, C, H, W].
-        window: The size that the network takes; larger images are seen window by window.
-        scales: Factors on the images' sides.
-        flip: Take each also mirrored.
-    """
-    size = (images.shape[2], images.shape[3])
-    found = []
-    for scale in scales:
-        scaled = images if scale == 1 else _resize(images, (round(size[0] * scale), round(size[1] * scale)))
-        for mirrored in (False, True) if flip else (False,):
-            scores = slide(network, scaled.flip(3) if mirrored else scaled, window)
-            scores = scores.flip(3) if mirrored else scores
-            found.append(_resize(scores, size).softmax(1))
-    return torch.stack(found).mean(0)
-
-
-def _resize(x_bchw: Tensor, size: Size) -> Tensor:
-    return F.interpolate(x_bchw, size, mode="bilinear", align_corners=False)

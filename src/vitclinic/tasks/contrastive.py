@@ -39,7 +39,7 @@ class Contrastive(NearestNeighbours):
     paper = "chen2022 App. C"
     learns_from: ClassVar[str] = "two views of an image"
 
-    temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="of the similarities")
+    temperature: Annotated[float, Field(gt=0)] = Field(0.1, description="temperature of the similarities")
     hidden: Width = Field(2048, description="width of the projection head")
     projection: Width = Field(128, description="features that are compared")
 

@@ -75,13 +75,13 @@ class Dino(NearestNeighbours):
     local_size: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="side of local crops, as a share of the images' side"
     )
-    student_temperature: Temperature = Field(0.1, description="of the student")
-    teacher_temperature: Temperature = Field(0.04, description="of the teacher, after the warm-up")
-    warmup_temperature: Temperature = Field(0.04, description="of the teacher at the start")
+    student_temperature: Temperature = Field(0.1, description="student temperature")
+    teacher_temperature: Temperature = Field(0.04, description="teacher temperature after the warm-up")
+    warmup_temperature: Temperature = Field(0.04, description="teacher temperature at the start")
     temperature_warmup: Share = Field(0.3, description="share of the run in which the teacher's temperature changes")
-    momentum: Share = Field(0.996, description="of the teacher at the start; it rises to 1 along a cosine")
+    momentum: Share = Field(0.996, description="momentum of the teacher at the start; it rises to 1 along a cosine")
     centring: Literal["centre", "sinkhorn"] = Field("centre", description="what keeps the outputs from collapsing")
-    centre_momentum: Share = Field(0.9, description="of the centre")
+    centre_momentum: Share = Field(0.9, description="momentum of the centre")
     freeze_prototypes: Share = Field(0.01, description="share of the run in which the prototypes are fixed")
 
     @model_validator(mode="after")

@@ -60,10 +60,10 @@ class Representation(Task):
         raise TypeError(f"The losses of the task {self.name} are those of its criterion.")
 
     def measure(self, outputs: Tensor, batch: Batch) -> Tensor:
-        raise TypeError(f"The metrics of the task {self.name} are no sums over images.")
+        raise TypeError(f"The metrics of the task {self.name} cannot be averaged over images; use evaluate().")
 
     def summarize(self, sums: list[float]) -> Score:
-        raise TypeError(f"The metrics of the task {self.name} are no sums over images.")
+        raise TypeError(f"The metrics of the task {self.name} cannot be averaged over images; use evaluate().")
 
     def find_failure(self, row: Mapping[str, Any], progress: float) -> str | None:
         if row["kind"] == "train" or not row["rank"] < COLLAPSED:  # a rank that is not a number is a divergence

@@ -94,10 +94,10 @@ class Segmentation(Dense):
         return {"task": pixel_loss(outputs["out"], read_masks(batch)), "auxiliary": auxiliary}
 
     def measure(self, outputs: Tensor, batch: Batch) -> Tensor:
-        raise TypeError("The metrics of segmentation are no sums over images.")
+        raise TypeError("The metrics of segmentation cannot be averaged over images; use evaluate().")
 
     def summarize(self, sums: list[float]) -> Score:
-        raise TypeError("The metrics of segmentation are no sums over images.")
+        raise TypeError("The metrics of segmentation cannot be averaged over images; use evaluate().")
 
     def evaluate(
         self, network: nn.Module, dataset: Dataset, split: str, distributed: Distributed, batch_size: int = BATCH_SIZE

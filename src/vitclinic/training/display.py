@@ -44,9 +44,10 @@ class Display(callback.Display, Callback):
         resumed = f", resumed at step {trainer.step}" if trainer.step else ""
         self.console.print(
             f"[bold]{escape(trainer.recipe.model.name)}[/] ({count / 1e6:.2f} M parameters) on"
-            f" [bold]{escape(data.name)}[/]: {len(data.train)} training images, {len(data.classes)}"
-            f" class{'es' * (len(data.classes) != 1)}, {data.size[0]} x {data.size[1]};"
-            f" {trainer.total_steps} steps{resumed}",
+            f" [bold]{escape(data.name)}[/]: {len(data.train)} training"
+            f" image{'s' * (len(data.train) != 1)}, {len(data.classes)} class{'es' * (len(data.classes) != 1)},"
+            f" {data.size[0]} x {data.size[1]};"
+            f" {trainer.total_steps} step{'s' * (trainer.total_steps != 1)}{resumed}",
             soft_wrap=True,
         )
         if data.skipped:
@@ -104,13 +105,14 @@ class _Facts(ProgressColumn):
         return Text("  ".join(parts), style="cyan")
 
 
-def _name_use(task: tasks.Task, word: str) -> str:
-    """Return the command that uses a run of this task, if there is one."""
+def _name_uses(task: tasks.Task, word: str) -> list[str]:
+    """Return the commands that use a run of this task."""
+    examine = f"vitclinic examine {word}"
     if isinstance(task, Representation):
-        return f"vitclinic features {word} -o FILE.parquet, "
+        return [f"vitclinic features {word} -o FILE.parquet", examine]
     if isinstance(task, Classification) or task.target in ("mask", "objects"):
-        return f"vitclinic predict {word} IMAGES, "
-    return f"vitclinic predict {word} IMAGES --ask QUESTION, " if task.target == "questions" else ""
+        return [f"vitclinic predict {word} IMAGES", examine]
+    return [f"vitclinic predict {word} IMAGES --ask QUESTION", examine] if task.target == "questions" else [examine]
 
 
 def show_result(run: Run, console: Console) -> None:
@@ -131,7 +133,9 @@ def show_result(run: Run, console: Console) -> None:
     if run.results:  # else there was neither val nor test
         console.print(_results_table(run))
     console.print(f"run directory: [bold]{path}[/]", soft_wrap=True)
-    console.print(f"next: {_name_use(run.recipe.task, word)}vitclinic examine {word}", soft_wrap=True)
+    console.print("next:")
+    for command in _name_uses(run.recipe.task, word):  # a line each, to be copied
+        console.print(f"  {command}", soft_wrap=True)
     console.print(f'in Python: network = vitclinic.load_model("{path}")', soft_wrap=True)
 
 

@@ -32,10 +32,10 @@ class OptimizerConfig(Settings):
         None, description="weight decay at the end of the run, reached along a cosine"
     )
     betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
-        [0.9, 0.999], description="adamw and lamb, also muon's adamw"
+        [0.9, 0.999], description="decay of the two moments (adamw, lamb, and the adamw beside muon)"
     )
-    momentum: Share = Field(0.9, description="sgd and rmsprop")
-    nesterov: bool = Field(False, description="sgd")
+    momentum: Share = Field(0.9, description="sgd and rmsprop only")
+    nesterov: bool = Field(False, description="Nesterov momentum (sgd only)")
 
     @model_validator(mode="after")
     def _check_unused_options(self) -> OptimizerConfig:

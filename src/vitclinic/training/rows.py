@@ -98,11 +98,6 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     write_text(path, "".join(json.dumps(_replace_nonfinite(row), allow_nan=False) + "\n" for row in rows))
 
 
-def drop_timing(rows: list[Row]) -> list[Row]:
-    """Return the rows without `timing`: equal runs then have equal rows."""
-    return [{key: value for key, value in row.items() if key != "timing"} for row in rows]
-
-
 Table = dict[str, list[tuple[int, float]]]
 """Numbers with their steps, by the name of their column or tag."""
 

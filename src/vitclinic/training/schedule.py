@@ -54,7 +54,7 @@ class ScheduleConfig(Settings):
     name: Literal["cosine", "linear", "polynomial", "exponential", "constant"] = "cosine"
     warmup: Duration = Field("5%", description="linear rise from 0: epochs, 'n steps' or 'n%'")
     final: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="last learning rate, as a share of lr")
-    power: Annotated[float, Field(gt=0)] = Field(0.9, description="of the polynomial schedule, (1 - progress) ** power")
+    power: Annotated[float, Field(gt=0)] = Field(0.9, description="polynomial only: (1 - progress) ** power")
 
     @model_validator(mode="after")
     def _exponential_has_an_end(self) -> ScheduleConfig:

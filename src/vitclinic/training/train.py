@@ -89,11 +89,12 @@ def train(
         treatments: Names, `{name: {option: value}}` or `Treatment` objects.
         task: A name from `vitclinic list tasks`, or `{"name": ..., option: value}`.
         loss: `"softmax"` or `"sigmoid"`, for the task classification.
-        optimizer: `"adamw"`, `"muon"`, `"sgd"` or `"lamb"`, or `{"name": ..., "lr": ...}`.
+        optimizer: `"adamw"`, `"muon"`, `"sgd"`, `"lamb"` or `"rmsprop"`, or `{"name": ..., "lr": ...}`.
         layer_decay: Factor on the learning rate of each block, from the head down.
         head_lr: Peak learning rate of the classifier.
         freeze: Units or blocks of the network that are not trained, or `"backbone"`.
-        schedule: `"cosine"`, `"linear"` or `"constant"`, or `{"name": ..., "warmup": ...}`.
+        schedule: `"cosine"`, `"linear"`, `"polynomial"`, `"exponential"` or `"constant"`, or
+            `{"name": ..., "warmup": ...}`.
         progressive_resizing: Side of the first training images, as a share of the full one, or
             `{"start": 0.5, "until": "70%"}`; full size unless given.
         late_drop_path: Rate of stochastic depth in the last fifth of the run, or `{"rate": 0.5, "share": 0.2}`.

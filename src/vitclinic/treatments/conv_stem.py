@@ -159,15 +159,17 @@ class ConvStemTreatment(Treatment):
         " max-pooling, as in CCT) and residual (a convolution, two residual blocks and a projection)",
     )
     components: Components = Field(
-        "3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's notation; of preset paper"
+        "3Conv+3BN+3ReLU+1Proj", description="a row of Table 2, in the paper's notation; only for preset=paper"
     )
     act: Literal["relu", "gelu"] = Field("relu", description="activation used for ReLU")
     strides: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=4, max_length=4)] | None = Field(
         None,
-        description="of the four convolutions of preset paper, multiplying to the patch stride p; by default"
-        " [2, 1, 1, p/2]",
+        description="strides of the four convolutions, multiplying to the patch stride p; by default [2, 1, 1, p/2];"
+        " only for preset=paper",
     )
-    hidden: int = Field(64, ge=1, description="channels of the convolutions before the projection; not of preset small")
+    hidden: int = Field(
+        64, ge=1, description="channels of the convolutions before the projection; not for preset=small"
+    )
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ConvStemTreatment:

@@ -84,7 +84,7 @@ def test_killed_in_every_trial_it_goes_on_to_the_table_that_it_would_have_had(co
     for runs in range(1, 9):
         kill_when(command("killed"), tmp_path / "killed", runs, signal.SIGKILL)
     error = kill_when(command("killed"), tmp_path / "killed", 9, signal.SIGINT)
-    assert error.strip() == "interrupted; every trial that has ended is stored, and the same command goes on"
+    assert error.strip() == "interrupted; every trial that has ended is stored; run the same command to resume"
     finish(command, tmp_path, tmp_path / "killed")
 
 

@@ -114,8 +114,8 @@ def test_rates_are_those_of_the_recipe():
     [
         ("lr x3", "There is no remedy 'lr x3'. Did you mean 'lr x 3'?"),
         ("hybrid", "There is no remedy 'hybrid'"),
-        ("crop and flip", "'crop and flip' changes nothing of this recipe"),
-        ("optimizer.lr=1e-3", "changes nothing: the recipe has it already"),
+        ("crop and flip", "'crop and flip' has no effect on this recipe"),
+        ("optimizer.lr=1e-3", "has no effect: the recipe already sets it"),
         ("optimizer.rate=1", "Unknown key 'optimizer.rate'"),
         ("epochs=3", "changes epochs, which all arms have in common"),
         ("model.img_size=64", "changes model.img_size, which all arms have in common"),

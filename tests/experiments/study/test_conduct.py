@@ -98,7 +98,7 @@ def test_interrupted_it_says_one_sentence_and_the_same_command_goes_on(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert error.strip() == "interrupted; every run is saved, and the same command goes on"
+    assert error.strip() == "interrupted; every run is saved; run the same command to resume"
     (run,) = tmp_path.glob("pool/*/status.json")
     assert json.loads(run.read_text())["status"] == "interrupted"
 

@@ -12,10 +12,10 @@ from threading import Timer
 import pytest
 
 from tests.processes import holding
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic.experiments import runner
 from vitclinic.experiments.runner import Pool, run_all
-from vitclinic.training.rows import drop_timing
 
 from .networks import long, tiny
 

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from tests.reports.made_studies import stored
+from tests.rows import drop_timing
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import RunError
 from vitclinic.experiments.runner import Pool, drop_weights
 from vitclinic.experiments.study.store import keep_result, report_studies
 from vitclinic.reports.study_result import read_result
 from vitclinic.training import build_recipe
-from vitclinic.training.rows import drop_timing
 
 from .networks import tiny
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.probes.subjects import subject
-from vitclinic.exam.timing import estimate_seconds
+from vitclinic.exam.timing import Pace
 from vitclinic.probes import Subject, measure, parse_probes
 from vitclinic.probes.cost import flops
 
@@ -43,7 +43,7 @@ def test_the_estimate_is_about_what_the_arithmetic_comes_to(what: str) -> None:
 @pytest.mark.parametrize("name", ["flatness", "landscape", "sharpness", "hessian_spectrum", "ntk"])
 def test_the_estimate_is_no_more_than_the_budget(name: str) -> None:
     (probe,) = parse_probes([{name: {"budget": 0.001}}])
-    assert estimate_seconds(patient(), [probe]) == pytest.approx(0.001)
+    assert Pace(patient()).of(probe) == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize("what", OPTIONS)

@@ -99,7 +99,7 @@ def corrupt_data(
     if form not in FORMS:
         raise RecipeError(f"There is no format '{form}': choose {' or '.join(FORMS)}.")
     if form == "parquet" and find_spec("pyarrow") is None:
-        raise MissingExtraError("The format parquet (png does not)", "parquet")
+        raise MissingExtraError("The format parquet (unlike png)", "parquet")
     if split not in (*SPLITS, "all"):
         raise RecipeError(f"There is no split '{split}': choose train, val, test or all.")
     if limit is not None and limit < 1:

@@ -199,9 +199,7 @@ def look_at(url: str) -> Shard:
             return Shard(str(path.resolve()), status.st_size, str(status.st_mtime_ns))
         system, path_there = open_system(url)
         info = system.info(path_there)
-        versions = (
-            info.get(name) for name in ("ETag", "etag", "Last-Modified", "LastModified", "mtime", "last_commit")
-        )
+        versions = (info.get(name) for name in _VERSIONS)
         return Shard(url, int(info.get("size") or 0), str(next(filter(None, versions), "")))
 
 

@@ -63,7 +63,7 @@ def _index_all(urls: Sequence[str], left_out: LeftOut, progress: Progress) -> tu
                 left_out.notes.append(str(found))
                 continue
             for problem in found[1].problems:
-                left_out.add(problem.rstrip("."), "mend it")
+                left_out.add(problem.rstrip("."), "fix it")
             shards.append(found[0])
             indexes.append(found[1])
     return shards, indexes

@@ -311,9 +311,11 @@ def find_remedy(entry: Entry, recipe: Recipe) -> Remedy:
     elif (made := known.make(recipe)) is not None:
         return made
     else:
-        raise RecipeError(f"The remedy '{name}' changes nothing of this recipe, or needs what is not installed.")
+        raise RecipeError(
+            f"The remedy '{name}' has no effect on this recipe, or needs a package that is not installed."
+        )
     if "treatments" not in remedy.overrides and remedy.apply(recipe) == recipe:
-        raise RecipeError(f"The remedy '{name}' changes nothing: the recipe has it already.")
+        raise RecipeError(f"The remedy '{name}' has no effect: the recipe already sets it.")
     return remedy
 
 

@@ -67,7 +67,7 @@ class Measure(Config):
         Annotated[str, match_pattern(_RESULT, "write diverged, stalled, learns, test.accuracy, or val.accuracy@5")]
         | None
     ) = Field(None, description="as in test.accuracy, val.nll@5 (epoch 5), learns")
-    difference: Annotated[list[str], Two] | None = Field(None, description="of two measures, first minus second")
+    difference: Annotated[list[str], Two] | None = Field(None, description="two measures, first minus second")
     magnitude: bool = Field(False, description="drop the sign; of each unit's value, where units become one number")
     log: bool = Field(False, description="take log10, so that differences are ratios")
     when_diverged: float | Literal["chance"] | None = Field(

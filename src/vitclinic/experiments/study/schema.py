@@ -81,9 +81,11 @@ class Scale(Config):
         default_factory=dict, description="the values of ladders that differ at this scale, as many as there are"
     )
     seeds: Annotated[int, Field(ge=1)] | None = None
-    images: Annotated[int, Field(ge=1)] | None = Field(None, description="for a dry run; the data's own unless given")
-    classes: Annotated[int, Field(ge=1)] | None = Field(None, description="likewise for a dry run")
-    size: Annotated[int, Field(ge=1)] | None = Field(None, description="pixels a side, likewise")
+    images: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="number of images, for a dry run; the data's own unless given"
+    )
+    classes: Annotated[int, Field(ge=1)] | None = Field(None, description="number of classes, for a dry run")
+    size: Annotated[int, Field(ge=1)] | None = Field(None, description="pixels a side, for a dry run")
 
 
 class Study(Config):

@@ -43,7 +43,7 @@ class CBScale(OwningProbe):
     group = "Attention"
     rank = 120
     title = "Context Broadcasting scales"
-    question = "Which layers want the mean of all tokens?"
+    question = "Which layers use the mean of all tokens?"
     paper = "Hyeon-Woo et al. 2023, Fig. 8 (H4)"
     key_scalars: ClassVar[KeyScalars] = {"ratio": None, "mean": None}
     figures = (
@@ -54,8 +54,8 @@ class CBScale(OwningProbe):
             axis="layer with learned scales",
             title="Learned scales of Context Broadcasting",
             reading="Above, the 10% quantile of the magnitudes of a layer's scales over their 90% quantile: near 1"
-            " where all channels want the broadcast context alike; below, their mean. Hyeon-Woo et al. found that"
-            " both grow with depth, so that upper layers want dense interactions most.",
+            " where all channels use the broadcast context alike; below, their mean. Hyeon-Woo et al. found that"
+            " both grow with depth, so that upper layers use dense interactions most.",
         ),
     )
     revision: ClassVar[int] = 2  # quantiles of magnitudes, as the paper writes

@@ -29,7 +29,7 @@ class PGD(AttackProbe):
     name = "pgd"
     group = "Behaviour"
     rank = 260
-    title = "Iterated attack (PGD)"
+    title = "Iterative attack (PGD)"
     question = "How often does a stronger attack of several steps fool it?"
     paper = "Chen et al. 2022, Table 7 (C10)"
     key_scalars: ClassVar[KeyScalars] = {"robust_accuracy": "higher", "drop": "lower"}

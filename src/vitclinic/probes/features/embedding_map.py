@@ -50,7 +50,7 @@ class EmbeddingMap(OwningProbe):
     group = "Representation"
     rank = 65
     title = "Map of the embeddings"
-    question = "Which images does the network hold for alike, and where do the errors lie?"
+    question = "Which images look similar to the network, and where do the errors lie?"
     paper = "Pearson 1901 (PCA); McInnes et al. 2018 (UMAP); Roy and Vetterli 2007 (effective rank)"
     key_scalars: ClassVar[KeyScalars] = {"effective_rank": None, "variance_shown": None}
     by_default: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class EmbeddingMap(OwningProbe):
 
     method: Literal["pca", "umap"] = Field("pca", description="principal components, or UMAP (an extra)")
     images: Annotated[int, Field(ge=3, le=5000)] = Field(500, description="images on the map, at most")
-    neighbours: Annotated[int, Field(ge=2)] = Field(15, description="of UMAP: neighbours that stay together")
+    neighbours: Annotated[int, Field(ge=2)] = Field(15, description="neighbours that stay together (umap only)")
 
     def view(self, subject: Subject) -> Subject:
         return subject.on(subject.split, min(self.images, len(subject)))

@@ -47,7 +47,9 @@ class KNN(OwningProbe):
     by_default: ClassVar[bool] = False
 
     k: Annotated[int, Field(ge=1)] = Field(20, description="neighbours that vote")
-    temperature: Annotated[float, Field(gt=0)] | None = Field(0.07, description="of the votes; null: all count alike")
+    temperature: Annotated[float, Field(gt=0)] | None = Field(
+        0.07, description="temperature of the votes; null: all count alike"
+    )
     images: Annotated[int, Field(ge=1)] = Field(10_000, description="training images, at most")
 
     def check(self, subject: Subject) -> None:

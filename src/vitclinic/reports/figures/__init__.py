@@ -92,7 +92,7 @@ def draw_figure(networks: Sequence[ExamView], probe: str, name: str | None = Non
 def _check_draws(loaded: Drawer) -> None:
     """Loading an entry point has registered it, if it is what it should be."""
     if loaded not in DRAWERS.values():
-        raise TypeError(f"{loaded!r} draws nothing: decorate it with vitclinic.reports.figure.draws(PROBE)")
+        raise TypeError(f"{loaded!r} draws nothing: decorate it with vitclinic.reports.draws(PROBE)")
 
 
 def draw_declared(spec: FigureSpec, probe: str, exams: Sequence[ExamView], paper: str = "") -> list[Figure]:

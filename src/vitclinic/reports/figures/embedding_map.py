@@ -74,7 +74,7 @@ def embedding_map(exams: Sequence[ExamView]) -> list[Figure]:
         Figure(
             name="embedding-map",
             title="Map of the embeddings, by class and by error",
-            reading="Each point is an image, near others that the network holds for alike; point at one to see it."
+            reading="Each point is an image, near others that look similar to the network; point at one to see it."
             " A network that tells the classes apart has them in groups, and errors where groups meet.",
             paper="Pearson 1901 (PCA); McInnes et al. 2018 (UMAP)",
             table=Table(("network", "image", "label", "predicted", "x", "y"), rows),

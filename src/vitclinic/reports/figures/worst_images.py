@@ -65,7 +65,7 @@ def list_worst(thumbnails: Sequence[Thumbnail], what: str = "Worst images first"
 
 
 def short_name(name: str) -> str:
-    """Return the name of an image without the folders it lies in, which are nobody's business on a page.
+    """Return the name of an image without its folders, to keep local paths out of reports.
 
     Example:
         >>> short_name("/home/me/my photos/cat/1.png"), short_name("/home/me/photos.parquet row 7 (a/b.png)")
