@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, TypeVar, Unpack
 
-from timm.models import generate_default_cfgs
+from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from vitclinic._core.errors import ModelError
@@ -19,7 +19,7 @@ from vitclinic.models.preact_resnet import (
     PreActBottleneck,
     PreActResNet,
     Stem,
-    register_variants,
+    build,
 )
 
 HEADS = (3, 6, 12, 24)
@@ -115,17 +115,32 @@ class AlterNet(PreActResNet):
 default_cfgs = generate_default_cfgs({f"alternet{depth}.untrained": PUBLISHED for depth in (18, 34, 50, 101)})
 
 
-register_variants(
-    __name__,
-    AlterNet,
-    {
-        "alternet18": (PreActBasicBlock, (2, 2, 2, 2)),
-        "alternet34": (PreActBasicBlock, (3, 4, 6, 4)),
-        "alternet50": (PreActBottleneck, (3, 4, 6, 4)),
-        "alternet101": (PreActBottleneck, (3, 4, 23, 4)),
-    },
-)
-"""The last stage of the ResNets of the same depth has one more block, except in ResNet-18: its number is even then."""
+@register_model  # type: ignore[untyped-decorator]
+def alternet18(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build Alter-ResNet-18; its last stage already has an even number of blocks."""
+    keywords = {"block": PreActBasicBlock, "layers": (2, 2, 2, 2), **keywords}
+    return build("alternet18", AlterNet, pretrained, **keywords)
+
+
+@register_model  # type: ignore[untyped-decorator]
+def alternet34(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build Alter-ResNet-34: ResNet-34 with one more block in the last stage."""
+    keywords = {"block": PreActBasicBlock, "layers": (3, 4, 6, 4), **keywords}
+    return build("alternet34", AlterNet, pretrained, **keywords)
+
+
+@register_model  # type: ignore[untyped-decorator]
+def alternet50(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build Alter-ResNet-50: ResNet-50 with one more block in the last stage."""
+    keywords = {"block": PreActBottleneck, "layers": (3, 4, 6, 4), **keywords}
+    return build("alternet50", AlterNet, pretrained, **keywords)
+
+
+@register_model  # type: ignore[untyped-decorator]
+def alternet101(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build Alter-ResNet-101: ResNet-101 with one more block in the last stage."""
+    keywords = {"block": PreActBottleneck, "layers": (3, 4, 23, 4), **keywords}
+    return build("alternet101", AlterNet, pretrained, **keywords)
 
 
 _ARRANGEMENTS: dict[str, type[MsaBlock] | type[PostActMsaBlock]] = {

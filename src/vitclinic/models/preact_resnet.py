@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
-from types import FunctionType
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -205,46 +202,29 @@ def build(variant: str, network: type[PreActResNet], pretrained: bool, **keyword
     return built
 
 
-Variant = tuple[type[PreActBasicBlock] | type[PreActBottleneck], tuple[int, int, int, int]]
-"""The block of a network, and the number of blocks in each stage."""
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet18(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build pre-activation ResNet-18."""
+    keywords = {"block": PreActBasicBlock, "layers": (2, 2, 2, 2), **keywords}
+    return build("preact_resnet18", PreActResNet, pretrained, **keywords)
 
 
-def register_variants(module: str, network: type[PreActResNet], variants: Mapping[str, Variant]) -> None:
-    """Put an entry point for each variant of a network into timm's registry, and into the module that defines it.
-
-    Args:
-        module: The `__name__` of the module, where timm looks for the variants' `default_cfgs`.
-        network: The network to build.
-        variants: The block and the number of blocks in each stage, by the name in timm's registry.
-    """
-    for name, (block, layers) in variants.items():
-        entry_point = _entry_point(name, network, block, layers)
-        entry_point.__module__ = module
-        setattr(sys.modules[module], name, register_model(entry_point))
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet34(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build pre-activation ResNet-34."""
+    keywords = {"block": PreActBasicBlock, "layers": (3, 4, 6, 3), **keywords}
+    return build("preact_resnet34", PreActResNet, pretrained, **keywords)
 
 
-def _entry_point(
-    name: str,
-    network: type[PreActResNet],
-    block: type[PreActBasicBlock] | type[PreActBottleneck],
-    layers: tuple[int, int, int, int],
-) -> FunctionType:
-    construct = partial(build, name, network)  # bound here: the factory runs entry points in another namespace
-
-    def entry_point(pretrained: bool = False, **keywords: Any) -> PreActResNet:
-        return construct(pretrained, **{"block": block, "layers": layers, **keywords})
-
-    entry_point.__name__ = entry_point.__qualname__ = name
-    return entry_point
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet50(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build pre-activation ResNet-50."""
+    keywords = {"block": PreActBottleneck, "layers": (3, 4, 6, 3), **keywords}
+    return build("preact_resnet50", PreActResNet, pretrained, **keywords)
 
 
-register_variants(
-    __name__,
-    PreActResNet,
-    {
-        "preact_resnet18": (PreActBasicBlock, (2, 2, 2, 2)),
-        "preact_resnet34": (PreActBasicBlock, (3, 4, 6, 3)),
-        "preact_resnet50": (PreActBottleneck, (3, 4, 6, 3)),
-        "preact_resnet101": (PreActBottleneck, (3, 4, 23, 3)),
-    },
-)
+@register_model  # type: ignore[untyped-decorator]
+def preact_resnet101(pretrained: bool = False, **keywords: Any) -> PreActResNet:
+    """Build pre-activation ResNet-101."""
+    keywords = {"block": PreActBottleneck, "layers": (3, 4, 23, 3), **keywords}
+    return build("preact_resnet101", PreActResNet, pretrained, **keywords)
