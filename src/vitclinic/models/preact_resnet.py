@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any, Literal
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -218,22 +217,22 @@ def register_variants(module: str, network: type[PreActResNet], variants: Mappin
         variants: The block and the number of blocks in each stage, by the name in timm's registry.
     """
     for name, (block, layers) in variants.items():
-        entry_point = _entry_point(name, network, block, layers)
-        entry_point.__module__ = module
-        setattr(sys.modules[module], name, register_model(entry_point))
+        setattr(sys.modules[module], name, register_model(_entry_point(module, name, network, block, layers)))
 
 
 def _entry_point(
+    module: str,
     name: str,
     network: type[PreActResNet],
     block: type[PreActBasicBlock] | type[PreActBottleneck],
     layers: tuple[int, int, int, int],
-) -> FunctionType:
+) -> Callable[..., PreActResNet]:
     construct = partial(build, name, network)  # bound here: the factory runs entry points in another namespace
 
     def entry_point(pretrained: bool = False, **keywords: Any) -> PreActResNet:
         return construct(pretrained, **{"block": block, "layers": layers, **keywords})
 
+    entry_point.__module__ = module
     entry_point.__name__ = entry_point.__qualname__ = name
     return entry_point
 
