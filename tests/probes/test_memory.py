@@ -74,7 +74,7 @@ def test_the_batch_is_halved_until_it_fits():
 
 def test_an_exam_says_what_it_will_hold_and_measures_fewer_images_at_a_time(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("vitclinic.probes.memory.estimate_memory", lambda subject, probes: 10**6 * subject.batch_size)
-    module = importlib.import_module("vitclinic.exam.examine")  # the package has a function of that name
+    module = importlib.import_module("vitclinic.exam.examination")
     monkeypatch.setattr(module, "free_memory", lambda device: 9 * 10**6)
     with caplog.at_level(logging.WARNING):
         exam = examine(subject("vit").network, noise(22), probes=["norms"], out=tmp_path, batch_size=16)

@@ -277,7 +277,7 @@ def explode_at(trainer, steps):
 
 def tensors(trainer):
     """Everything that a step may change, the loss scale aside."""
-    optimizer, state = trainer.optimizer.state_dict()["state"], trainer.rule.state_dict()
+    optimizer, state = trainer.optimizer.state_dict()["state"], trainer.rules.own.state_dict()
     found = [*trainer.network.state_dict().values(), *trainer.evaluation_network.state_dict().values()]
     found += [value for entry in optimizer.values() for value in entry.values()]
     found += [torch.tensor(state.get("steps", 0)), *(state.get("direction") or [])]

@@ -86,7 +86,7 @@ def test_before_it_a_run_is_the_plain_one_and_after_it_sam_s_to_the_bit(tiny, tm
     first, second = trainer([]), trainer(["sam"])
     for _ in range(6):
         first.advance()
-    second.load_state_dict(first.network.state_dict(), {**first.state_dict(), "rule": second.rule.state_dict()})
+    second.load_state_dict(first.network.state_dict(), {**first.state_dict(), "rule": second.rules.own.state_dict()})
     for weights in late.weights[6:]:
         second.advance()
         assert same(second.network.state_dict(), weights)
@@ -110,7 +110,7 @@ def test_rounding_of_the_share_shifts_no_step(tiny, start, total, first):  # noq
     trainer = Trainer(recipe, open_data(recipe.data), total, ALONE, torch.device("cpu"))
     due = []
     for trainer.step in range(total):
-        due.append(trainer.due_rule is trainer.rule)
+        due.append(trainer.rules.due(trainer.course, trainer.step) is trainer.rules.own)
     assert due.index(True) == first
     assert all(due[first:])
 

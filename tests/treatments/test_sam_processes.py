@@ -235,7 +235,7 @@ def straight_and_resumed(rank: int, folder: str) -> dict[str, Tensor]:
     state = {"scale": straight.scaler.get_scale(), "norms": torch.tensor(norms)}
     for name, one in [("straight", straight), ("resumed", second)]:
         state.update({f"{name} {key}": value for key, value in one.network.state_dict().items()})
-        for number, vector in enumerate(one.rule.state_dict()["direction"]):
+        for number, vector in enumerate(one.rules.own.state_dict()["direction"]):
             state[f"{name} direction {number}"] = vector
         state[f"{name} scale"] = torch.tensor(one.scaler.get_scale())
     return state

@@ -6,7 +6,8 @@ from vitclinic._core import make_lazy
 
 if TYPE_CHECKING:
     from vitclinic.exam.exam import Exam, Exams
-    from vitclinic.exam.examine import Examination, examine
+    from vitclinic.exam.examination import Examination
+    from vitclinic.exam.examine import examine
     from vitclinic.exam.findings import find
     from vitclinic.exam.findings.rule import Evidence, Verdict, known_rules, rule
 

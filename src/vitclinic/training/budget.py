@@ -143,7 +143,7 @@ def measure_costs(
 
 def _kind_shares(trainer: Trainer) -> list[list[float]]:
     """Return, for each size of the images, the share of its steps that each kind of step has; late rules come last."""
-    kinds, late_from = trainer.step_kinds(), trainer.rule_start
+    kinds, late_from = trainer.rules.kinds(), trainer.rules.start
     borders = [0, *trainer.sizes.ends, trainer.total_steps]
     shares = []
     for begin, end in itertools.pairwise(borders):
@@ -155,7 +155,7 @@ def _kind_shares(trainer: Trainer) -> list[list[float]]:
 
 def _time_steps(trainers: Sequence[Trainer]) -> list[list[list[list[float]]]]:
     """Return the seconds of steps of each trainer by size and kind, in turn."""
-    kinds = [trainer.step_kinds() for trainer in trainers]
+    kinds = [trainer.rules.kinds() for trainer in trainers]
     sizes = [list(trainer.sizes.sizes) for trainer in trainers]
     taken: list[list[list[list[float]]]] = [
         [[[] for _ in of_run] for _ in pixels] for of_run, pixels in zip(kinds, sizes, strict=True)

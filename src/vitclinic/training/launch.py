@@ -15,14 +15,13 @@ from vitclinic._core.errors import ModelError, RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path
 from vitclinic._core.memory import is_out_of_memory
 from vitclinic.data import Dataset, open_data
-from vitclinic.tasks import Classification
 from vitclinic.training.budget import fit_size, total_steps
 from vitclinic.training.callbacks import SampleRecorder, TrajectoryRecorder
 from vitclinic.training.init import read_initial_weights, settle
 from vitclinic.training.loop import Session
+from vitclinic.training.notices import find_unheeded
 from vitclinic.training.recipe import LoggingConfig, Recipe
 from vitclinic.training.run import Run
-from vitclinic.training.schedule import in_steps
 from vitclinic.training.signals import listen_for_signals
 from vitclinic.training.sinks import make_sinks
 from vitclinic.training.token_label_teacher import add_token_labels
@@ -65,7 +64,7 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         steps = run.status.get("total_steps") if run is not None else None
         steps = steps or total_steps(recipe, dataset, distributed, device)
         trainer = Trainer(recipe, dataset, steps, distributed, device, init)
-        trainer.notices = [*settled, *fitted, *trainer.notices, *_find_unheeded(trainer)]
+        trainer.notices = [*settled, *fitted, *trainer.notices, *find_unheeded(trainer)]
         distributed.leader_only(lambda: _claim(path, trainer, run, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
 
@@ -76,26 +75,6 @@ def _make_loggers(config: LoggingConfig, folder: Path) -> list[Callback]:
     if config.trajectory is not None:
         found.append(TrajectoryRecorder(folder, config.trajectory))
     return [*found, SampleRecorder(folder)] if config.samples else found
-
-
-def _find_unheeded(trainer: Trainer) -> list[str]:
-    """Return a notice for each part of the recipe that this run is too short, or its data too few, to heed."""
-    recipe, notices = trainer.recipe, []
-    dataset = trainer.dataset
-    if isinstance(recipe.task, Classification) and len(dataset.classes) < 2:
-        notices.append(
-            f"'{dataset.name}' has one class, '{dataset.classes[0]}', so that any network is right; perhaps a folder"
-            " inside it has the class folders"
-        )
-    elif isinstance(recipe.task, Classification) and len(set(dataset.train.labels.tolist())) < 2:
-        notices.append("all training images have one label, so that any network learns to give it")
-    epochs = trainer.total_steps / trainer.steps_per_epoch
-    if late := [epoch for epoch in recipe.checkpoint.keep_epochs if epoch > epochs + 1e-9]:
-        named = ", ".join(str(epoch) for epoch in late)
-        notices.append(f"checkpoint.keep_epochs names epoch {named}, but the run ends after {epochs:g}")
-    if in_steps(recipe.schedule.warmup, trainer.steps_per_epoch, trainer.total_steps) >= max(2, trainer.total_steps):
-        notices.append(f"schedule.warmup is {recipe.schedule.warmup}, the whole run: lr never reaches its peak")
-    return notices
 
 
 def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:

@@ -55,7 +55,7 @@ class Session:
             names = ["last"] if self._due(trainer.recipe.checkpoint.every) else []
             validates = len(trainer.dataset.val) > 0 and self._due(trainer.recipe.validation.every)
             row = trainer.advance()
-            reason = trainer.find_divergence(row)
+            reason = trainer.divergence.find(row)
             if reason or validates or names or trainer.step % trainer.recipe.logging.every == 0:
                 self._record(row)
             if reason:
@@ -63,7 +63,7 @@ class Session:
             self.callback.on_step(trainer)
             if validates:
                 score = self._score("val")
-                if reason := trainer.find_divergence(score):
+                if reason := trainer.divergence.find(score):
                     return self._end_diverged(reason)
                 names += self._update_best(score)
             names += self._epochs_done(epochs_before)
@@ -73,7 +73,7 @@ class Session:
             if stopping and trainer.step < trainer.total_steps:
                 reason = f"{signal.Signals(stopping).name} at step {trainer.step}"
                 return self._end("interrupted", step=trainer.step, reason=reason, signal=stopping)
-        if trainer.skipped >= trainer.total_steps:  # too few steps for the check of each one
+        if trainer.divergence.skipped >= trainer.total_steps:  # too few steps for the check of each one
             return self._end_diverged("no step had a finite gradient")
         return self._end("finished", step=trainer.step, results=self._results())
 

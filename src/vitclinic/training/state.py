@@ -19,13 +19,13 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
     halved = trainer.accumulate != trainer.planned_accumulate
     state = {
         "step": trainer.step,
-        "first_loss": trainer.first_loss,
-        "skipped": trainer.skipped,
+        "first_loss": trainer.divergence.first_loss,
+        "skipped": trainer.divergence.skipped,
         **({} if trainer.recipe.max_time is None else trainer.course.plain()),
         **({"accumulate": trainer.accumulate} if halved else {}),
         "optimizer": trainer.optimizer.state_dict(),
         "scaler": trainer.scaler.state_dict(),
-        "rule": trainer.rule.state_dict(),
+        "rule": trainer.rules.own.state_dict(),
         "objectives": trainer.learner.objectives.state_dict(),
         "raw_network": None if _exports_network(trainer) else trainer.network.state_dict(),
         **({} if trainer.criterion is None else {"criterion": _criterion_state(trainer)}),
@@ -44,8 +44,9 @@ def restore_state(trainer: Trainer, model: Mapping[str, Tensor], state: dict[str
     load_divided(trainer.learner.objectives, state["objectives"])
     trainer.optimizer.load_state_dict(divide_optimizer_state(state["optimizer"], trainer.parameters))
     trainer.scaler.load_state_dict(state["scaler"])
-    trainer.rule.load_state_dict(divide_lists(state["rule"], trainer.parameters))
-    trainer.step, trainer.first_loss, trainer.skipped = state["step"], state["first_loss"], state.get("skipped", 0)
+    trainer.rules.own.load_state_dict(divide_lists(state["rule"], trainer.parameters))
+    trainer.step = state["step"]
+    trainer.divergence.first_loss, trainer.divergence.skipped = state["first_loss"], state.get("skipped", 0)
     trainer.lay_out(Course(state.get("planned", trainer.course.planned), state.get("bends", ())))
 
 

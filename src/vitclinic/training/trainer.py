@@ -19,6 +19,7 @@ from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data import Batch, Dataset
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
+from vitclinic.training.divergence import DivergenceCheck
 from vitclinic.training.drop_path import LateDropPath
 from vitclinic.training.init import InitialWeights
 from vitclinic.training.layer_decay import freeze_units, rate_scales
@@ -30,6 +31,7 @@ from vitclinic.training.network import (
     build_objectives,
     check_memory,
 )
+from vitclinic.training.notices import describe_run
 from vitclinic.training.optimizer import build_optimizer
 from vitclinic.training.parallel import (
     REACHES_IN,
@@ -38,29 +40,19 @@ from vitclinic.training.parallel import (
     choose_blocks,
     clip_gradients,
     count_micro_batches,
-    describe_sharing,
     wrap_in_ddp,
 )
-from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
+from vitclinic.training.passes import Passes
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.replanning import Course
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.rows import Row
 from vitclinic.training.schedule import Schedule
 from vitclinic.training.state import collect_state, restore_state
-from vitclinic.treatments import Losses, MixedSteps, StepRule
+from vitclinic.training.step_rules import StepRules
+from vitclinic.treatments import Losses, Objective, StepRule
 
 log = logging.getLogger(__name__)
-
-EXPLODED = 10.0
-"""A loss this many times that of the first step counts as divergence."""
-STUCK = 50
-"""This many steps in a row without a finite gradient count as divergence; a loss scaler needs a few to adapt."""
-
-SCORES_VAL = (
-    "The data has no test images and none are held out: test scores are of val, on which the best checkpoint is"
-    " selected, and the last is not."
-)
 
 
 class Trainer:
@@ -77,71 +69,81 @@ class Trainer:
     ) -> None:
         self.recipe, self.dataset, self.distributed, self.device = recipe, dataset, distributed, device
         self.step = 0
-        self.first_loss: float | None = None
-        self.skipped = 0
+        self.divergence = DivergenceCheck()
         self.dtype = torch.float64 if recipe.precision == "fp64" else torch.float32
-        sharded = recipe.parallel == "fsdp" and distributed.size > 1
-        self.accumulate = self.planned_accumulate = count_micro_batches(recipe, distributed, sharded)
+        self.sharded = recipe.parallel == "fsdp" and distributed.size > 1
+        self.accumulate = self.planned_accumulate = count_micro_batches(recipe, distributed, self.sharded)
         self.micro_batch = recipe.batch_size // (self.accumulate * distributed.size)
-
-        self.spec = spec = recipe.task.frame(dataset.spec)
-        check_memory(self.micro_batch, (spec.in_chans, *spec.img_size))
-        treatments = recipe.treatments
-        network, self.loaded = build_network(recipe, dataset, init)
-        home = torch.device("cpu") if sharded else device  # the device may not hold the whole
-        network = network.to(home, self.dtype)
-        # Copy before any objective adds hooks to the network.
-        self.shards = Shards(network, distributed, device) if sharded else None
-        self.ema = ModelEmaV3(network, decay=recipe.ema, use_warmup=True) if recipe.ema and not sharded else None
-        objectives = build_objectives(recipe, network, spec)
-        self.rule = choose_step_rule(treatments)
-        self.early_rule = choose_early_rule(treatments)
-        self.rule_start = max((t.step_rule_start() for t in treatments if t.step_rule() is not None), default=0.0)
-        transforms = (t.batch_transform(network.trunk, spec) for t in treatments)
-        self.transforms = [transform for transform in transforms if transform is not None]
-        augment, self.notices = adapt_augmentation(recipe, network.trunk, spec)
-        if self.loaded is not None:
-            self.notices = [*self.loaded.notices, *self.notices]
-
-        self.network: Normalized = network
+        self.spec = recipe.task.frame(dataset.spec)
+        check_memory(self.micro_batch, (self.spec.in_chans, *self.spec.img_size))
         self.task = recipe.resolved_task
+        self.steps_per_epoch = len(dataset.train) / recipe.batch_size
+
+        self._build_networks(init)
+        objectives = build_objectives(recipe, self.network, self.spec)
+        self.rules = StepRules(recipe.treatments)
+        transforms = (t.batch_transform(self.network.trunk, self.spec) for t in recipe.treatments)
+        self.transforms = [transform for transform in transforms if transform is not None]
+        augment, adapted = adapt_augmentation(recipe, self.network.trunk, self.spec)
+        self.cell = augment.cutmix_cell
+        self._build_learner(objectives)
+        blocks = self._divide_weights()
+        self._build_passes()
+        self.stream = self.task.stream(dataset, augment, recipe.seed, self.network)
+        self.lay_out(Course(total_steps))
+        loaded = [] if self.loaded is None else self.loaded.notices
+        self.notices = [*loaded, *adapted, *describe_run(self, blocks)]
+        self.samples: Tensor | None = None
+        """Some images of the last step as the network saw them, if the recipe wants a picture of such."""
+        self._batches: Iterator[Batch] | None = None
+
+    def _build_networks(self, init: InitialWeights | None) -> None:
+        """Build the network, and its average over the steps: a copy from before any objective adds hooks to it."""
+        network, self.loaded = build_network(self.recipe, self.dataset, init)
+        self.network: Normalized = network.to(self._home, self.dtype)
+        self.shards = Shards(self.network, self.distributed, self.device) if self.sharded else None
+        averaged = self.recipe.ema and not self.sharded  # shards are averaged once they are divided
+        self.ema = ModelEmaV3(self.network, decay=self.recipe.ema, use_warmup=True) if averaged else None
+
+    @property
+    def _home(self) -> torch.device:
+        """The device to build on: with shards, that of the run may not hold the whole."""
+        return torch.device("cpu") if self.sharded else self.device
+
+    def _build_learner(self, objectives: Mapping[str, Objective]) -> None:
+        """Build what is trained, the network with objectives and criterion, and its optimizer."""
+        recipe, network, spec = self.recipe, self.network, self.spec
         self.criterion = build_criterion(recipe, network, spec)
-        self.learner = Learner(network, self.task, objectives, self.criterion).to(home, self.dtype).train()
+        self.learner = Learner(network, self.task, objectives, self.criterion).to(self._home, self.dtype).train()
         freeze_units(recipe, network, spec)
         self.drop_path = LateDropPath(recipe.late_drop_path, network)
         self.optimizer = build_optimizer(recipe.optimizer, self.learner, network, rate_scales(recipe, network, spec))
         self.decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self.cell = augment.cutmix_cell
-        self._stages = choose_sizes(recipe.progressive_resizing.shares, network, spec, self.cell)  # of a whole network
+
+    def _divide_weights(self) -> list[nn.Module] | None:
+        """Divide the weights among the processes and return the blocks that are gathered one by one, if sharded."""
+        shares = self.recipe.progressive_resizing.shares
+        self._stages = choose_sizes(shares, self.network, self.spec, self.cell)  # of a whole network
         self.divided = self._is_divided()
         blocks = None
         if self.shards is not None:
-            blocks = choose_blocks(recipe, self.learner, spec, self.divided or self.accumulate > 1)
-            self.ema = self.shards.divide(self.learner, blocks, self.optimizer, recipe.ema)
+            blocks = choose_blocks(self.recipe, self.learner, self.spec, self.divided or self.accumulate > 1)
+            self.ema = self.shards.divide(self.learner, blocks, self.optimizer, self.recipe.ema)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
+        return blocks
+
+    def _build_passes(self) -> None:
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.recipe.precision == "fp16")
         self.passes = Passes(
             self.learner,
             self.parameters,
             self.scaler,
-            ddp=None if sharded else wrap_in_ddp(self.learner, distributed, device),
-            compiled=recipe.compile,
-            precision=recipe.precision,
+            ddp=None if self.sharded else wrap_in_ddp(self.learner, self.distributed, self.device),
+            compiled=self.recipe.compile,
+            precision=self.recipe.precision,
             accumulate=self.accumulate,
-            processes=distributed.size if sharded else 1,
+            processes=self.distributed.size if self.sharded else 1,
         )
-        self.notices = [*self.notices, *self.task.notices(dataset)]
-        self.notices += describe_sharing(recipe, blocks, self.micro_batch * distributed.size)
-        self.stream = self.task.stream(dataset, augment, recipe.seed, network)
-        self.steps_per_epoch = len(dataset.train) / recipe.batch_size
-        self.lay_out(Course(total_steps))
-        if recipe.progressive_resizing.shares:
-            self.notices.append(self.sizes.describe())
-        if recipe.test and dataset.scores_val:
-            self.notices.append(SCORES_VAL)
-        self.samples: Tensor | None = None
-        """Some images of the last step as the network saw them, if the recipe wants a picture of such."""
-        self._batches: Iterator[Batch] | None = None
 
     @property
     def total_steps(self) -> int:
@@ -184,20 +186,9 @@ class Trainer:
         return self.step * self.recipe.batch_size // len(self.dataset.train)
 
     @property
-    def due_rule(self) -> StepRule:
-        """The rule of the next step: the treatments' own from a share `rule_start` of the run on."""
-        return self.rule if self.is_late else self.early_rule
-
-    @property
     def is_late(self) -> bool:
         """Tell whether the treatments' own step rule is due."""
-        return self.course(self.step) >= self.rule_start * self.course.planned - 1e-9
-
-    def step_kinds(self) -> list[tuple[float, StepRule]]:
-        """Return the kinds of steps that differ in cost: the share of the run's steps, and a rule that makes such."""
-        late = self.rule.kinds() if isinstance(self.rule, MixedSteps) else [(1.0, self.rule)]
-        parts = [(self.rule_start, self.early_rule), *((share * (1 - self.rule_start), rule) for share, rule in late)]
-        return [(share, rule) for share, rule in parts if share > 0]
+        return self.rules.are_late(self.course, self.step)
 
     def advance(self, rule: StepRule | None = None) -> Row:
         """Make one step (read, differentiate, clip, update) and return its metrics, the same in every process.
@@ -213,11 +204,11 @@ class Trainer:
             group["lr"] = self.rate(self.step) * group.get("lr_scale", 1.0)
             group["weight_decay"] = decay * self.decay_factor(self.step)
         self.drop_path(self.course.share(self.step))
-        losses = self._differentiate(rule or self.due_rule)
+        losses = self._differentiate(rule or self.rules.due(self.course, self.step))
         self.scaler.unscale_(self.optimizer)
         norm = clip_gradients(self.parameters, self.recipe.clip or math.inf)
         stepped = math.isfinite(norm)
-        self.skipped = 0 if stepped else self.skipped + 1
+        self.divergence.count(stepped)
         if stepped:
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -291,20 +282,6 @@ class Trainer:
     def close(self) -> None:
         """Stop the reading processes; a later `advance` starts new ones."""
         self._batches = None
-
-    def find_divergence(self, row: Row) -> str | None:
-        """Return the reason if a row of metrics shows a divergence, else None."""
-        if not math.isfinite(row["loss"]):
-            return f"the {row['kind']} loss became {row['loss']} at step {row['step']}"
-        if row["kind"] != "train":
-            return None
-        if self.first_loss is None:
-            self.first_loss = row["loss"]
-        if row["loss"] > EXPLODED * max(abs(self.first_loss), 1.0):
-            return f"the loss rose to {row['loss']:.3g} at step {row['step']}, from {self.first_loss:.3g} at the start"
-        if self.skipped >= STUCK:
-            return f"no finite gradient in the {self.skipped} steps up to step {row['step']}"
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs in addition to the exported network.
