@@ -125,7 +125,7 @@ def examine(targets: Target | Sequence[Target], data: Data | None = None, **opti
 
 
 class Examination:
-    """What is measured, on what and where it is stored: the same for all targets. Options are those of `examine`."""
+    """Probes, data and place of results: the same for all targets. Options are those of `examine`."""
 
     def __init__(
         self,

@@ -294,7 +294,13 @@ class StreamingProbe(Probe):
 
 
 def unit_row(unit: Unit, note: str | None = None, /, **values: Scalar) -> UnitRow:
-    """Return a row of a measurement: the values of one unit, and a note if there is something to say about it."""
+    """Return a row of a measurement: the values of one unit, and a note if there is something to say about it.
+
+    Args:
+        unit: The unit.
+        note: Something to say about it.
+        values: Its values, by name.
+    """
     return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
 
 
@@ -306,6 +312,9 @@ def check_finite(values: Tensor | NDArray[Any], unit: Unit) -> None:
 
 def mean_scalar(running: RunningMean) -> Scalar:
     """Return the mean over images, with a 95% t interval if there are two or more; of several numbers, the last.
+
+    Args:
+        running: The numbers of all images.
 
     Example:
         >>> from vitclinic.probes import RunningMean
@@ -345,7 +354,10 @@ def default_probes() -> list[str]:
 
 
 def parse_probes(entries: Sequence[Any] | None) -> list[Probe]:
-    """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order; None means the default ones.
+    """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order.
+
+    Args:
+        entries: Names, `{name: {option: value}}` or probes; None means the default ones.
 
     Raises:
         RecipeError: If the list is empty, or a name or an option is not known.
