@@ -31,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitclinic.data import Batch, evaluation_batches
 from vitclinic.exam import Examination
 from vitclinic.models.cost import peak_bytes
-from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
+from vitclinic.probes.curvature.loss_surface import LossSurface
 
 GOAL = 1e-3
 

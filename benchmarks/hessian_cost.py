@@ -21,9 +21,9 @@ from torch import nn
 
 from vitclinic.data import Batch, evaluation_batches, open_data
 from vitclinic.probes.cost import peak_bytes
-from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
+from vitclinic.probes.curvature.loss_surface import LossSurface
 
 WIDTHS = (48, 96, 192, 336, 528)
 BATCHES = (1, 2, 4, 8, 16)

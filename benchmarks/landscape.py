@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vitclinic.data import Batch, open_data
 from vitclinic.probes import Landscape, Subject
-from vitclinic.probes.curvature import LossSurface
+from vitclinic.probes.curvature.loss_surface import LossSurface
 
 
 @contextmanager

@@ -18,9 +18,9 @@ import torch
 
 from vitclinic.data import evaluation_batches
 from vitclinic.exam import Examination
-from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Ritz, largest_eigenpairs, quadrature
+from vitclinic.probes.curvature.loss_surface import LossSurface
 
 TOLERANCE, RANDOM = 1e-3, 40
 

@@ -23,8 +23,8 @@ from torch import nn
 
 from vitclinic._core.distributed import ALONE
 from vitclinic.data import Batch, open_data
-from vitclinic.tasks.comparison import ContrastiveCriterion
-from vitclinic.tasks.distillation import DinoCriterion
+from vitclinic.tasks.dino_criterion import DinoCriterion
+from vitclinic.tasks.pairwise_losses import ContrastiveCriterion
 from vitclinic.training import build_recipe
 from vitclinic.training.trainer import Trainer
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["vitclinic.training.loop", "vitclinic.exam.examine", "vitclinic.cli"])
+SERVER.set_forkserver_preload(["vitclinic.training.launch", "vitclinic.exam.examine", "vitclinic.cli"])
 
 
 class Command:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.anatomy.test_strange_modules import WIDTH, Attention, Block, Net
 from vitclinic.anatomy import Anatomy, taps
-from vitclinic.training.rates import parameter_levels
+from vitclinic.training.layer_decay import parameter_levels
 
 
 def mlp() -> nn.Sequential:

@@ -16,7 +16,7 @@ from vitclinic.data.annotations.annotation import check_annotation, mask_boxes
 from vitclinic.data.annotations.geometry import choose_window, fit_annotated
 from vitclinic.data.annotations.store import open_annotations
 from vitclinic.data.cache import StreamedImages, open_cached_images
-from vitclinic.data.dataset import _dataset, find_preprocessing
+from vitclinic.data.dataset import assemble, find_preprocessing
 from vitclinic.data.source import NumberedRecords, Source
 
 SIDE = st.integers(5, 40)
@@ -307,8 +307,8 @@ def test_the_digest_knows_annotations_and_held_out_splits_have_theirs() -> None:
     way = find_preprocessing(source, (8, 8), 3, margin=False)
     images = open_cached_images(records, "held out", (8, 8), 3, "raise", lambda *_: None)
     store = open_annotations("mask", records, images, 3, "held out masks", (8, 8), lambda *_: None)
-    dataset = _dataset(source, config, {"train": images}, way, Dataset, {"train": store})
-    bare = _dataset(source, config, {"train": images}, way, Dataset)
+    dataset = assemble(source, config, {"train": images}, way, Dataset, {"train": store})
+    bare = assemble(source, config, {"train": images}, way, Dataset)
     assert dataset.digest != bare.digest
     assert dataset.classes == TARGETS["mask"]
     for split in dataset.splits.values():

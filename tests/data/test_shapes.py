@@ -7,6 +7,7 @@ import pytest
 
 from vitclinic._core.errors import DataError
 from vitclinic.data import shapes
+from vitclinic.data.shapes import drawing
 
 N = len(shapes.CLASSES)
 
@@ -139,9 +140,9 @@ def test_an_edge_is_anti_aliased_and_the_shape_stays_inside_the_image() -> None:
 
 def test_outlines_alone_tell_the_classes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one place, size and tilt the nearest of 30 masks a class is of the right class."""
-    monkeypatch.setattr(shapes, "_SHIFT", 0.0)
-    monkeypatch.setattr(shapes, "_TILT", 0.0)
-    monkeypatch.setattr(shapes, "_SCALE", (0.65, 0.65))
+    monkeypatch.setattr(drawing, "_SHIFT", 0.0)
+    monkeypatch.setattr(drawing, "_TILT", 0.0)
+    monkeypatch.setattr(drawing, "_SCALE", (0.65, 0.65))
     templates = np.stack([shapes.mask((0, k), k % N).ravel() for k in range(30 * N)])
     probes = np.stack([shapes.mask((1, k), k % N).ravel() for k in range(20 * N)])
     nearest = [np.abs(templates - probe).sum(1).argmin() % N for probe in probes]
@@ -150,7 +151,7 @@ def test_outlines_alone_tell_the_classes_apart(monkeypatch: pytest.MonkeyPatch) 
 
 def test_textures_alone_tell_the_partners_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two textures are one pattern: at the same key any two differ on much of a shape."""
-    monkeypatch.setattr(shapes, "_NOISE", (0.0, 0.0))
+    monkeypatch.setattr(drawing, "_NOISE", (0.0, 0.0))
     for key in range(5):
         inside = shapes.mask((key,), 0) == 1
         drawn = [shapes.draw((key,), 0, k)[inside].astype(float) for k in range(N)]

@@ -15,7 +15,7 @@ from PIL import Image
 from vitclinic._core.errors import DataError, MissingExtraError
 from vitclinic.data import DataConfig, open_data
 from vitclinic.data.corruptions.copies import corrupt_data
-from vitclinic.data.dataset import describe_data
+from vitclinic.data.described import describe_data
 from vitclinic.data.named import open_digits
 
 

@@ -15,7 +15,7 @@ from vitclinic._core.segmentation import count_pixels, mean_iou
 from vitclinic.data import DataConfig, evaluation_batches, open_data
 from vitclinic.data.coco import decode_runs, encode_runs, open_coco
 from vitclinic.deployment.annotate import Boxes, FoundObjects, restore_boxes, restore_mask
-from vitclinic.tasks.answers import score_answer
+from vitclinic.tasks.vqa_accuracy import score_answer
 from vitclinic.training import load_model
 
 TASKS = {

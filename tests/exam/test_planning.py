@@ -19,7 +19,7 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.time import Time
 from vitclinic.exam.timing import Pace, TimeBudget
 from vitclinic.probes import OwningProbe, Result
-from vitclinic.probes.curvature import Clock
+from vitclinic.probes.curvature.clock import Clock
 from vitclinic.probes.guards import Partial
 
 SOME = ["accuracy", "norms", "fgsm", "flatness", "train_nll"]

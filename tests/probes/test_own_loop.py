@@ -24,7 +24,8 @@ from vitclinic.probes import (
     measure,
     parse_probes,
 )
-from vitclinic.probes.probe import StreamingProbe, known_probes
+from vitclinic.probes.probe import StreamingProbe
+from vitclinic.probes.selection import known_probes
 
 STREAMING = [name for name, probe in known_probes().items() if issubclass(probe, StreamingProbe)]
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)

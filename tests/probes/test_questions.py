@@ -14,8 +14,8 @@ from vitclinic.models.tokens import TokenKinds
 from vitclinic.probes import Subject
 from vitclinic.probes.attention.token_kinds import TokenKindsProbe, attention_mass, kind_entropy, kind_similarity
 from vitclinic.probes.behaviour.vqa import VqaAccuracy
-from vitclinic.probes.probe import parse_probes
 from vitclinic.probes.running import measure
+from vitclinic.probes.selection import parse_probes
 from vitclinic.training import load_model, train
 
 

@@ -18,7 +18,7 @@ from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import VitclinicError
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.tasks import Vqa
-from vitclinic.tasks.answers import find_kind, score_answer
+from vitclinic.tasks.vqa_accuracy import find_kind, score_answer
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.plan import plan_run
 from vitclinic.training.trainer import Trainer

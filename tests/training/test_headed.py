@@ -14,8 +14,8 @@ from vitclinic.tasks import Metric, Task, register
 from vitclinic.tasks.task import TASKS
 from vitclinic.training import build_recipe, load_model, plan_run, resume, train
 from vitclinic.training.init import read_initial_weights
+from vitclinic.training.layer_decay import freeze_units, rate_scales
 from vitclinic.training.network import build_network
-from vitclinic.training.rates import freeze_units, rate_scales
 
 
 class Painter(Headed):

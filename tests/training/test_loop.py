@@ -29,7 +29,7 @@ def test_equals_a_hand_written_loop_to_the_bit(tiny):
     rest = [p for n, p in named if not (p.ndim > 1 and n not in exempt)]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0}])
     stream = TrainingStream(data, recipe.data.augment, recipe.seed)
-    from vitclinic.training.optimizer import Schedule
+    from vitclinic.training.schedule import Schedule
 
     schedule = Schedule(recipe.schedule, 5, 8)
     network.train()

@@ -19,7 +19,7 @@ from vitclinic._core.distributed import ALONE
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic.data import Batch, ImageSpec, open_data
 from vitclinic.models import create_model
-from vitclinic.models.calling import find_multiple
+from vitclinic.models.input_sizes import find_multiple
 from vitclinic.training import Run, build_recipe, load_model, resume, train
 from vitclinic.training.budget import measure_cost
 from vitclinic.training.network import create_network

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitclinic.training.optimizer import Schedule, ScheduleConfig
+from vitclinic.training.schedule import Schedule, ScheduleConfig
 
 
 def test_cosine_against_its_formula():

@@ -16,7 +16,7 @@ from vitclinic.tasks import Classification
 from vitclinic.tasks.token_labels import TokenLabelCriterion, find_patches
 from vitclinic.training import Run, build_recipe, resume, train
 from vitclinic.training.plan import plan_run
-from vitclinic.training.teaching import score_positions
+from vitclinic.training.token_label_teacher import score_positions
 
 SPEC = ImageSpec(num_classes=5, in_chans=3, img_size=(32, 32))
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitclinic._core.environment import read_count
-from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.errors import ModelError, RecipeError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def join_processes(device: torch.device) -> Iterator[Distributed]:
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
     except (ValueError, RuntimeError) as error:  # a variable is missing; nobody answers
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise RecipeError(f"The {size} processes cannot meet: {reason}; start them with torchrun.") from error
     try:
         yield Distributed.current()

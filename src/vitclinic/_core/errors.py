@@ -87,3 +87,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return f" Did you mean '{lower[close[0]]}'?" if close else ""
+
+
+def first_line(error: BaseException | None) -> str:
+    """Return the first line of an error without its full stop, for a sentence of ours; of one without text, its type.
+
+    Example:
+        >>> first_line(ValueError("Expected 3 channels.\\nGot 4."))
+        'Expected 3 channels'
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitclinic._core.errors import AnatomyError, did_you_mean
+from vitclinic._core.errors import AnatomyError, did_you_mean, first_line
 from vitclinic.anatomy.families import Family
 from vitclinic.anatomy.forward import eval_mode
-from vitclinic.anatomy.observation import observe
+from vitclinic.anatomy.observation.observe import observe
 from vitclinic.anatomy.sites import Layout, Site, Size, onto_grid, taps, watch
 from vitclinic.anatomy.units import Block, Kind, Unit
 from vitclinic.anatomy.wrappers import (
     call_with_images,
     check_weights,
     find_example,
-    reason,
     unwrap,
     unwrap_parallel,
     weight_like,
@@ -123,8 +122,8 @@ class Anatomy:
             return cls(family.name, core, units, grids, image=tuple(image.shape[1:]), shapes=shapes)
         except (AttributeError, AssertionError, RuntimeError, LookupError, TypeError, ValueError) as error:
             raise AnatomyError(
-                f"{type(core).__name__} belongs to the family {family.name} but is not built like it ({reason(error)});"
-                " if parts of it were replaced, register a family for it (docs/anatomy.md)."
+                f"{type(core).__name__} belongs to the family {family.name} but is not built like it"
+                f" ({first_line(error)}); if parts of it were replaced, register a family for it (docs/anatomy.md)."
             ) from error
 
     @classmethod

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from vitclinic._core.errors import AnatomyError
+from vitclinic._core.errors import AnatomyError, first_line
 from vitclinic.anatomy.families import Family, list_families
 from vitclinic.anatomy.forward import eval_mode
 
@@ -138,7 +137,7 @@ def find_example(network: nn.Module, family: Family | None) -> Tensor:
         except Exception as failure:  # noqa: BLE001 the user's own code may raise anything
             error = error or failure
     raise AnatomyError(
-        f"{type(network).__name__} takes images of none of the usual sizes ({reason(error)}); pass an example of "
+        f"{type(network).__name__} takes images of none of the usual sizes ({first_line(error)}); pass an example of "
         "yours: Anatomy.of(network, example=images)."
     )
 
@@ -154,9 +153,3 @@ def _stated_sizes(network: Any) -> list[tuple[int, int, int]]:
         return []
     height, width = (size, size) if isinstance(size, int) else size
     return [(getattr(config, "num_channels", 3), height, width)]
-
-
-def reason(error: BaseException | None) -> str:
-    """Return the first line of an error, without its full stop."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\.$", "", line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TypeVar
@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint
-from vitclinic.data.annotations.store import AnnotationStore, open_annotations, read_questions
+from vitclinic.data.annotations.store import AnnotationStore, open_annotations
 from vitclinic.data.cache import CachedImages, Progress, StreamedImages, cache_key, open_cached_images
 from vitclinic.data.config import DataConfig, ImageSpec
-from vitclinic.data.decoding import Images, Preprocessing, Size, centre_view, is_photo, storage_size
+from vitclinic.data.decoding import Preprocessing, Size, centre_view, is_photo, storage_size
 from vitclinic.data.factory import open_source, survey
-from vitclinic.data.named import find_missing_data
 from vitclinic.data.shards.images import ShardedImages, ShardRecords
 from vitclinic.data.source import SPLITS, Source, assign, assign_values, subset
 from vitclinic.data.split import RECORDS, Split, Store, merge_val
@@ -159,7 +158,7 @@ def open_data(
     source.classes_of(config.target)
     way = find_preprocessing(source, size, channels, progress, margin=config.target == "class")
     stores = _stores(source, config, way, progress)
-    return _dataset(source, config, stores, way, Dataset, _open_annotations(source, config, stores, way, progress))
+    return assemble(source, config, stores, way, Dataset, _open_annotations(source, config, stores, way, progress))
 
 
 def find_preprocessing(
@@ -186,67 +185,6 @@ def _is_small(source: Source, framed: Size, channels: int) -> bool:
         return False
     count = sum(len(records) for records in source.splits.values())
     return count * framed[0] * framed[1] * channels <= SMALL_SET_BYTES
-
-
-class DescribedDataset(Dataset):
-    """A data set of which all is known but the pixels."""
-
-    @cached_property
-    def statistics(self) -> tuple[list[float], list[float]]:
-        """Mean and standard deviation to build a network with, of no particular images."""
-        self.check_trainable()
-        return [0.5] * self.channels, [0.25] * self.channels
-
-
-@dataclass
-class _Undecoded:
-    """Store of images that nobody reads."""
-
-    name: str
-    kept: NDArray[np.int64]
-    digest: str = ""
-    skipped: list[str] = field(default_factory=list)
-
-    def read(self, indices: NDArray[np.int64]) -> Images:
-        raise DataError(f"The images of '{self.name}' were described, not decoded; open the data to read them.")
-
-
-def describe_data(
-    config: DataConfig,
-    *,
-    size: int | Size | None = None,
-    channels: int | None = None,
-    progress: Progress = lambda what, done, total: None,
-) -> DescribedDataset:
-    """Return what `open_data` would open, without decoding an image.
-
-    A published data set that is not here is known by its name (`NAMED_DATA`).
-
-    Args:
-        config: The section `data` of a recipe.
-        size: Image size, or (height, width); by default that of the images.
-        channels: 1 (grey) or 3 (RGB); by default those of the images.
-        progress: Called with (what is being done, how many are done, how many there are).
-
-    Raises:
-        DataError: As `open_data`, but for what decoding the images would show.
-
-    Example:
-        >>> imagenet = describe_data(DataConfig(source="imagenet", held_out=0))
-        >>> len(imagenet.train), imagenet.spec
-        (1281167, ImageSpec(num_classes=1000, in_chans=3, img_size=(224, 224)))
-    """
-    named = find_missing_data(config.source)
-    source = open_source(config, progress) if named is None else named.as_source()
-    stores: dict[str, Store] = {
-        split: _Undecoded(source.name, np.arange(len(records), dtype=np.int64))
-        for split, records in source.splits.items()
-    }
-    source.classes_of(config.target)
-    way = find_preprocessing(source, size, channels, progress, margin=config.target == "class")
-    known = _open_questions(source, config, stores) if named is None else {}
-    described = _dataset(source, config, stores, way, DescribedDataset, known)
-    return described if named is None else replace(described, text=named.text)
 
 
 def _stores(source: Source, config: DataConfig, way: Preprocessing, progress: Progress) -> dict[str, Store]:
@@ -280,13 +218,6 @@ def _open_annotations(
     return found
 
 
-def _open_questions(source: Source, config: DataConfig, stores: Mapping[str, Store]) -> dict[str, AnnotationStore]:
-    """Return the questions of each split of the source, if the config asks for them: they need no image."""
-    if config.target != "questions":
-        return {}
-    return {split: read_questions(source.splits[split], store.kept) for split, store in stores.items()}
-
-
 def _read_text(config: DataConfig, train: Split) -> TextSpec | None:
     """Return how the questions about training images become numbers; None if there are none."""
     if config.target != "questions" or train.annotations is None:
@@ -301,7 +232,7 @@ def _read_text(config: DataConfig, train: Split) -> TextSpec | None:
 Kind = TypeVar("Kind", bound=Dataset)
 
 
-def _dataset(
+def assemble(
     source: Source,
     config: DataConfig,
     stores: dict[str, Store],
@@ -309,6 +240,7 @@ def _dataset(
     kind: type[Kind],
     annotations: Mapping[str, AnnotationStore] = MappingProxyType({}),
 ) -> Kind:
+    """Put a data set together from a source, the stores of its splits and the way to their pixels."""
     classes = source.classes_of(config.target)
     labels = {split: source.splits[split].labels[store.kept] for split, store in stores.items()}
     if "train" in labels and not len(labels["train"]):

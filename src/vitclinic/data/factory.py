@@ -14,7 +14,6 @@ import numpy as np
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
 from vitclinic._core.io import find_path, sign
-from vitclinic.data.asked import holds_questions, open_asked
 from vitclinic.data.cache import Progress, cache_folder, read_stored, write_atomically
 from vitclinic.data.coco import open_coco
 from vitclinic.data.config import DataConfig
@@ -22,6 +21,7 @@ from vitclinic.data.decoding import UNREADABLE, Size, is_grey
 from vitclinic.data.folder import open_folder
 from vitclinic.data.masks import open_mask_folder, open_mask_parquet
 from vitclinic.data.named import NAMED_DATA, find_missing_data, open_digits, open_hub, open_shapes, open_torchvision
+from vitclinic.data.question_files import holds_questions, open_asked
 from vitclinic.data.scenes import open_scenes
 from vitclinic.data.shards.images import ShardRecords
 from vitclinic.data.shards.names import check_shards, is_pattern, is_sharded

@@ -22,8 +22,9 @@ from PIL import Image
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint
 from vitclinic.data.annotations.annotation import Objects, Question, mask_boxes
-from vitclinic.data.shapes import SPLITS, generator
+from vitclinic.data.shapes.drawing import generator
 from vitclinic.data.shapes.outlines import OUTLINES
+from vitclinic.data.shapes.sampling import SPLITS
 from vitclinic.data.source import NumberedRecords, Source
 
 SIZE = 64

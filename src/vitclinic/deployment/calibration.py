@@ -15,7 +15,7 @@ from vitclinic._core.io import is_unchanged, read_record, sign, write_json
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.exam.targets import Network
 from vitclinic.functional import expected_calibration_error, fit_temperature
-from vitclinic.probes.behaviour import check_logits
+from vitclinic.probes.behaviour.predictions import check_logits
 from vitclinic.probes.digest import network_digest
 from vitclinic.training import Run
 

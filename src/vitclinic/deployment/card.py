@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from vitclinic._core.errors import RecipeError, RunError, VitclinicError
+from vitclinic._core.errors import RecipeError, RunError, VitclinicError, first_line
 from vitclinic.exam.reporting import read_stored, view_exam
 from vitclinic.tasks import headlines
 from vitclinic.training import Run
@@ -118,6 +118,6 @@ def push_to_hub(folder: str | Path, repository: str, *, private: bool = True) ->
         api.create_repo(repository, private=private, exist_ok=True)
         sent = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Network trained by vitclinic")
     except Exception as error:  # the hub's errors and those of its connection have no common base
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        line = first_line(error)
         raise RunError(f"'{repository}' was not sent: {line}.") from error
     return str(sent.commit_url)

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError
+from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, VitclinicError, first_line
 from vitclinic._core.io import write_errors
 from vitclinic.anatomy.maps import AttentionCall, attention_scores
 from vitclinic.deployment.calibration import CALIBRATION, read_calibration
@@ -169,7 +169,7 @@ def _expressed(form: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # tracers and converters raise anything
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        line = first_line(error)
         if "Constraints violated (batch)" in line:
             line = "one of its layers or treatments fixes the number of images"
         raise ModelError(f"{name} cannot be expressed as {form}: {line}.") from error

@@ -25,7 +25,7 @@ from vitclinic.deployment.calibration import calibrate
 from vitclinic.deployment.images import Row, find_inputs, make_rows
 from vitclinic.deployment.predictor import BATCH_SIZE, TOP_K, Decoded, ImagePredictor, Results
 from vitclinic.exam.targets import Network, Target
-from vitclinic.probes.behaviour import check_logits
+from vitclinic.probes.behaviour.predictions import check_logits
 from vitclinic.probes.output import are_probabilities, are_sigmoids, observe_output
 from vitclinic.tasks import Task
 from vitclinic.tasks.representation import Representation

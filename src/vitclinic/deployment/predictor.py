@@ -19,7 +19,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import pick_device
-from vitclinic._core.errors import DataError, RecipeError
+from vitclinic._core.errors import DataError, RecipeError, first_line
 from vitclinic._core.io import refuse_special
 from vitclinic.data.annotations.annotation import upright_size
 from vitclinic.data.augment import to_unit_interval
@@ -60,7 +60,7 @@ class ImageStream(TorchDataset[Decoded]):
             try:
                 found.append((name, place, *self._read(image)))
             except (*UNREADABLE, DataError) as error:
-                skipped[name] = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+                skipped[name] = first_line(error)
         pixels = [each[3] for each in found]
         empty = np.empty((0, *self.preprocessing.size, self.preprocessing.channels), np.uint8)
         images = to_unit_interval(np.stack(pixels) if pixels else empty)

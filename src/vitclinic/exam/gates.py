@@ -113,7 +113,7 @@ def find_correct(subject: Subject) -> NDArray[np.bool_]:
     """Return which images of a subject its network classifies correctly, in their order."""
     import numpy as np
 
-    from vitclinic.probes.behaviour import is_correct
+    from vitclinic.probes.behaviour.predictions import is_correct
 
     correct = np.zeros(len(subject), np.bool_)
     for batch in subject.batches():

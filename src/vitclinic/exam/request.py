@@ -11,7 +11,8 @@ from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic._core.io import expand_path
 from vitclinic._core.sources import LIBRARIES, check_model_name, read_model_names
 from vitclinic._core.time import parse_budget
-from vitclinic.probes.probe import PROBES, default_probes, known_probes, parse_probes
+from vitclinic.probes.probe import PROBES
+from vitclinic.probes.selection import default_probes, known_probes, parse_probes
 from vitclinic.training.run import find_run, suggest_run
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, ope
 from vitclinic.data.decoding import Size
 from vitclinic.exam.request import advise, check_target
 from vitclinic.models import Normalized
-from vitclinic.models.calling import check_ready
+from vitclinic.models.input_sizes import check_ready
 from vitclinic.models.libraries import fix_seed, open_library
 from vitclinic.probes import PastWeights, Subject, Training
 from vitclinic.probes.loading import Data, is_loader, name_classes

@@ -108,6 +108,8 @@ def _update_progress(paths: Iterable[Path], tally: Tally) -> None:
 
 def read_progress(run: Run) -> float | None:
     """Return the share of its steps that a run has recorded; None before it has begun."""
+    if not (run.path / "status.json").is_file():
+        return None
     try:
         total = run.status["total_steps"]
         with (run.path / "metrics.jsonl").open("rb") as file:

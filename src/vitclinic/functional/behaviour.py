@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from vitclinic.anatomy import Layout, out_of
 from vitclinic.anatomy.removal import Bypass, Silence
 from vitclinic.functional.checks import check_labels, check_same, check_shape
-from vitclinic.probes import behaviour
 from vitclinic.probes.behaviour import accuracy as answers
+from vitclinic.probes.behaviour import intervals, shift
 from vitclinic.probes.behaviour import missing_rate as midpoints
 from vitclinic.probes.behaviour import shape_bias as conflicts
-from vitclinic.probes.behaviour import shift
 from vitclinic.tasks import classification
 
 Model = Callable[[Tensor], Any]
@@ -187,7 +186,7 @@ def accuracy_drop(correct: Tensor, changed: Tensor) -> float:
     """
     check_same(correct, changed, "the answers before and after")
     before, after = (answer.cpu().numpy().astype(np.bool_) for answer in (correct, changed))
-    return behaviour.drop(before, after).value
+    return intervals.drop(before, after).value
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data.randomness import torch_seed
 from vitclinic.functional.checks import check_parts, list_parameters
-from vitclinic.probes.curvature import LossSurface, hessian_spectrum
+from vitclinic.probes.curvature import hessian_spectrum
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs, quadrature
+from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.curvature.sharpness import quadratic_form
 
 Criterion = Callable[[Any, Any], Tensor]

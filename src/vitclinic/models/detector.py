@@ -21,6 +21,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import MultiScaleRoIAlign
 
+from vitclinic._core.precision import upcast
 from vitclinic.data import ImageSpec
 from vitclinic.models.headed import Headed
 from vitclinic.models.pyramid import Pyramid, freeze_unread
@@ -143,7 +144,7 @@ class Detector(Headed):
 
 def _in_single(maps: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the maps in at least single precision: boxes are not rounded to the 8 bits of half precision."""
-    return {name: each.float() if each.dtype.itemsize < 4 else each for name, each in maps.items()}
+    return {name: upcast(each) for name, each in maps.items()}
 
 
 def _shapes_only(images: int, size: tuple[int, int], like: Tensor) -> ImageList:

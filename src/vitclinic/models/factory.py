@@ -17,7 +17,7 @@ from timm.models import is_model, list_models, load_pretrained, model_entrypoint
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from vitclinic._core.errors import ModelError, did_you_mean
+from vitclinic._core.errors import ModelError, did_you_mean, first_line
 from vitclinic.anatomy import eval_mode
 from vitclinic.anatomy.wrappers import image_keyword
 from vitclinic.data.decoding import Preprocessing
@@ -247,7 +247,7 @@ def check_fit(network: nn.Module, channels: int, size: tuple[int, int], classes:
             logits = network(x_bchw)
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
         raise ModelError(
-            f"The network does not accept {channels} x {size[0]} x {size[1]} images: {_first_line(error)}"
+            f"The network does not accept {channels} x {size[0]} x {size[1]} images: {first_line(error)}."
             " To change size or patches, set model.img_size=... or model.patch_size=..."
         ) from error
     _refuse_cut_borders(network, size)
@@ -278,9 +278,9 @@ def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
             return _build(name, pretrained, {k: v for k, v in keywords.items() if k != "img_size"})
         if unexpected:
             raise ModelError(f"'{name}' does not accept model.{unexpected[1]}; remove it.") from error
-        raise ModelError(f"'{name}' cannot be built: {_first_line(error)}") from error
+        raise ModelError(f"'{name}' cannot be built: {first_line(error)}.") from error
     except (RuntimeError, AssertionError, ValueError, KeyError, ZeroDivisionError, OSError) as error:
-        raise ModelError(f"'{name}' cannot be built: {_first_line(error)}") from error
+        raise ModelError(f"'{name}' cannot be built: {first_line(error)}.") from error
 
 
 def _create(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
@@ -322,9 +322,3 @@ def _per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return `values`, or their mean for every channel if the network has another number of channels."""
     values = list(values)
     return values if len(values) == channels else [sum(values) / len(values)] * channels
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    line = text[0] if text else type(error).__name__
-    return line if line.endswith(".") else f"{line}."

@@ -22,6 +22,7 @@ from vitclinic._core.errors import (
     RecipeError,
     VitclinicError,
     did_you_mean,
+    first_line,
 )
 from vitclinic._core.io import parse_yaml
 from vitclinic.data.decoding import Size
@@ -238,7 +239,7 @@ def catch_keywords(target: str, build: Callable[[], N]) -> N:
     except Exception as error:  # libraries refuse keywords in as many ways as they use them
         if unexpected := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
             raise ModelError(f"{target} takes no keyword '{unexpected[1]}'.") from error
-        raise ModelError(f"{target} cannot be built with these keywords ({_first_line(error)}).") from error
+        raise ModelError(f"{target} cannot be built with these keywords ({first_line(error)}).") from error
 
 
 @contextmanager
@@ -264,13 +265,9 @@ def _published(
         asked = f"{target} with these keywords" if keywords else target
         instead = "a local folder (hf:FOLDER)" if target.startswith("hf:") else f"a file ({target}@FILE)"
         raise MissingWeightsError(
-            f"There are no pretrained weights for {asked} here ({_first_line(error)}). Give {instead}, or examine it at"
+            f"There are no pretrained weights for {asked} here ({first_line(error)}). Give {instead}, or examine it at"
             " random weights (`random_weights`)."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _is_offline() -> bool:

@@ -10,11 +10,12 @@ Shapes: B images, C channels, H x W pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy, Unit, eval_mode, taps
@@ -161,11 +162,24 @@ def freeze_unread(network: Headed, spec: ImageSpec) -> None:
     They would keep several processes waiting for gradients that never come.
     """
     like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-    images = torch.rand(2, spec.in_chans, *spec.img_size, generator=torch.Generator().manual_seed(0)).to(like)
+    images = torch.rand(1, spec.in_chans, *spec.img_size, generator=torch.Generator().manual_seed(0)).to(like)
     with torch.enable_grad(), eval_mode(network):
-        outputs: Sequence[Tensor] = network.outputs(images)
-        sum((output.sum() for output in outputs), torch.zeros((), dtype=like.dtype)).backward()  # type: ignore[no-untyped-call]
+        read = find_leaves(network.outputs(images))
     for parameter in network.parameters():
-        if parameter.grad is None:
+        if parameter not in read:
             parameter.requires_grad_(False)
-        parameter.grad = None
+
+
+def find_leaves(outputs: Iterable[Tensor]) -> set[Tensor]:
+    """Return the tensors that gradients of the outputs would be accumulated in, without computing any."""
+    ahead: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, leaves = set(ahead), set()
+    while ahead:
+        node = ahead.pop()
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                ahead.append(before)
+    return leaves

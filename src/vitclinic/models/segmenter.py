@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.errors import MissingExtraError
+from vitclinic._core.precision import upcast
 from vitclinic._core.segmentation import VOID
 from vitclinic.anatomy import eval_mode
 from vitclinic.data import Batch, Dataset, ImageSpec, evaluation_batches
@@ -147,7 +148,7 @@ def pixel_loss(scores: Tensor, masks: Tensor) -> Tensor:
 
     So it does not depend on how a batch is divided. An image that is all void counts 0.
     """
-    scores = scores.float() if scores.dtype.itemsize < 4 else scores
+    scores = upcast(scores)
     of_pixels = F.cross_entropy(scores, masks.long(), ignore_index=VOID, reduction="none")
     return (of_pixels.sum((1, 2)) / (masks != VOID).sum((1, 2)).clamp(min=1)).mean()
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.errors import ModelError, RecipeError, first_line
 from vitclinic._core.io import expand_path, find_path
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _read_safetensors(file: Path) -> State:
         state: State = load_file(file)
         return state
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"'{file}' cannot be read as a safetensors file: {_first_line(error)}.") from error
+        raise ModelError(f"'{file}' cannot be read as a safetensors file: {first_line(error)}.") from error
 
 
 def _read_torch(file: Path) -> Any:
@@ -102,7 +102,7 @@ def _read_torch(file: Path) -> Any:
             ) from error
         raise ModelError(f"'{file}' is not a torch checkpoint, or is damaged.") from error
     except Exception as error:  # damaged files raise anything
-        reason = _first_line(error)
+        reason = first_line(error)
         why = "" if "weights_only" in reason else f": {reason}"  # as above
         raise ModelError(f"'{file}' is not a torch checkpoint, or is damaged{why}.") from error
 
@@ -174,7 +174,7 @@ def metadata(file: Path) -> dict[str, str]:
         with safe_open(file, framework="pt") as stored:
             return dict(stored.metadata() or {})
     except SafetensorError as error:
-        raise ModelError(f"'{file}' cannot be read as a safetensors file: {_first_line(error)}.") from error
+        raise ModelError(f"'{file}' cannot be read as a safetensors file: {first_line(error)}.") from error
 
 
 def json_object(text: str, file: Path | None) -> dict[str, Any]:
@@ -192,7 +192,3 @@ def number_list(text: str, file: Path | None) -> list[float]:
         return [float(value) for value in text.split(",")]
     except ValueError as error:
         raise ModelError(f"The metadata of '{file}' has a mean or std that is not numbers: {error}.") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

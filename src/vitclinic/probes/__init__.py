@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from vitclinic.probes.attention.softmax_jacobian import SoftmaxJacobian
     from vitclinic.probes.attention.token_kinds import TokenKindsProbe
     from vitclinic.probes.behaviour.accuracy import Accuracy
-    from vitclinic.probes.behaviour.attacks import FGSM, PGD
     from vitclinic.probes.behaviour.corruptions import Corruptions
     from vitclinic.probes.behaviour.detection import DetectionPrecision
     from vitclinic.probes.behaviour.errors import Errors
+    from vitclinic.probes.behaviour.fgsm import FGSM
     from vitclinic.probes.behaviour.frequency_noise import FrequencyNoise
     from vitclinic.probes.behaviour.label_errors import LabelErrors
     from vitclinic.probes.behaviour.mask_noise import MaskNoise
     from vitclinic.probes.behaviour.missing_rate import MissingRate
     from vitclinic.probes.behaviour.occlusion import Occlusion
+    from vitclinic.probes.behaviour.pgd import PGD
     from vitclinic.probes.behaviour.saliency import Saliency
     from vitclinic.probes.behaviour.segmentation import SegmentationAccuracy
     from vitclinic.probes.behaviour.shape_bias import ShapeBias
@@ -50,13 +51,15 @@ if TYPE_CHECKING:
     from vitclinic.probes.curvature.ntk import NTK
     from vitclinic.probes.curvature.sharpness import Sharpness
     from vitclinic.probes.curvature.trajectory import Trajectory
+    from vitclinic.probes.features.alignment_uniformity import AlignmentUniformity
     from vitclinic.probes.features.cka import CKA, block_structure, cka_between
     from vitclinic.probes.features.embedding_map import EmbeddingMap
     from vitclinic.probes.features.fourier import Fourier
     from vitclinic.probes.features.hsic import mini_batch_cka
+    from vitclinic.probes.features.knn import KNN
     from vitclinic.probes.features.lesion import Lesion
     from vitclinic.probes.features.linear_probe import LinearProbe
-    from vitclinic.probes.features.neighbours import KNN, AlignmentUniformity, Retrieval
+    from vitclinic.probes.features.retrieval import Retrieval
     from vitclinic.probes.features.sparsity import Sparsity
     from vitclinic.probes.features.token_norms import TokenNorms
     from vitclinic.probes.features.token_similarity import TokenSimilarity
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from vitclinic.probes.guards import preserve_state
     from vitclinic.probes.loading import find_normalization, load_subject
     from vitclinic.probes.norms import Norms
+    from vitclinic.probes.past_training import PastWeights, Training
     from vitclinic.probes.probe import (
         DoesNotApply,
         Need,
@@ -72,15 +76,13 @@ if TYPE_CHECKING:
         Result,
         StreamingProbe,
         Tally,
-        default_probes,
-        known_probes,
         mean_scalar,
-        parse_probes,
         register,
         unit_row,
     )
     from vitclinic.probes.running import describe_conditions, find_obstacle, measure, view_of
-    from vitclinic.probes.subject import PastWeights, Subject, Training
+    from vitclinic.probes.selection import default_probes, known_probes, parse_probes
+    from vitclinic.probes.subject import Subject
 
 __all__ = [
     "CKA",

@@ -20,8 +20,9 @@ from vitclinic.anatomy import AttentionMap, Site, record_attention, stream
 from vitclinic.data import Batch, Dataset, Split
 from vitclinic.data.loader import LoadedImages
 from vitclinic.probes.output import OutputFunction, observe_output, read_output
-from vitclinic.probes.probe import Probe, Result, StreamingProbe, parse_probes
+from vitclinic.probes.probe import Probe, Result, StreamingProbe
 from vitclinic.probes.running import find_obstacle, record
+from vitclinic.probes.selection import parse_probes
 from vitclinic.probes.shared_pass import Desk
 from vitclinic.probes.subject import Subject
 

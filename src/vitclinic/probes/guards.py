@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitclinic._core.distributed import ALONE, Distributed
-from vitclinic._core.errors import ModelError, RunError
+from vitclinic._core.errors import ModelError, RunError, first_line
 from vitclinic._core.io import write_bytes, write_errors
 from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data.randomness import torch_seed
@@ -174,15 +174,11 @@ def halving(subject: Subject, what: str, attempt: Callable[[], T]) -> T:
             if not is_out_of_memory(error):
                 raise
             if subject.batch_size == 1:
-                raise ModelError(f"out of memory even with one image at a time ({_first_line(error)}).") from error
+                raise ModelError(f"out of memory even with one image at a time ({first_line(error)}).") from error
             tried, subject.batch_size = subject.batch_size, subject.batch_size // 2
         # Outside of the handler, since the error holds on to the tensors of the failed attempt.
         release_memory()
         log.warning("%s: out of memory with a batch of %d images; retrying with %d.", what, tried, subject.batch_size)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 SAVED_EVERY = 1.0

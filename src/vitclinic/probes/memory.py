@@ -40,7 +40,7 @@ def estimate_memory(subject: Subject, probes: Sequence[Probe]) -> int | None:
         network whose course depends on numbers cannot be traced.
 
     Example:
-        >>> import timm
+        >>> import timm, torch
         >>> from vitclinic.probes import Norms, load_subject
         >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
         >>> subject = load_subject(model, [(torch.rand(8, 3, 32, 32), torch.arange(8))])

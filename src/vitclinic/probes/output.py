@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitclinic._core.errors import ModelError
+from vitclinic._core.errors import ModelError, first_line
 from vitclinic.anatomy.wrappers import call_with_images, image_keyword
 from vitclinic.models import Headed, Normalized
 from vitclinic.probes.guards import preserve_state
@@ -268,7 +268,5 @@ def _check_tensor(value: Any) -> Tensor:
 
 def _reason(error: Exception) -> str:
     """Return the first line of an error, with its type if the line alone says little."""
-    line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    if isinstance(error, RuntimeError | AssertionError | ValueError) and line:
-        return line
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    line, kind = first_line(error), type(error).__name__
+    return line if isinstance(error, RuntimeError | AssertionError | ValueError) or line == kind else f"{kind}: {line}"

@@ -14,7 +14,7 @@ from vitclinic.data.annotations import Question
 from vitclinic.models import Normalized
 from vitclinic.models.questions import Answerer
 from vitclinic.probes.subject import Subject, find_headed
-from vitclinic.tasks.answering import ask_all
+from vitclinic.tasks.vqa_criterion import ask_all
 
 Asked = tuple[Batch, list[Question], NDArray[np.int64], Tensor]
 """A batch, the questions about its images, the row of the image of each, and the scores of the answers [P, K]."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,48 +21,18 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.data import Augment, Batch, Dataset, Split, TrainingStream, evaluation_batches, open_data
 from vitclinic.data.source import subset
 from vitclinic.models import Headed, Normalized
-from vitclinic.models.calling import check_ready
+from vitclinic.models.input_sizes import check_ready
 from vitclinic.probes.digest import network_digest
 from vitclinic.probes.footprint import Footprint
 from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.output import Adapted, Output, OutputFunction, are_probabilities, are_sigmoids, observe_output
+from vitclinic.probes.past_training import Training
 from vitclinic.probes.probe import DoesNotApply
 
 Progress = Callable[[str, int, int], None]
 """Called with (task, images done, images in total)."""
 _JUDGED = 16
 """Images by which probabilities are told from logits."""
-
-
-@dataclass(frozen=True)
-class PastWeights:
-    """Weights of a training run over its epochs, in order; the last ones are its final weights.
-
-    Everything is read lazily.
-    """
-
-    weights: Mapping[float, Callable[[], Mapping[str, Tensor]]]
-    """For each epoch, a function that reads the state dict."""
-    projections: Callable[[], Mapping[float, NDArray[np.float64]]]
-    """Reads the random projection [k] of all parameters at each epoch; the projection is the same for all epochs."""
-    digest: Callable[[], str]
-    """Returns a digest of all of these weights."""
-    finished: bool
-    """True if the training ran to its end."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """Training setup of a network, as far as a probe of its training loss has to repeat it."""
-
-    augment: Augment
-    """Augmentation, mixup and CutMix included."""
-    decay: float
-    """Weight decay."""
-    decayed: frozenset[str]
-    """Names of the parameters that were decayed."""
-    past: PastWeights | None = None
-    """Weights over the epochs, if they were kept."""
 
 
 class Subject:

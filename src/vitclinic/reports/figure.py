@@ -17,7 +17,7 @@ from vitclinic._core.records import Finding, Measurement, Scalar
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from vitclinic.reports.album import Album
+    from vitclinic.reports.image_lists import Album
 
 
 @dataclass(frozen=True)

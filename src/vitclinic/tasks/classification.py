@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from vitclinic._core.config import Settings
+from vitclinic._core.precision import upcast
 from vitclinic.tasks.task import Metric, Score, Task, register
 
 if TYPE_CHECKING:
@@ -49,14 +50,14 @@ def softmax_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the softmax cross-entropy with class indices [B] or soft targets [B, K], averaged over images."""
     import torch.nn.functional as F
 
-    return F.cross_entropy(logits.float() if logits.dtype.itemsize < 4 else logits, targets)
+    return F.cross_entropy(upcast(logits), targets)
 
 
 def sigmoid_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the binary cross-entropy of every class, summed over classes, averaged over images [chen2022 App. E.1]."""
     import torch.nn.functional as F
 
-    logits = logits.float() if logits.dtype.itemsize < 4 else logits
+    logits = upcast(logits)
     if targets.ndim == 1:
         targets = F.one_hot(targets, logits.shape[1])
     return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="sum") / len(logits)
@@ -122,7 +123,7 @@ class Classification(Task):
             return TrainingStream(dataset, augment, seed)
         from vitclinic.tasks.token_labels import find_patches
 
-        assert dataset.train.label_maps is not None  # by `training.teaching`
+        assert dataset.train.label_maps is not None  # by `training.token_label_teacher`
         grid = find_patches(network, dataset.spec).grid
         labels = TokenLabels(dataset.train.label_maps, grid, self.token_labels.class_targets)
         return TrainingStream(dataset, augment, seed, token_labels=labels)

@@ -53,6 +53,6 @@ class Contrastive(NearestNeighbours):
         return TrainingStream(dataset, augment, seed, [Augmenter(augment, dataset.size)] * 2)
 
     def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion:
-        from vitclinic.tasks.comparison import ContrastiveCriterion
+        from vitclinic.tasks.pairwise_losses import ContrastiveCriterion
 
         return ContrastiveCriterion(self, network, spec)

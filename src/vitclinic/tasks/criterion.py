@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic._core.distributed import Distributed
-from vitclinic._core.errors import ModelError
+from vitclinic._core.errors import ModelError, first_line
 from vitclinic.anatomy import eval_mode
 from vitclinic.data import Batch, ImageSpec
 
@@ -84,7 +84,7 @@ def count_features(network: nn.Module, spec: ImageSpec, size: tuple[int, int] | 
             shape = (2, spec.in_chans, height, width)
             features = network(torch.full(shape, 0.5, dtype=parameter.dtype, device=parameter.device))
     except Exception as error:  # whatever a network, or a treatment of it, says of images that it does not take
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise ModelError(f"The network does not take {height} x {width} pixels ({reason}).") from error
     if features.ndim != 2:
         raise ModelError(f"The network returns {tuple(features.shape)} for 2 images; expected a vector for each.")

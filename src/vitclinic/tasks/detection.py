@@ -71,7 +71,7 @@ class Detection(Dense):
         return Detector(backbone, spec, options)
 
     def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion:
-        from vitclinic.tasks.detecting import DetectionCriterion
+        from vitclinic.tasks.detection_losses import DetectionCriterion
 
         return DetectionCriterion()
 
@@ -88,7 +88,7 @@ class Detection(Dense):
         self, network: nn.Module, dataset: Dataset, split: str, distributed: Distributed, batch_size: int = BATCH_SIZE
     ) -> Score:
         from vitclinic._core.detection import Detections, name_precision, summarize_precision
-        from vitclinic.tasks.detecting import match_split
+        from vitclinic.tasks.detection_losses import match_split
 
         kinds = ("boxes", "masks") if self.masks else ("boxes",)
         own = distributed.gather(

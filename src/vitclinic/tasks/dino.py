@@ -145,12 +145,12 @@ class Dino(NearestNeighbours):
 
     def _local_size(self, full: tuple[int, int], network: nn.Module) -> tuple[int, int]:
         """Return the size of local crops: a multiple of the network's patch."""
-        from vitclinic.models.calling import nearest_size
+        from vitclinic.models.input_sizes import nearest_size
 
         return nearest_size(full, self.local_size, network)
 
     def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion:
-        from vitclinic.tasks.distillation import DinoCriterion
+        from vitclinic.tasks.dino_criterion import DinoCriterion
 
         local = self._local_size(spec.img_size, network) if self.local_crops else None
         return DinoCriterion(self, network, spec, local)

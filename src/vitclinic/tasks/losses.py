@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitclinic._core.precision import upcast
+
 
 def dino_loss(teacher_gbk: Tensor, student_vbk: Tensor, temperature: float = 0.1) -> Tensor:
     """Return the cross-entropy of the student's views with the teacher's other views, averaged over pairs and images.
@@ -26,7 +28,7 @@ def dino_loss(teacher_gbk: Tensor, student_vbk: Tensor, temperature: float = 0.1
         temperature: The student's temperature.
     """
     with torch.autocast(student_vbk.device.type, enabled=False):
-        log_vbk = F.log_softmax(_upcast(student_vbk) / temperature, dim=-1)
+        log_vbk = F.log_softmax(upcast(student_vbk) / temperature, dim=-1)
         terms_gv = -torch.einsum("gbk,vbk->gv", teacher_gbk.to(log_vbk.dtype), log_vbk) / student_vbk.shape[1]
         others = terms_gv.numel() - len(terms_gv)
         return (terms_gv.sum() - terms_gv.diagonal().sum()) / others
@@ -34,7 +36,7 @@ def dino_loss(teacher_gbk: Tensor, student_vbk: Tensor, temperature: float = 0.1
 
 def centre_outputs(teacher_gbk: Tensor, centre_k: Tensor, temperature: float) -> Tensor:
     """Return softmax((t - c) / temperature): the teacher's outputs, centred and sharpened."""
-    return F.softmax((_upcast(teacher_gbk) - centre_k) / temperature, dim=-1)
+    return F.softmax((upcast(teacher_gbk) - centre_k) / temperature, dim=-1)
 
 
 def sinkhorn(
@@ -54,7 +56,7 @@ def sinkhorn(
         iterations: Number of turns.
         total: Adds up a tensor of all processes.
     """
-    scores = _upcast(outputs_nk) / temperature
+    scores = upcast(outputs_nk) / temperature
     count = total(torch.tensor(float(len(scores)), dtype=scores.dtype, device=scores.device))
     # A factor for each row is undone by the rows' scaling, so the largest value can be taken out of each.
     share = (scores - scores.amax(1, keepdim=True)).exp()
@@ -78,7 +80,7 @@ def supervised_contrastive_loss(features_nd: Tensor, labels_n: Tensor, temperatu
         temperature: The temperature t.
     """
     with torch.autocast(features_nd.device.type, enabled=False):
-        unit = F.normalize(_upcast(features_nd), dim=1)
+        unit = F.normalize(upcast(features_nd), dim=1)
         scores = unit @ unit.T / temperature
         itself = torch.eye(len(unit), dtype=torch.bool, device=unit.device)
         log_nn = F.log_softmax(scores.masked_fill(itself, -torch.inf), dim=1)
@@ -107,7 +109,7 @@ def triplet_loss(features_nd: Tensor, labels_n: Tensor, margin: float | None = 0
         0.05
     """
     with torch.autocast(features_nd.device.type, enabled=False):
-        features = _upcast(features_nd)
+        features = upcast(features_nd)
         itself = torch.eye(len(features), dtype=torch.bool, device=features.device)
         same = labels_n[:, None] == labels_n[None]
         squares = (features[:, None] - features[None]).square().sum(-1)
@@ -118,7 +120,3 @@ def triplet_loss(features_nd: Tensor, labels_n: Tensor, margin: float | None = 0
         excess = torch.where(has_both, hardest - nearest, 0)
         loss = F.softplus(excess) if margin is None else (excess + margin).clamp(min=0)
         return (loss * has_both).sum() / has_both.sum().clamp(min=1)
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x

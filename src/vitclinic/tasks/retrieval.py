@@ -82,7 +82,7 @@ class Retrieval(Representation):
         return stream
 
     def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion:
-        from vitclinic.tasks.comparison import RetrievalCriterion
+        from vitclinic.tasks.pairwise_losses import RetrievalCriterion
 
         return RetrievalCriterion(self, network, spec)
 

@@ -82,7 +82,7 @@ class Vqa(Task):
 
     def attach(self, backbone: nn.Module, spec: ImageSpec) -> nn.Module:
         from vitclinic.models.questions import Answerer
-        from vitclinic.tasks.answering import check_join
+        from vitclinic.tasks.vqa_criterion import check_join
 
         assert spec.text is not None
         network = Answerer(backbone, spec.text, spec.num_classes)
@@ -90,7 +90,7 @@ class Vqa(Task):
         return network
 
     def stream(self, dataset: Dataset, augment: Augment, seed: int, network: nn.Module) -> TrainingStream:
-        from vitclinic.tasks.answering import QuestionStream
+        from vitclinic.tasks.vqa_criterion import QuestionStream
 
         if augment.flip and (count := _count_sides(dataset)):
             raise RecipeError(
@@ -100,7 +100,7 @@ class Vqa(Task):
         return QuestionStream(dataset, augment, seed, self.questions)
 
     def criterion(self, network: nn.Module, spec: ImageSpec) -> Criterion:
-        from vitclinic.tasks.answering import AnswerCriterion
+        from vitclinic.tasks.vqa_criterion import AnswerCriterion
 
         return AnswerCriterion(self.loss)
 
@@ -108,7 +108,7 @@ class Vqa(Task):
         return counts[split] * _QUESTIONS_PER_IMAGE
 
     def notices(self, dataset: Dataset) -> list[str]:
-        from vitclinic.tasks.answering import find_unheeded
+        from vitclinic.tasks.vqa_criterion import find_unheeded
 
         return find_unheeded(dataset)
 
@@ -119,7 +119,7 @@ class Vqa(Task):
         raise TypeError("The metrics of the task vqa need the answers of the data.")
 
     def summarize(self, sums: list[float]) -> Score:
-        from vitclinic.tasks.answers import KINDS, MOMENTS, accuracy_interval
+        from vitclinic.tasks.vqa_accuracy import KINDS, MOMENTS, accuracy_interval
 
         _, questions, total, *_ = sums[:MOMENTS]
         low, high = accuracy_interval(sums[:MOMENTS])
@@ -146,7 +146,7 @@ class Vqa(Task):
 
         from vitclinic.anatomy import eval_mode
         from vitclinic.data import evaluation_batches
-        from vitclinic.tasks.answering import sum_scores
+        from vitclinic.tasks.vqa_criterion import sum_scores
 
         images = max(1, batch_size // _QUESTIONS_PER_IMAGE)
         with torch.no_grad(), eval_mode(network):

@@ -16,9 +16,9 @@ from vitclinic._core.distributed import Distributed
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset, evaluation_batches
 from vitclinic.models.hybrid import AUTO
-from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import DEFAULT_EPOCHS, Recipe
 from vitclinic.training.resizing import ImageSizes
+from vitclinic.training.schedule import in_steps
 from vitclinic.training.trainer import Trainer
 
 _WARM_UP, _MEASURED = 2, 5

@@ -1,4 +1,4 @@
-"""The training loop, and what is around it: processes, data, the run directory, signals.
+"""The training loop: steps, rows of metrics, validations, checkpoints, signals.
 
 After every step come, in this order: row, divergence check, validation, checkpoint, interruption. Rows are written
 before the checkpoint that covers them, so truncating the metrics to a checkpoint's step gives exactly what an
@@ -8,35 +8,19 @@ uninterrupted run would have written by then.
 from __future__ import annotations
 
 import logging
-import re
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from vitclinic._core.callback import Callback, CallbackList
-from vitclinic._core.distributed import join_processes, pick_device
-from vitclinic._core.errors import ModelError, RecipeError, RunError
-from vitclinic._core.io import expand_path, find_path
-from vitclinic._core.memory import is_out_of_memory
+from vitclinic._core.callback import Callback
+from vitclinic._core.errors import RunError
 from vitclinic._core.time import seconds
-from vitclinic.data import Dataset, open_data
-from vitclinic.tasks import Classification
-from vitclinic.training.budget import fit_size, image_counts, total_steps
-from vitclinic.training.callbacks import SampleRecorder, TrajectoryRecorder
-from vitclinic.training.course import Timekeeper
-from vitclinic.training.init import read_initial_weights, settle
-from vitclinic.training.optimizer import Duration, in_steps, is_share
-from vitclinic.training.recipe import LoggingConfig, Recipe
+from vitclinic.training.budget import image_counts
+from vitclinic.training.replanning import Timekeeper
 from vitclinic.training.rows import MetricsFile, Row, cut_back
 from vitclinic.training.run import Run
-from vitclinic.training.signals import Interrupt, listen_for_signals
-from vitclinic.training.sinks import make_sinks
-from vitclinic.training.teaching import add_token_labels
+from vitclinic.training.schedule import Duration, in_steps, is_share
+from vitclinic.training.signals import Interrupt
 from vitclinic.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -248,125 +232,3 @@ class Session:
             self.run.write_status(status, **fields, **({"failure": self.failure} if self.failure else {}))
         self.callback.on_train_end(status)
         return status
-
-
-def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback] = ()) -> Run:
-    """Train a recipe in a new directory, or resume a run; every process calls this.
-
-    Args:
-        recipe: The validated recipe.
-        run: The run to resume; None starts a new one.
-        callbacks: Notified of data reading, steps, epochs, rows of metrics and the end.
-
-    Returns:
-        The finished, interrupted or diverged run.
-    """
-    device = pick_device(recipe.device)
-    with ExitStack() as stack:
-        distributed = stack.enter_context(join_processes(device))
-        stack.enter_context(torch.random.fork_rng(enabled=True))
-        init = None
-        if run is None or not run.checkpoints.names():  # a checkpoint has all that is needed to go on
-            init = distributed.leader_first(lambda: read_initial_weights(recipe))
-        recipe, settled = settle(recipe, init)
-        dataset = distributed.leader_first(
-            lambda: _open_data(recipe, CallbackList(callbacks if distributed.is_leader else ()))
-        )
-        recipe, dataset = distributed.leader_first(
-            lambda: add_token_labels(
-                recipe, dataset, device, CallbackList(callbacks if distributed.is_leader else ()).on_progress
-            )
-        )
-        recipe, fitted = fit_size(recipe, dataset, distributed, device)
-        # Every mistake in the recipe must surface before the directory is created. Only the leading process checks
-        # and creates it: the others would find it already there.
-        path = Path(distributed.leader_only(lambda: str(_choose_path(recipe, run, dataset))))
-        if distributed.is_leader:
-            callbacks = [*callbacks, *_make_loggers(recipe.logging, path)]
-        steps = run.status.get("total_steps") if run is not None else None
-        steps = steps or total_steps(recipe, dataset, distributed, device)
-        trainer = Trainer(recipe, dataset, steps, distributed, device, init)
-        trainer.notices = [*settled, *fitted, *trainer.notices, *_find_unheeded(trainer)]
-        distributed.leader_only(lambda: _claim(path, trainer, run, stack))
-        return _fit(Run(path), trainer, CallbackList(callbacks))
-
-
-def _make_loggers(config: LoggingConfig, folder: Path) -> list[Callback]:
-    """Return the callbacks that a recipe's `logging` asks for."""
-    found = make_sinks(config, folder)
-    if config.trajectory is not None:
-        found.append(TrajectoryRecorder(folder, config.trajectory))
-    return [*found, SampleRecorder(folder)] if config.samples else found
-
-
-def _find_unheeded(trainer: Trainer) -> list[str]:
-    """Return a notice for each part of the recipe that this run is too short, or its data too few, to heed."""
-    recipe, notices = trainer.recipe, []
-    dataset = trainer.dataset
-    if isinstance(recipe.task, Classification) and len(dataset.classes) < 2:
-        notices.append(
-            f"'{dataset.name}' has one class, '{dataset.classes[0]}', so that any network is right; perhaps a folder"
-            " inside it has the class folders"
-        )
-    elif isinstance(recipe.task, Classification) and len(set(dataset.train.labels.tolist())) < 2:
-        notices.append("all training images have one label, so that any network learns to give it")
-    epochs = trainer.total_steps / trainer.steps_per_epoch
-    if late := [epoch for epoch in recipe.checkpoint.keep_epochs if epoch > epochs + 1e-9]:
-        named = ", ".join(str(epoch) for epoch in late)
-        notices.append(f"checkpoint.keep_epochs names epoch {named}, but the run ends after {epochs:g}")
-    if in_steps(recipe.schedule.warmup, trainer.steps_per_epoch, trainer.total_steps) >= max(2, trainer.total_steps):
-        notices.append(f"schedule.warmup is {recipe.schedule.warmup}, the whole run: lr never reaches its peak")
-    return notices
-
-
-def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
-    """Return the directory to train in: the run's own, or a new one (never one that already holds a run)."""
-    if run is None:
-        return _new_path(recipe, dataset)
-    if run.data_facts["digest"] != dataset.digest:
-        raise RunError(f"The data of '{run.path}' has changed since the run started, so it cannot be resumed.")
-    return run.path
-
-
-def _claim(path: Path, trainer: Trainer, run: Run | None, stack: ExitStack) -> None:
-    """Lock the directory for as long as `stack` is open, and create the run if it is new."""
-    stack.enter_context(Run(path).lock())
-    if run is None:
-        loaded = None if trainer.loaded is None else trainer.loaded.plain()
-        Run.create(path, trainer.recipe, trainer.dataset, loaded)
-
-
-def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
-    leads = trainer.distributed.is_leader
-    try:
-        with listen_for_signals() as interrupt:
-            Session(run, trainer, callback, interrupt).fit()
-    except BaseException as error:
-        if leads:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            run.write_status(status, reason=reason)
-        if is_out_of_memory(error):
-            raise ModelError("Out of memory: choose a smaller network or batch_size, or free some.") from error
-        raise
-    finally:
-        trainer.close()
-    return run
-
-
-def _open_data(recipe: Recipe, callback: Callback) -> Dataset:
-    return open_data(recipe.data, size=recipe.image_size, channels=recipe.model.in_chans, progress=callback.on_progress)
-
-
-def _new_path(recipe: Recipe, dataset: Dataset) -> Path:
-    """Return `out`, or a path named after data, model and digest; never overwrite an existing run."""
-    digest = recipe.digest(dataset.digest)
-    name = "-".join([Path(dataset.name).name, recipe.model.name, digest[:8]])
-    path = expand_path(recipe.out, RecipeError) if recipe.out else Path("runs") / re.sub(r"[^\w.,=-]+", "-", name)
-    if find_path(str(path / "recipe.yaml"), RunError, "a run") is not None:
-        status = Run(path).status
-        ended = status["status"] in ("finished", "diverged")
-        advice = f"{'' if ended else f'resume it (vitclinic train --resume {path}), or '}choose another `out`"
-        raise RunError(f"'{path}' already holds a run ({status['status']}): {advice}.")
-    Run(path).refuse_foreign_files()
-    return path

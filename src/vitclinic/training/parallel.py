@@ -24,8 +24,8 @@ from vitclinic._core.sharded import divide_like, gather_whole, is_sharded, join_
 from vitclinic.data import ImageSpec
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Criterion
+from vitclinic.training.layer_decay import examine
 from vitclinic.training.network import Learner
-from vitclinic.training.rates import examine
 from vitclinic.training.recipe import Recipe
 
 NOTHING_TO_DIVIDE = "parallel is fsdp, but there is one process: it holds all weights, as with ddp"

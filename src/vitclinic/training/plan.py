@@ -20,7 +20,7 @@ from vitclinic._core.errors import MissingWeightsError, RecipeError
 from vitclinic._core.sources import check_model_name
 from vitclinic.data import Batch
 from vitclinic.data.annotations import Annotations
-from vitclinic.data.dataset import describe_data
+from vitclinic.data.described import describe_data
 from vitclinic.data.named import find_missing_data
 from vitclinic.models.cost import count_flops, count_state, make_fake, peak_bytes
 from vitclinic.tasks.criterion import Moment
@@ -29,7 +29,7 @@ from vitclinic.training.init import InitialWeights, read_initial_weights, settle
 from vitclinic.training.overrides import Overrides, build_recipe
 from vitclinic.training.parallel import NOTHING_TO_DIVIDE, choose_blocks, count_gathered
 from vitclinic.training.recipe import Recipe
-from vitclinic.training.teaching import describe_token_labels
+from vitclinic.training.token_label_teacher import describe_token_labels
 from vitclinic.training.trainer import Trainer
 
 _CPU = torch.device("cpu")

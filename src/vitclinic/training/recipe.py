@@ -17,8 +17,9 @@ from vitclinic._core.time import Time
 from vitclinic.data import DataConfig
 from vitclinic.tasks import Classification, LossConfig, Task, parse_task
 from vitclinic.training.drop_path import LateDropPathConfig
-from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
+from vitclinic.training.optimizer import OptimizerConfig
 from vitclinic.training.resizing import ResizingConfig
+from vitclinic.training.schedule import Duration, ScheduleConfig
 from vitclinic.treatments import Treatment, Treatments
 
 SCHEMA = 1

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from vitclinic._core.config import Settings
-from vitclinic._core.errors import ModelError, RecipeError
-from vitclinic.training.optimizer import Duration, in_steps
+from vitclinic._core.errors import ModelError, RecipeError, first_line
+from vitclinic.training.schedule import Duration, in_steps
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -140,7 +140,7 @@ def choose_sizes(
         >>> choose_sizes([0.6], create_model("resnet18"), ImageSpec(1000, 3, (32, 32)))
         [(20, 20), (32, 32)]
     """
-    from vitclinic.models.calling import find_multiple, nearest_multiple
+    from vitclinic.models.input_sizes import find_multiple, nearest_multiple
 
     full = spec.img_size
     if not shares:
@@ -168,7 +168,7 @@ def _check_size(network: nn.Module, channels: int, size: Size) -> None:
         with torch.no_grad(), eval_mode(network):
             network(torch.full((2, channels, *size), 0.5, dtype=like.dtype, device=like.device))
     except Exception as error:  # whatever a network, or a treatment of it, says of images that it does not take
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise ModelError(
             f"'progressive_resizing' needs a network that takes smaller images, and this one does not take"
             f" {size[0]} x {size[1]} pixels ({reason}); leave it out, or choose another network."
@@ -187,7 +187,7 @@ def shrink(batch: Batch, size: Size, cell: int | Sequence[int] | None = None) ->
     """
     import torch.nn.functional as F
 
-    from vitclinic.models.calling import as_pair
+    from vitclinic.models.input_sizes import as_pair
 
     images = F.interpolate(batch.images, size, mode="bilinear", align_corners=False, antialias=True)
     if batch.patch_targets is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitclinic._core.callback import Callback
-from vitclinic._core.errors import MissingExtraError, RunError
+from vitclinic._core.errors import MissingExtraError, RunError, first_line
 from vitclinic._core.io import fingerprint
 from vitclinic.training.run import Run
 
@@ -97,7 +97,7 @@ class Sink(Callback):
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return first_line(error)
 
 
 class TensorBoard(Sink):

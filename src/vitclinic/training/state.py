@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from vitclinic.training.course import Course
 from vitclinic.training.parallel import divide_lists, divide_optimizer_state, load_divided
+from vitclinic.training.replanning import Course
 
 if TYPE_CHECKING:
     from vitclinic.training.trainer import Trainer

@@ -13,7 +13,7 @@ from vitclinic.data import DataConfig, Dataset
 from vitclinic.data.factory import check_source
 from vitclinic.tasks import LossConfig, Task
 from vitclinic.training.drop_path import LateDropPathConfig
-from vitclinic.training.optimizer import Duration, OptimizerConfig, ScheduleConfig
+from vitclinic.training.optimizer import OptimizerConfig
 from vitclinic.training.overrides import Overrides, build_recipe, default_base
 from vitclinic.training.recipe import (
     CheckpointConfig,
@@ -25,6 +25,7 @@ from vitclinic.training.recipe import (
 )
 from vitclinic.training.resizing import ResizingConfig
 from vitclinic.training.run import Run
+from vitclinic.training.schedule import Duration, ScheduleConfig
 from vitclinic.treatments import Treatment
 
 NOTHING_TO_TRAIN = (
@@ -205,6 +206,6 @@ def _check_closed(data: Any) -> None:
 def _launch(recipe: Recipe, run: Run | None, callbacks: Sequence[Callback]) -> Run:
     check_source(recipe.data)
     check_model_name(recipe.model.name)
-    from vitclinic.training.loop import launch
+    from vitclinic.training.launch import launch
 
     return launch(recipe, run, callbacks)

@@ -19,9 +19,9 @@ from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data import Batch, Dataset
 from vitclinic.models import Normalized
 from vitclinic.tasks.criterion import Moment
-from vitclinic.training.course import Course
 from vitclinic.training.drop_path import LateDropPath
 from vitclinic.training.init import InitialWeights
+from vitclinic.training.layer_decay import freeze_units, rate_scales
 from vitclinic.training.network import (
     Learner,
     adapt_augmentation,
@@ -30,7 +30,7 @@ from vitclinic.training.network import (
     build_objectives,
     check_memory,
 )
-from vitclinic.training.optimizer import Schedule, build_optimizer
+from vitclinic.training.optimizer import build_optimizer
 from vitclinic.training.parallel import (
     REACHES_IN,
     OwnParts,
@@ -42,10 +42,11 @@ from vitclinic.training.parallel import (
     wrap_in_ddp,
 )
 from vitclinic.training.passes import Passes, choose_early_rule, choose_step_rule
-from vitclinic.training.rates import freeze_units, rate_scales
 from vitclinic.training.recipe import Recipe
+from vitclinic.training.replanning import Course
 from vitclinic.training.resizing import ImageSizes, choose_sizes, shrink
 from vitclinic.training.rows import Row
+from vitclinic.training.schedule import Schedule
 from vitclinic.training.state import collect_state, restore_state
 from vitclinic.treatments import Losses, MixedSteps, StepRule
 

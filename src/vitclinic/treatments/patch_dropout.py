@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from vitclinic._core.errors import first_line
 from vitclinic.anatomy import Site, Unit, taps
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.parts import check_tokens, examine, missing, replace_at, run_once
@@ -83,7 +84,7 @@ class PatchDropoutTreatment(Treatment):
             for handle in handles:
                 handle.remove()
             delattr(network, self.name)
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            reason = first_line(error)
             raise missing(self, network, f"with fewer tokens this one fails ({reason})") from error
         dropout.train(network.training)
         return network

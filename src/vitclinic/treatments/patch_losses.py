@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, TreatmentError
+from vitclinic._core.precision import upcast
 from vitclinic._core.segmentation import VOID
 from vitclinic.anatomy import Anatomy, Site, out_of, taps
 from vitclinic.anatomy.forward import Removable
@@ -57,7 +58,7 @@ def cosine_loss(h_bnd: Tensor) -> Tensor:
     """
     count = _count_patches(h_bnd)
     with torch.autocast(h_bnd.device.type, enabled=False):
-        unit_bnd = F.normalize(_upcast(h_bnd), dim=-1)
+        unit_bnd = F.normalize(upcast(h_bnd), dim=-1)
         gram_bnn = unit_bnd @ unit_bnd.mT
         # The diagonal is a constant (1 for each patch with itself) and must not contribute a gradient.
         alike_b = gram_bnn.abs().sum(dim=(1, 2)) - gram_bnn.detach().diagonal(dim1=1, dim2=2).sum(dim=1)
@@ -92,7 +93,7 @@ def contrastive_loss(first_bnd: Tensor, last_bnd: Tensor, normalise: bool = Fals
     """
     count = _count_patches(last_bnd)
     with torch.autocast(last_bnd.device.type, enabled=False):
-        first_bnd, last_bnd = _upcast(first_bnd.detach()), _upcast(last_bnd)
+        first_bnd, last_bnd = upcast(first_bnd.detach()), upcast(last_bnd)
         if normalise:
             first_bnd, last_bnd = F.normalize(first_bnd, dim=-1), F.normalize(last_bnd, dim=-1)
         # mean_{j != i} h_j - h_i = n / (n - 1) (mean_j h_j - h_i), without a sum for every i
@@ -126,7 +127,7 @@ def mixing_loss(logits_bnk: Tensor, targets_bnk: Tensor) -> Tensor:
             f"The patches' predictions are {tuple(logits_bnk.shape)} (images, patches, classes) and their targets"
             f" {tuple(targets_bnk.shape)}: CutMix's cells must be the network's patches."
         )
-    logits_bnk = _upcast(logits_bnk)
+    logits_bnk = upcast(logits_bnk)
     return F.cross_entropy(logits_bnk.flatten(0, 1), targets_bnk.flatten(0, 1).to(logits_bnk.dtype))
 
 
@@ -149,8 +150,8 @@ def mask_loss(logits_bnk: Tensor, masks_bhw: Tensor, grid: tuple[int, int]) -> T
         >>> round(mask_loss(torch.zeros(1, 2, 2), masks, (1, 2)).item(), 4)
         0.6931
     """
-    targets_bnk = share_classes(masks_bhw, grid, logits_bnk.shape[2]).to(_upcast(logits_bnk).dtype)
-    wrong_bkn = F.cross_entropy(_upcast(logits_bnk).mT, targets_bnk.mT, reduction="none")
+    targets_bnk = share_classes(masks_bhw, grid, logits_bnk.shape[2]).to(upcast(logits_bnk).dtype)
+    wrong_bkn = F.cross_entropy(upcast(logits_bnk).mT, targets_bnk.mT, reduction="none")
     known_b = (targets_bnk.sum(2) > 0).sum(1)
     return (wrong_bkn.sum(1) / known_b.clamp(min=1)).mean()
 
@@ -180,10 +181,6 @@ def _count_patches(h_bnd: Tensor) -> int:
     if h_bnd.shape[1] < 2:
         raise TreatmentError("The patch losses need at least two patches; this image has one.")
     return h_bnd.shape[1]
-
-
-def _upcast(x: Tensor) -> Tensor:
-    return x.float() if x.dtype.itemsize < 4 else x
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.anatomy.networks import shaken
 from vitclinic.data import Batch
-from vitclinic.probes import curvature
+from vitclinic.probes.curvature import clock
 
 CLASSES, SIZE = 3, 4
 
@@ -120,5 +120,5 @@ def hurried(looks: int) -> Iterator[None]:
         count += 1
         return time.monotonic() + 3600 * (count > looks)
 
-    with mock.patch.object(curvature, "time", mock.Mock(monotonic=late)):
+    with mock.patch.object(clock, "time", mock.Mock(monotonic=late)):
         yield

@@ -16,8 +16,9 @@ from tests.probes.subjects import subject
 from vitclinic.data import Batch
 from vitclinic.data.randomness import torch_seed
 from vitclinic.probes import measure, parse_probes
-from vitclinic.probes.curvature import Displacement, LossSurface, Mode
+from vitclinic.probes.curvature.displacement import Displacement
 from vitclinic.probes.curvature.flatness import Flatness, sample_losses, standard_error
+from vitclinic.probes.curvature.loss_surface import LossSurface, Mode
 
 
 class Quadratic(LossSurface):

@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.probes.curvature.networks import NETWORKS, batches, dense_hessian, network
 from vitclinic._core.errors import ModelError
-from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature import hessian as hessian_module
 from vitclinic.probes.curvature.hessian import Hessian, free_memory
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
+from vitclinic.probes.curvature.loss_surface import LossSurface
 
 
 @pytest.fixture(params=NETWORKS)

@@ -22,9 +22,9 @@ from tests.probes.subjects import Unknown, noise, subject
 from vitclinic._core.records import Measurement
 from vitclinic.data import Augment
 from vitclinic.probes import Subject, Training, measure, parse_probes
-from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.directions import normalize_direction, random_direction, top_eigenvectors
 from vitclinic.probes.curvature.landscape import Grid
+from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.guards import Partial
 
 

@@ -18,9 +18,9 @@ from vitclinic._core.errors import ModelError
 from vitclinic._core.records import Measurement
 from vitclinic.data import Batch
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import largest_eigenpairs
+from vitclinic.probes.curvature.loss_surface import LossSurface
 
 SHARES = {"halves": [(5, 2), (6,)], "nothing": [(5, 5, 3), ()]}
 """The sizes of each process's batches, of 13 images in all."""

@@ -16,10 +16,12 @@ from tests.probes.curvature.networks import CLASSES, SIZE, dense_hessian, hurrie
 from vitclinic._core.records import Measurement
 from vitclinic.data import Augment, Dataset
 from vitclinic.probes import Subject, Training, measure, parse_probes
-from vitclinic.probes.curvature import Clock, LossSurface, sharpness
+from vitclinic.probes.curvature import sharpness
+from vitclinic.probes.curvature.clock import Clock
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.hessian_spectrum import jackknife, negative_proportion, negative_share, positive_mean
 from vitclinic.probes.curvature.lanczos import Eigenpairs
+from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.curvature.sharpness import components
 
 

@@ -17,7 +17,7 @@ from vitclinic.anatomy import Anatomy, stream
 from vitclinic.anatomy.families import recognise
 from vitclinic.data import Dataset, Split
 from vitclinic.probes import Subject, known_probes, measure, parse_probes
-from vitclinic.probes.features import ChangesTally
+from vitclinic.probes.features.changes import ChangesTally
 
 PROBES = {"fourier": ("delta_log_amplitude", notebook.delta_log_amplitude), "variance": ("variance", notebook.variance)}
 

@@ -8,7 +8,7 @@ from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
 from vitclinic.anatomy import Anatomy, taps
 from vitclinic.anatomy.families import recognise
 from vitclinic.probes import DoesNotApply
-from vitclinic.probes.features import spatial_states
+from vitclinic.probes.features.states import spatial_states
 
 
 def test_a_vit_has_its_patches_as_states_and_neither_class_token_nor_logits():

@@ -15,7 +15,8 @@ from tests.probes.subjects import noise, subject
 from vitclinic._core.errors import ModelError
 from vitclinic.anatomy import Anatomy, stream, taps
 from vitclinic.probes import TokenSimilarity, measure, parse_probes
-from vitclinic.probes.features import spatial_states, token_similarity
+from vitclinic.probes.features import token_similarity
+from vitclinic.probes.features.states import spatial_states
 from vitclinic.probes.features.token_similarity import directions
 from vitclinic.treatments.patch_losses import cosine_loss
 

@@ -15,7 +15,7 @@ from vitclinic.reports.figure import ExamView
 from vitclinic.reports.figures import draw
 from vitclinic.reports.figures.errors import MOST_CLASSES, MOST_CONFUSED
 from vitclinic.reports.figures.label_errors import write_suspects
-from vitclinic.reports.figures.shown import short_name
+from vitclinic.reports.figures.worst_images import short_name
 from vitclinic.reports.page import LIMIT, render
 
 

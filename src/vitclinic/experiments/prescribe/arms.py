@@ -16,8 +16,8 @@ from vitclinic.exam.findings import find
 from vitclinic.exam.reporting import read_stored
 from vitclinic.experiments.prescribe.remedies import Entry, Remedy, find_remedy, known_remedies, treatment_remedy
 from vitclinic.training import Recipe, Run
-from vitclinic.training.optimizer import in_steps
 from vitclinic.training.recipe import CheckpointConfig, ValidationConfig
+from vitclinic.training.schedule import in_steps
 from vitclinic.treatments import parse_treatments
 
 PLAIN = "plain"

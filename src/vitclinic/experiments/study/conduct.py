@@ -204,8 +204,10 @@ def _train_arms(
                 ready[arm, seed] = started
             else:
                 found[arm, seed] = started
-        outcomes = run_all(list(ready.values()), pool, after=partial(measure_run, measures=chosen.measures), **where)
-        found |= dict(zip(ready, outcomes, strict=True))
+        if ready:
+            after = partial(measure_run, measures=chosen.measures)
+            outcomes = run_all(list(ready.values()), pool, after=after, **where)
+            found |= dict(zip(ready, outcomes, strict=True))
     if recipes and all(outcome.status == "failed" for outcome in found.values()):
         raise RunError(f"Every run of {chosen.claim} failed: {found[places[0]].reason}")
     return {place: found[place] for place in places}

@@ -31,7 +31,8 @@ import numpy as np
 
 from vitclinic._core.statistics import paired_share_interval, sign_flip_test, t_interval, t_power, t_test
 from vitclinic.experiments.study.expectations import Condition, Expectation, Term
-from vitclinic.experiments.study.schema import Ladder, Study
+from vitclinic.experiments.study.ladder import Ladder
+from vitclinic.experiments.study.schema import Study
 from vitclinic.reports.study_result import EXPLORATORY, Checked, Comparison, Status, Word
 
 ENOUGH_SEEDS = 5

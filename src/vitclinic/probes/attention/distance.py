@@ -15,7 +15,7 @@ from vitclinic._core.records import UnitRow
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
-from vitclinic.probes.attention import AttentionTally, attention_units, divide_scalar, pieces
+from vitclinic.probes.attention.tally import AttentionTally, attention_units, divide_scalar, pieces
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,

@@ -16,7 +16,7 @@ from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
-from vitclinic.probes.attention import AttentionTally, attention_units, divide_scalar, pieces
+from vitclinic.probes.attention.tally import AttentionTally, VisibleQueries, attention_units, divide_scalar, pieces
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,
@@ -97,14 +97,9 @@ class _Layer:
     """Running means of one layer."""
 
     def __init__(self, seen: AttentionMap) -> None:
-        visible = seen.visible()
-        keys = visible.sum(-1)  # [W, Q]
-        self.counted = (keys > 0).flatten()
-        """Queries with at least one visible key; the others are padding."""
-        # None if all keys are visible, which is faster.
-        self.visible = None if bool(visible.all()) else visible[:, None]
-        self.maximum = float(keys.flatten()[self.counted].double().log().mean())
-        self.class_maximum = float(keys[0, 0].double().log()) if seen.has_class else 0.0
+        self.queries = VisibleQueries(seen)
+        self.maximum = float(self.queries.keys.log().mean())
+        self.class_maximum = float(self.queries.keys_wq[0, 0].double().log()) if seen.has_class else 0.0
         self.mean, self.upper, self.heads, self.of_class, self.of_patches = (RunningMean() for _ in range(5))
 
     def sums(self) -> dict[str, RunningMean]:
@@ -113,10 +108,10 @@ class _Layer:
 
     def add(self, seen: AttentionMap) -> tuple[Values, Values, Values | None]:
         """Add a batch, and return the mean, upper percentile and class-token entropy of each image."""
-        entropies_bwhq = row_entropy(seen.by_image(), self.visible)
+        entropies_bwhq = row_entropy(seen.by_image(), self.queries.visible)
         values_bhn = entropies_bwhq.transpose(1, 2).flatten(2)
-        if self.visible is not None:
-            values_bhn = values_bhn[:, :, self.counted]
+        if self.queries.visible is not None:
+            values_bhn = values_bhn[:, :, self.queries.counted]
         values = values_bhn.double().cpu().numpy()
         check_finite(values, seen.unit)
         means, upper = values.mean((1, 2)), np.percentile(values.reshape(len(values), -1), UPPER, axis=1)

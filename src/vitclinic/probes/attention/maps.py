@@ -20,7 +20,7 @@ from vitclinic._core.images import Picture, beside
 from vitclinic._core.records import Measurement, Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.anatomy import AttentionMap, Unit, record_attention
-from vitclinic.probes.attention import attention_units
+from vitclinic.probes.attention.tally import attention_units
 from vitclinic.probes.probe import Need, OwningProbe, Result, check_finite, register, unit_row
 from vitclinic.probes.subject import Subject
 

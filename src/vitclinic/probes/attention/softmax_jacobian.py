@@ -16,7 +16,7 @@ from vitclinic._core.records import Scalar, UnitRow
 from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit
-from vitclinic.probes.attention import AttentionTally, attention_units, divide_scalar, pieces
+from vitclinic.probes.attention.tally import AttentionTally, VisibleQueries, attention_units, divide_scalar, pieces
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,
@@ -111,12 +111,8 @@ class _Layer:
     """Running means of one layer."""
 
     def __init__(self, seen: AttentionMap) -> None:
-        visible = seen.visible()
-        keys = visible.sum(-1)  # [W, Q]
-        self.counted = (keys > 0).flatten()
-        """Queries with at least one visible key; the others are padding."""
-        self.visible = None if bool(visible.all()) else visible[:, None]
-        self.maximum = float((1 - 1 / keys.flatten()[self.counted].double()).mean())
+        self.queries = VisibleQueries(seen)
+        self.maximum = float((1 - 1 / self.queries.keys).mean())
         self.nuclear, self.frobenius, self.heads = RunningMean(), RunningMean(), RunningMean()
 
     def sums(self) -> dict[str, RunningMean]:
@@ -124,8 +120,8 @@ class _Layer:
 
     def add(self, seen: AttentionMap) -> NDArray[np.float64]:
         """Add a batch, and return the mean nuclear and Frobenius norm of each image, [B, 2]."""
-        norms_bwhq2 = _norms(seen.by_image(), self.visible)
-        by_head_bh2 = norms_bwhq2.transpose(1, 2).flatten(2, 3)[:, :, self.counted].mean(2).cpu().numpy()
+        norms_bwhq2 = _norms(seen.by_image(), self.queries.visible)
+        by_head_bh2 = norms_bwhq2.transpose(1, 2).flatten(2, 3)[:, :, self.queries.counted].mean(2).cpu().numpy()
         check_finite(by_head_bh2, seen.unit)
         self.heads.add(by_head_bh2[..., 0])
         by_image_b2: NDArray[np.float64] = by_head_bh2.mean(1)

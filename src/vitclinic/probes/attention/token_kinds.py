@@ -19,8 +19,8 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import AttentionMap, Unit, record_attention, stream
 from vitclinic.models.tokens import TokenKinds, passing_tokens
-from vitclinic.probes.attention import attention_units
 from vitclinic.probes.attention.entropy import row_entropy
+from vitclinic.probes.attention.tally import attention_units
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, mean_scalar, register, unit_row
 from vitclinic.probes.questions import ask_questions, count_questions, find_answerer
 from vitclinic.probes.subject import Subject

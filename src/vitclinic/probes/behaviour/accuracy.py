@@ -22,7 +22,8 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean, share_interval
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour import check_logits, mean, share
+from vitclinic.probes.behaviour.intervals import mean, share
+from vitclinic.probes.behaviour.predictions import check_logits
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally, register
 from vitclinic.probes.subject import Subject
 

@@ -23,22 +23,14 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from vitclinic._core.records import Scalar
-from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions.noise import Ball, Draws, Norm, lengths
-from vitclinic.probes.behaviour import (
-    BehaviourProbe,
-    Correct,
-    check_logits,
-    divide_images,
-    drop,
-    is_correct,
-    share,
-    share_correct,
-)
+from vitclinic.probes.behaviour.behaviour_probe import BehaviourProbe, divide_images
+from vitclinic.probes.behaviour.intervals import Correct, drop, share, share_correct
+from vitclinic.probes.behaviour.predictions import check_logits, is_correct
 from vitclinic.probes.digest import find_packed_weights
 from vitclinic.probes.output import read_output
-from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, register
+from vitclinic.probes.probe import DoesNotApply, Need, Result
 from vitclinic.probes.subject import Subject
 
 Network = Callable[[Tensor], Any]
@@ -115,7 +107,7 @@ def on_surface(ball: Ball, draws: Draws, shape: tuple[int, ...]) -> Tensor:
 
 
 _EPSILON: dict[Norm, float] = {"linf": 2 / 255, "l2": 0.5}
-_FARTHEST = 1e6
+FARTHEST = 1e6
 """Larger than the distance of any two images, but small enough to be squared in float32."""
 _CLEARLY = 0.75
 """Minimum share of images on which an attack must be stronger than noise. A meaningless gradient gives a half; two ViTs
@@ -149,7 +141,7 @@ class AttackProbe(BehaviourProbe):
     needs: ClassVar[frozenset[Need]] = frozenset({"labels", "logits"})
     revision: ClassVar[int] = 3  # also compared with noise by the lead of the right class
 
-    epsilon: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=_FARTHEST)] | None = Field(
+    epsilon: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=FARTHEST)] | None = Field(
         None, description="size of the perturbation, for pixels in [0, 1]; by default 2/255 in linf and 0.5 in l2"
     )
     norm: Norm = Field("linf", description="norm of the perturbation, linf or l2")
@@ -271,66 +263,3 @@ def weakness(outcomes: _Outcomes, stuck: int) -> str | None:
             "same size does: the gradient is masked, and robust_accuracy is an upper bound."
         )
     return None
-
-
-@register
-class FGSM(AttackProbe):
-    """Accuracy under the fast gradient sign method [hyeonwoo2023 Table 8; Goodfellow et al. 2015].
-
-    x' = clip(x + epsilon sign(g)) with g the gradient of the cross-entropy in the pixels x in [0, 1]; epsilon g / |g|
-    in the l2 norm.
-
-    Example:
-        >>> import timm
-        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
-        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
-        >>> scalars = FGSM(epsilon=4 / 255)(model, loader).scalars
-        >>> scalars["robust_accuracy"].value <= scalars["clean_accuracy"].value
-        True
-    """
-
-    name = "fgsm"
-    group = "Behaviour"
-    rank = 230
-    title = "One-step attack (FGSM)"
-    question = "How often does one step along the gradient fool it?"
-    paper = "Hyeon-Woo et al. 2023, Table 8 (H8)"
-    key_scalars: ClassVar[KeyScalars] = {"robust_accuracy": "higher", "drop": "lower"}
-
-    @property
-    def attack(self) -> Attack:
-        return Attack(self.ball, steps=1, step=self.ball.epsilon)
-
-
-@register
-class PGD(AttackProbe):
-    """Accuracy under projected gradient descent, 10 steps by default [chen2022 App. B; Madry et al. 2018].
-
-    x <- project(x + step d) onto the epsilon-ball around the image and [0, 1], with d = sign(g) (linf) or g / |g| (l2).
-
-    Example:
-        >>> import timm
-        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=10)
-        >>> loader = [(torch.rand(8, 3, 32, 32), torch.arange(8))]
-        >>> scalars = PGD(steps=2, step=0.5)(model, loader).scalars
-        >>> scalars["robust_accuracy"].value <= scalars["clean_accuracy"].value
-        True
-    """
-
-    name = "pgd"
-    group = "Behaviour"
-    rank = 260
-    title = "Iterative attack (PGD)"
-    question = "How often does a stronger attack of several steps fool it?"
-    paper = "Chen et al. 2022, Table 7 (C10)"
-    key_scalars: ClassVar[KeyScalars] = {"robust_accuracy": "higher", "drop": "lower"}
-    cheaper: ClassVar[Cheaper] = ({"images": 64}, {"images": 256})
-
-    steps: Annotated[int, Field(ge=1)] = Field(10, description="steps per attempt")
-    step: Annotated[float, Field(gt=0, le=_FARTHEST)] = Field(
-        0.125, description="step length in units of epsilon: 0.25/255 for an epsilon of 2/255"
-    )
-
-    @property
-    def attack(self) -> Attack:
-        return Attack(self.ball, steps=self.steps, step=self.step * self.ball.epsilon)

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
-from vitclinic.probes.behaviour import BehaviourProbe, is_correct, mean_over, share_correct
+from vitclinic.probes.behaviour.behaviour_probe import BehaviourProbe
+from vitclinic.probes.behaviour.intervals import mean_over, share_correct
+from vitclinic.probes.behaviour.predictions import is_correct
 from vitclinic.probes.guards import Partial
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject

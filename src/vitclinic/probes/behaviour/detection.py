@@ -24,7 +24,7 @@ from vitclinic.models.detector import Detector
 from vitclinic.probes.behaviour.outcomes import fit_thumbnail, show_pixels
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject, find_headed
-from vitclinic.tasks.detecting import match_image
+from vitclinic.tasks.detection_losses import match_image
 
 SURE = 0.5
 """Score from which on a detection is shown, and counted where one image is judged."""

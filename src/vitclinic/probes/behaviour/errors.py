@@ -12,7 +12,7 @@ from pydantic import Field
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import share_interval
-from vitclinic.probes.behaviour import share
+from vitclinic.probes.behaviour.intervals import share
 from vitclinic.probes.behaviour.outcomes import Numbers, Outcomes, OutcomeTally, rank_within, show_images
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject

@@ -22,15 +22,9 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions.noise import Draws, lengths
-from vitclinic.probes.behaviour import (
-    BehaviourProbe,
-    Correct,
-    divide_images,
-    drop,
-    is_correct,
-    mean_over,
-    share_correct,
-)
+from vitclinic.probes.behaviour.behaviour_probe import BehaviourProbe, divide_images
+from vitclinic.probes.behaviour.intervals import Correct, drop, mean_over, share_correct
+from vitclinic.probes.behaviour.predictions import is_correct
 from vitclinic.probes.probe import Result, register
 from vitclinic.probes.subject import Subject
 

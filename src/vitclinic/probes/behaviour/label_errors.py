@@ -23,7 +23,7 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import share_interval
 from vitclinic.data.split import name_images
-from vitclinic.probes.behaviour import share
+from vitclinic.probes.behaviour.intervals import share
 from vitclinic.probes.behaviour.outcomes import Floats, Numbers, Outcomes, OutcomeTally, show_images
 from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject

@@ -14,7 +14,9 @@ from torch import Tensor
 from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch, Dataset, Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.probes.behaviour import divide_images, predict, share
+from vitclinic.probes.behaviour.behaviour_probe import divide_images
+from vitclinic.probes.behaviour.intervals import share
+from vitclinic.probes.behaviour.predictions import predict
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

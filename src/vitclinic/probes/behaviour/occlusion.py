@@ -12,7 +12,9 @@ from torch import Tensor
 from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch
 from vitclinic.models import Normalized
-from vitclinic.probes.behaviour import BehaviourProbe, divide_images, drop, is_correct, share_correct
+from vitclinic.probes.behaviour.behaviour_probe import BehaviourProbe, divide_images
+from vitclinic.probes.behaviour.intervals import drop, share_correct
+from vitclinic.probes.behaviour.predictions import is_correct
 from vitclinic.probes.probe import DoesNotApply, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitclinic.data import Batch
 from vitclinic.data.split import name_images
 from vitclinic.probes.attention.maps import as_bytes
-from vitclinic.probes.behaviour import check_logits
+from vitclinic.probes.behaviour.predictions import check_logits
 from vitclinic.probes.probe import Sum, Tally
 from vitclinic.probes.subject import Subject
 

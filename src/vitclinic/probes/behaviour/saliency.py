@@ -21,7 +21,10 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.randomness import generator
 from vitclinic.probes.attention.maps import as_bytes
-from vitclinic.probes.behaviour import BehaviourProbe, check_logits, divide_images, mean_over, predict, saliency_maps
+from vitclinic.probes.behaviour import saliency_maps
+from vitclinic.probes.behaviour.behaviour_probe import BehaviourProbe, divide_images
+from vitclinic.probes.behaviour.intervals import mean_over
+from vitclinic.probes.behaviour.predictions import check_logits, predict
 from vitclinic.probes.behaviour.saliency_maps import area_under, deletion_curve, insertion_curve, resize
 from vitclinic.probes.guards import preserve_state
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, Result, check_finite, register, unit_row

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torchvision.transforms.v2 import functional as transforms
 
 from vitclinic.anatomy import Anatomy, AttentionMap, Unit, record_attention, taps
-from vitclinic.probes.attention import attention_units
-from vitclinic.probes.behaviour import check_logits
+from vitclinic.probes.attention.tally import attention_units
+from vitclinic.probes.behaviour.predictions import check_logits
 from vitclinic.probes.probe import DoesNotApply
 from vitclinic.probes.subject import Subject
 

@@ -14,7 +14,9 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic.data import shapes
 from vitclinic.data.augment import to_unit_interval
 from vitclinic.data.decoding import decode_and_fit
-from vitclinic.probes.behaviour import divide_images, predict, share
+from vitclinic.probes.behaviour.behaviour_probe import divide_images
+from vitclinic.probes.behaviour.intervals import share
+from vitclinic.probes.behaviour.predictions import predict
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -24,7 +24,9 @@ from vitclinic._core.io import fingerprint, read_json, read_yaml
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour import check_logits, divide_images, share
+from vitclinic.probes.behaviour.behaviour_probe import divide_images
+from vitclinic.probes.behaviour.intervals import share
+from vitclinic.probes.behaviour.predictions import check_logits
 from vitclinic.probes.probe import DoesNotApply, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour import check_logits, divide_images, mean_over
+from vitclinic.probes.behaviour.behaviour_probe import divide_images
+from vitclinic.probes.behaviour.intervals import mean_over
+from vitclinic.probes.behaviour.predictions import check_logits
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 

@@ -17,7 +17,7 @@ from vitclinic.probes.behaviour.outcomes import show_pixels
 from vitclinic.probes.probe import OwningProbe, Result, register
 from vitclinic.probes.questions import ask_questions, count_questions, find_answerer
 from vitclinic.probes.subject import Subject
-from vitclinic.tasks.answers import KINDS, accuracy_interval, find_kind, image_moments, score_answer
+from vitclinic.tasks.vqa_accuracy import KINDS, accuracy_interval, find_kind, image_moments, score_answer
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic.probes.curvature import LossSurface
 from vitclinic.probes.curvature.hessian import Hessian
 from vitclinic.probes.curvature.lanczos import Eigenpairs, Ritz, largest_eigenpairs
+from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.probe import DoesNotApply
 from vitclinic.probes.subject import Subject
 

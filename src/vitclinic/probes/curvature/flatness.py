@@ -14,7 +14,10 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, CurvatureProbe, Displacement, LossSurface
+from vitclinic.probes.curvature.clock import Clock
+from vitclinic.probes.curvature.curvature_probe import CurvatureProbe
+from vitclinic.probes.curvature.displacement import Displacement
+from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Result, register
 from vitclinic.probes.subject import Subject

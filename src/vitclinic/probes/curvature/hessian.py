@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vitclinic.data import Batch
-from vitclinic.probes.curvature import LossSurface
+from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.subject import Subject
 
 _MEMINFO = Path("/proc/meminfo")

@@ -31,9 +31,11 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import jackknife_half_width, share_interval
 from vitclinic._core.time import Time
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, LossName, LossSurface, Mode, build_surface
+from vitclinic.probes.curvature.clock import Clock
+from vitclinic.probes.curvature.curvature_probe import build_surface
 from vitclinic.probes.curvature.hessian import Hessian, held_by_products
 from vitclinic.probes.curvature.lanczos import Eigenpairs, basis_size, largest_eigenpairs
+from vitclinic.probes.curvature.loss_surface import LossName, LossSurface, Mode
 from vitclinic.probes.guards import SAVED_EVERY, Partial
 from vitclinic.probes.probe import Cheaper, Need, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject

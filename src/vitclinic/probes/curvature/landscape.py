@@ -13,7 +13,8 @@ from pydantic import Field
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, CurvatureProbe, Displacement, LossSurface, build_surface
+from vitclinic.probes.curvature.clock import Clock
+from vitclinic.probes.curvature.curvature_probe import CurvatureProbe, build_surface
 from vitclinic.probes.curvature.directions import (
     Direction,
     Normalisation,
@@ -26,11 +27,14 @@ from vitclinic.probes.curvature.directions import (
     random_direction,
     top_eigenvectors,
 )
+from vitclinic.probes.curvature.displacement import Displacement
 from vitclinic.probes.curvature.hessian import free_memory, held_by_products
 from vitclinic.probes.curvature.lanczos import basis_size
+from vitclinic.probes.curvature.loss_surface import LossSurface
 from vitclinic.probes.guards import SAVED_EVERY, Partial
+from vitclinic.probes.past_training import PastWeights
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Result, register
-from vitclinic.probes.subject import PastWeights, Subject
+from vitclinic.probes.subject import Subject
 
 _PRODUCTS, _PRODUCT = 40, 4
 """Estimated cost of eigenvectors: Hessian-vector products, and forward passes per product."""

@@ -20,7 +20,7 @@ from vitclinic._core.statistics import RunningMean
 from vitclinic._core.time import Time
 from vitclinic.data import Split, evaluation_batches
 from vitclinic.data.randomness import generator
-from vitclinic.probes.curvature import Clock
+from vitclinic.probes.curvature.clock import Clock
 from vitclinic.probes.curvature.tangent_kernel import (
     GIBIBYTE,
     Conditioning,

@@ -27,7 +27,8 @@ from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Kind
 from vitclinic.anatomy.table import parameters_by_unit
 from vitclinic.data.randomness import torch_seed
-from vitclinic.probes.curvature import Clock, CurvatureProbe
+from vitclinic.probes.curvature.clock import Clock
+from vitclinic.probes.curvature.curvature_probe import CurvatureProbe
 from vitclinic.probes.curvature.hessian import Hessian, held_by_products
 from vitclinic.probes.curvature.lanczos import Eigenpairs, basis_size, largest_eigenpairs, quadrature
 from vitclinic.probes.curvature.pixels import choose_network, predicts_masks

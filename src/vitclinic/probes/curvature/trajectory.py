@@ -16,8 +16,9 @@ from torch import Tensor
 from vitclinic._core.errors import ModelError
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
+from vitclinic.probes.past_training import PastWeights
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Result, register
-from vitclinic.probes.subject import PastWeights, Subject
+from vitclinic.probes.subject import Subject
 
 Weights = Mapping[str, Tensor]
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitclinic._core.registry import KeyScalars
-from vitclinic.probes.features import ChangesTally
+from vitclinic.probes.features.changes import ChangesTally
 from vitclinic.probes.probe import Need, Result, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
 

@@ -21,7 +21,7 @@ from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.anatomy.removal import Replay, stretches
 from vitclinic.data import Batch
-from vitclinic.probes.behaviour import Correct, drop, mean_over, share_correct
+from vitclinic.probes.behaviour.intervals import Correct, drop, mean_over, share_correct
 from vitclinic.probes.guards import Partial, preserve_state
 from vitclinic.probes.probe import Cheaper, DoesNotApply, Need, OwningProbe, Result, register, unit_row
 from vitclinic.probes.subject import Subject

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data.source import stratify
-from vitclinic.probes.behaviour import share
+from vitclinic.probes.behaviour.intervals import share
 from vitclinic.probes.features.embeddings import embed, embedding_bytes, labels_of
 from vitclinic.probes.probe import OwningProbe, Result, register
 from vitclinic.probes.subject import Subject

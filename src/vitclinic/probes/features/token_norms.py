@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from vitclinic._core.precision import upcast
 from vitclinic._core.records import UnitRow
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
-from vitclinic.probes.features import State, spatial_states
+from vitclinic.probes.features.states import State, spatial_states
 from vitclinic.probes.probe import (
     DoesNotApply,
     Need,
@@ -47,8 +48,7 @@ def token_norms(maps_bchw: Tensor) -> Tensor:
         >>> token_norms(torch.tensor([3.0, 4.0]).view(1, 2, 1, 1)).item()
         5.0
     """
-    if maps_bchw.dtype.itemsize < 4:
-        maps_bchw = maps_bchw.float()
+    maps_bchw = upcast(maps_bchw)
     if maps_bchw.stride(1) == 1:
         norms: Tensor = torch.linalg.vector_norm(maps_bchw, dim=1)
         return norms.double()

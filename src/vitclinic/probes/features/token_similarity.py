@@ -16,12 +16,13 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError
+from vitclinic._core.precision import upcast
 from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Site
 from vitclinic.data import Batch
 from vitclinic.data.randomness import generator
-from vitclinic.probes.features import State, spatial_states
+from vitclinic.probes.features.states import State, spatial_states
 from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Tally, mean_scalar, register, unit_row
 from vitclinic.probes.subject import Subject
 
@@ -44,7 +45,7 @@ class Directions(NamedTuple):
 
 def directions(h_bnd: Tensor) -> Directions:
     """Return tokens as unit vectors, in float32 at least."""
-    h_bnd = h_bnd.float() if h_bnd.dtype.itemsize < 4 else h_bnd
+    h_bnd = upcast(h_bnd)
     if h_bnd.stride(-1) == 1:
         lengths_bn: Tensor = torch.linalg.vector_norm(h_bnd, dim=-1)
     else:  # feature maps: PyTorch is slow at norms over strided channels

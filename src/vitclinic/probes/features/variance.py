@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vitclinic._core.registry import FigureSpec, KeyScalars
-from vitclinic.probes.features import ChangesTally
+from vitclinic.probes.features.changes import ChangesTally
 from vitclinic.probes.probe import Need, StreamingProbe, Tally, register
 from vitclinic.probes.subject import Subject
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,10 @@ from PIL import Image, ImageDraw
 
 from vitclinic._core.images import Picture, encode_small
 from vitclinic._core.records import Measurement
-from vitclinic.reports.album import Album, Listing, Row, Thumbnail, isolate, mark_up
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
-from vitclinic.reports.figures.canvas import Measurements
 from vitclinic.reports.figures.errors import OPEN_NETWORKS
-from vitclinic.reports.figures.shown import has_arrays, list_worst, short_name
+from vitclinic.reports.figures.worst_images import has_arrays, list_worst, short_name
+from vitclinic.reports.image_lists import Album, Listing, Row, Thumbnail, isolate, mark_up
 
 MOST_IMAGES, FEWEST_IMAGES = 36, 6
 """Images of all networks of a page together, and of each of many."""
@@ -47,83 +47,85 @@ _SIDE = 104
 """Images with a smaller side are enlarged by an integer factor, so that lines and edges are seen."""
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """Texts and arrays of the figure of one kind of answer."""
+
+    name: str
+    title: str
+    score: str
+    array: str
+    """Array of the score of each class; that of how often the class is there follows."""
+    counts: str
+    count: str
+    """How often a class is there, in words."""
+    reading: str
+    show: Callable[[Any, list[str], int], Thumbnail]
+    """Function from the arrays, the classes and the number of an image to its thumbnail."""
+
+
 @draws("segmentation")
 def segmentation(exams: Sequence[ExamView]) -> list[Figure]:
     """Show the IoU of each class, then the worst images, for each network."""
-    shown = ("images", "names", "predicted", "truth", "iou")
-    wanted = ("classes", "class_iou", "class_images", *(f"shown_{key}" for key in shown))
-    found = [each for each in select_usable(exams, "segmentation") if has_arrays(each[2], *wanted)]
-    return [_masks(place, name, one, found) for place, name, one in found]
-
-
-def _masks(place: int, name: str, one: Measurement, found: Measurements) -> Figure:
-    arrays, classes = one.arrays, one.arrays["classes"].tolist()
-    count = _count_shown(arrays["shown_images"], found)
-    thumbnails = [_show_masks(arrays, classes, number) for number in range(count)]
-    scores = zip(classes, arrays["class_iou"].tolist(), arrays["class_images"].tolist(), strict=True)
-    return _make_figure(
-        f"masks-{place}",
-        f"Masks of {name}" if len(found) > 1 else "Masks",
-        "Intersection over union of each class with its colour; then the images with the smallest mean over the classes"
-        " that are in them: the image, what is there, and what was predicted. Look whether whole objects take another"
-        " class, or only edges are off.",
-        [(class_name, iou, f"in {images:,} images") for class_name, iou, images in scores],
-        ("class", "IoU"),
-        Album(thumbnails, [Listing("IoU of each class", _class_rows(one, "class_iou")), list_worst(thumbnails)]),
-        heavy=len(found) > OPEN_NETWORKS,
+    kind = _Kind(
+        name="masks",
+        title="Masks",
+        score="IoU",
+        array="class_iou",
+        counts="class_images",
+        count="in {:,} images",
+        reading="Intersection over union of each class with its colour; then the images with the smallest mean over the"
+        " classes that are in them: the image, what is there, and what was predicted. Look whether whole objects take"
+        " another class, or only edges are off.",
+        show=_show_masks,
     )
+    shown = ("images", "names", "predicted", "truth", "iou")
+    return _draw(kind, exams, "segmentation", [f"shown_{key}" for key in shown])
 
 
 @draws("detection")
 def detection(exams: Sequence[ExamView]) -> list[Figure]:
     """Show the AP of each class, then the worst images, for each network."""
-    wanted = ["classes", "class_ap", "class_objects", "shown_images", "shown_names", "shown_f1", "shown_found_scores"]
-    wanted += [f"shown_{kind}_{key}" for kind in ("found", "truth") for key in ("rows", "boxes", "labels")]
-    found = [each for each in select_usable(exams, "detection") if has_arrays(each[2], *wanted)]
-    return [_boxes(place, name, one, found) for place, name, one in found]
+    kind = _Kind(
+        name="boxes",
+        title="Objects",
+        score="AP",
+        array="class_ap",
+        counts="class_objects",
+        count="{:,} objects",
+        reading="AP of the boxes of each class with its colour; then the images in which least was found of what is"
+        " there, or most that is not: the image, its objects, and the detections with a score of at least 50%. Look"
+        " whether an object is missed, named wrongly or framed badly.",
+        show=_show_boxes,
+    )
+    shown = ["shown_images", "shown_names", "shown_f1", "shown_found_scores"]
+    shown += [f"shown_{place}_{key}" for place in ("found", "truth") for key in ("rows", "boxes", "labels")]
+    return _draw(kind, exams, "detection", shown)
 
 
-def _boxes(place: int, name: str, one: Measurement, found: Measurements) -> Figure:
+def _draw(kind: _Kind, exams: Sequence[ExamView], probe: str, shown: Sequence[str]) -> list[Figure]:
+    """Return a figure for each network whose measurement has the arrays of the kind and those named in `shown`."""
+    wanted = ("classes", kind.array, kind.counts, *shown)
+    found = [each for each in select_usable(exams, probe) if has_arrays(each[2], *wanted)]
+    return [_make_figure(kind, place, name, one, len(found)) for place, name, one in found]
+
+
+def _make_figure(kind: _Kind, place: int, name: str, one: Measurement, networks: int) -> Figure:
     arrays, classes = one.arrays, one.arrays["classes"].tolist()
-    count = _count_shown(arrays["shown_images"], found)
-    thumbnails = [_show_boxes(arrays, classes, number) for number in range(count)]
-    scores = zip(classes, arrays["class_ap"].tolist(), arrays["class_objects"].tolist(), strict=True)
-    return _make_figure(
-        f"boxes-{place}",
-        f"Objects of {name}" if len(found) > 1 else "Objects",
-        "AP of the boxes of each class with its colour; then the images in which least was found of what is there, or"
-        " most that is not: the image, its objects, and the detections with a score of at least 50%. Look whether an"
-        " object is missed, named wrongly or framed badly.",
-        [(class_name, ap, f"{objects:,} objects") for class_name, ap, objects in scores],
-        ("class", "AP"),
-        Album(thumbnails, [Listing("AP of each class", _class_rows(one, "class_ap")), list_worst(thumbnails)]),
-        heavy=len(found) > OPEN_NETWORKS,
-    )
-
-
-def _make_figure(
-    name: str,
-    title: str,
-    reading: str,
-    rows: list[tuple[str, float, str]],
-    columns: tuple[str, str],
-    album: Album,
-    heavy: bool,
-) -> Figure:
-    table = Table((*columns, "of"), [(row[0], None if np.isnan(row[1]) else row[1], row[2]) for row in rows])
+    count = min(len(arrays["shown_images"]), max(FEWEST_IMAGES, MOST_IMAGES // networks))
+    thumbnails = [kind.show(arrays, classes, number) for number in range(count)]
+    scores = zip(classes, arrays[kind.array].tolist(), arrays[kind.counts].tolist(), strict=True)
+    rows = [(label, None if np.isnan(score) else score, kind.count.format(times)) for label, score, times in scores]
+    scored = Listing(f"{kind.score} of each class", _class_rows(one, kind.array))
     return Figure(
-        name=name,
-        title=title,
-        reading=reading,
+        name=f"{kind.name}-{place}",
+        title=f"{kind.title} of {name}" if networks > 1 else kind.title,
+        reading=kind.reading,
         paper="Hyeon-Woo et al. 2023, Tables 6, 7",
-        table=table,
-        album=album,
-        heavy=heavy,
+        table=Table(("class", kind.score, "of"), rows),
+        album=Album(thumbnails, [scored, list_worst(thumbnails)]),
+        heavy=networks > OPEN_NETWORKS,
     )
-
-
-def _count_shown(images: NDArray[Any], found: Measurements) -> int:
-    return min(len(images), max(FEWEST_IMAGES, MOST_IMAGES // len(found)))
 
 
 def _class_rows(one: Measurement, key: str) -> list[Row]:

@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 
 from vitclinic._core.images import encode_small
 from vitclinic._core.records import Measurement
-from vitclinic.reports.album import Album, Listing, Row, Thumbnail, isolate, mark_up
 from vitclinic.reports.figure import MARKERS, ExamView, Figure, Table, draws, escape_plotly, select_usable
 from vitclinic.reports.figures.canvas import GREY, PANEL_LONGEST, Measurements, label, make_canvas
-from vitclinic.reports.figures.shown import has_arrays, short_name
+from vitclinic.reports.figures.worst_images import has_arrays, short_name
+from vitclinic.reports.image_lists import Album, Listing, Row, Thumbnail, isolate, mark_up
 
 MOST_IMAGES = 1000
 """Of all networks of a page together; images that several networks show count once each."""

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from vitclinic._core.records import Measurement, Scalar
 from vitclinic._core.statistics import share_interval
-from vitclinic.reports.album import Album, Cell, Listing, Matrix, Row, isolate, mark_up
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import Measurements, label, make_canvas, points, unique_ticks
-from vitclinic.reports.figures.shown import Shown, draw_thumbnail, has_arrays, read_shown
+from vitclinic.reports.figures.worst_images import Shown, draw_thumbnail, has_arrays, read_shown
+from vitclinic.reports.image_lists import Album, Cell, Listing, Matrix, Row, isolate, mark_up
 
 MOST_CLASSES = 20
 """Classes of a whole matrix; of more, the matrix shows those that are confused most."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from vitclinic._core.io import write_bytes
 from vitclinic._core.records import Measurement
-from vitclinic.reports.album import Album, Listing, Row, mark_up
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import Measurements
 from vitclinic.reports.figures.errors import OPEN_NETWORKS
-from vitclinic.reports.figures.shown import draw_thumbnail, has_arrays, read_shown, short_name
+from vitclinic.reports.figures.worst_images import draw_thumbnail, has_arrays, read_shown, short_name
 from vitclinic.reports.frame import format_csv
+from vitclinic.reports.image_lists import Album, Listing, Row, mark_up
 
 MOST_IMAGES, FEWEST_IMAGES = 144, 8
 """Images of all networks of a page together, and of each of many."""

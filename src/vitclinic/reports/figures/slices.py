@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from vitclinic._core.records import Measurement, Scalar
-from vitclinic.reports.album import Album, Listing, Row, mark_up
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import Measurements, label, make_canvas, points, unique_ticks
-from vitclinic.reports.figures.shown import Shown, draw_thumbnail, has_arrays, read_shown
+from vitclinic.reports.figures.worst_images import Shown, draw_thumbnail, has_arrays, read_shown
+from vitclinic.reports.image_lists import Album, Listing, Row, mark_up
 
 MOST_PLOTTED = 24
 """Slices in the plot: those of the smallest p of any network."""

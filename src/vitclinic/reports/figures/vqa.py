@@ -7,11 +7,11 @@ from typing import Any
 
 from vitclinic._core.images import Picture, encode_small
 from vitclinic._core.records import Measurement
-from vitclinic.reports.album import Album, Listing, Row, Thumbnail, isolate, mark_up
 from vitclinic.reports.figure import ExamView, Figure, Table, draws, select_usable
 from vitclinic.reports.figures.canvas import Measurements
 from vitclinic.reports.figures.errors import OPEN_NETWORKS
-from vitclinic.reports.figures.shown import has_arrays, list_worst, short_name
+from vitclinic.reports.figures.worst_images import has_arrays, list_worst, short_name
+from vitclinic.reports.image_lists import Album, Listing, Row, Thumbnail, isolate, mark_up
 
 MOST_IMAGES, FEWEST_IMAGES = 60, 8
 """Answers of all networks of a page together, and of each of many."""

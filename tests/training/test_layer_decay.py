@@ -11,7 +11,7 @@ from vitclinic.anatomy import Anatomy
 from vitclinic.data import ImageSpec, open_data
 from vitclinic.models import Normalized
 from vitclinic.training import build_recipe
-from vitclinic.training.rates import freeze_units, parameter_levels, rate_scales
+from vitclinic.training.layer_decay import freeze_units, parameter_levels, rate_scales
 from vitclinic.training.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitclinic._core.errors import ModelError, VitclinicError
+from vitclinic._core.errors import ModelError, VitclinicError, first_line
+from vitclinic._core.precision import upcast
 from vitclinic.anatomy import eval_mode
 from vitclinic.data import Augment, Batch, Dataset, ImageSpec, TrainingStream
 from vitclinic.data.annotations import Annotations, Question
 from vitclinic.data.randomness import uniforms
 from vitclinic.models.questions import Answerer
-from vitclinic.tasks.answers import KINDS, MOMENTS, find_kind, image_moments, score_answer, soft_targets
 from vitclinic.tasks.criterion import Criterion
+from vitclinic.tasks.vqa_accuracy import KINDS, MOMENTS, find_kind, image_moments, score_answer, soft_targets
 
 if TYPE_CHECKING:
     from vitclinic.treatments import Losses
@@ -79,7 +80,7 @@ def answer_losses(scores_pk: Tensor, targets_pk: Tensor, loss: str) -> Tensor:
 
     A question none of whose answers is known has no softmax loss.
     """
-    scores_pk = scores_pk.float() if scores_pk.dtype.itemsize < 4 else scores_pk
+    scores_pk = upcast(scores_pk)
     targets_pk = targets_pk.to(scores_pk)
     if loss == "sigmoid":
         return F.binary_cross_entropy_with_logits(scores_pk, targets_pk, reduction="none").sum(1)
@@ -145,7 +146,7 @@ def check_join(network: Answerer, spec: ImageSpec) -> None:
         with torch.no_grad(), eval_mode(network):
             network(images, ["", ""])
     except (VitclinicError, RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise ModelError(
             f"The network does not take words beside its patches ({reason}): remove the treatment that counts on"
             " patches alone."

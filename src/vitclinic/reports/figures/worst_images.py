@@ -9,7 +9,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 from vitclinic._core.images import Picture, encode_small
 from vitclinic._core.records import Measurement
-from vitclinic.reports.album import Listing, Row, Thumbnail, isolate, mark_up
+from vitclinic.reports.image_lists import Listing, Row, Thumbnail, isolate, mark_up
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from vitclinic._core.errors import DataError
 from vitclinic.data import DataConfig, open_data
-from vitclinic.data.dataset import describe_data
+from vitclinic.data.described import describe_data
 
 GOOD = {"image": "0.png", "question": "What colour is it?", "answer": "Red."}
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic._core.distributed import Distributed
+from vitclinic._core.precision import upcast
 from vitclinic.data import Batch, ImageSpec
 from vitclinic.tasks.classification import softmax_loss
 from vitclinic.tasks.criterion import Criterion, Moment, count_features
@@ -146,7 +147,7 @@ def standardize(features_nd: Tensor, eps: float = 1e-5) -> Tensor:
                 [ 1.0000,  0.0000]])
     """
     with torch.autocast(features_nd.device.type, enabled=False):
-        features = features_nd.float() if features_nd.dtype.itemsize < 4 else features_nd
+        features = upcast(features_nd)
         variance, mean = torch.var_mean(features, dim=0, correction=0)
         return (features - mean) * torch.rsqrt(variance + eps)
 

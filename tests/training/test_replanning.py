@@ -13,7 +13,7 @@ from vitclinic import Callback
 from vitclinic._core.distributed import ALONE
 from vitclinic.data import open_data
 from vitclinic.training import build_recipe, resume, train
-from vitclinic.training.course import Course, Timekeeper
+from vitclinic.training.replanning import Course, Timekeeper
 from vitclinic.training.trainer import Trainer
 
 
@@ -54,7 +54,7 @@ def test_the_steps_left_are_those_that_there_is_time_for(monkeypatch):
 
 @pytest.mark.parametrize("steps", [3, 10**6])
 def test_a_run_makes_the_steps_that_it_has_time_for_whatever_was_measured(tiny, monkeypatch, steps):
-    monkeypatch.setattr("vitclinic.training.loop.total_steps", lambda *_: steps)
+    monkeypatch.setattr("vitclinic.training.launch.total_steps", lambda *_: steps)
     recipe = tiny(max_time="1s", workers=0)
     del recipe["steps"]
     began = time.monotonic()
@@ -69,7 +69,7 @@ def test_a_run_makes_the_steps_that_it_has_time_for_whatever_was_measured(tiny, 
 @pytest.mark.parametrize("kept", ["last", "previous"])
 def test_a_stopped_run_that_was_planned_anew_resumes_to_the_same_bits(tiny, monkeypatch, tmp_path, kept):
     """Schedule and sizes are laid over the first plan, also from a checkpoint before there was another."""
-    monkeypatch.setattr("vitclinic.training.loop.total_steps", lambda *_: 40)
+    monkeypatch.setattr("vitclinic.training.launch.total_steps", lambda *_: 40)
     plans = {5: 15, 9: 18}
     monkeypatch.setattr(Timekeeper, "is_due", lambda keeper, step, total: step in plans)
     monkeypatch.setattr(Timekeeper, "plan", lambda keeper, step, total, reserve: plans[step])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vitclinic.tasks.answers import accuracy_interval, find_kind, image_moments, score_answer, soft_targets
+from vitclinic.tasks.vqa_accuracy import accuracy_interval, find_kind, image_moments, score_answer, soft_targets
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 ANSWERS = st.lists(st.sampled_from(["red", "blue", "teal"]), min_size=1, max_size=12)
