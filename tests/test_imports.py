@@ -2,11 +2,13 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 
 import grimp
 import pytest
@@ -93,6 +95,16 @@ def test_subpackages_need_no_import_of_their_own():
     code = f"import vitclinic; print({', '.join(f'vitclinic.{name}.__name__' for name in names)})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "Norms Treatment Evidence Figure Run\n"
+
+
+@pytest.mark.parametrize(
+    "package", ["", *(name for name in PUBLIC if isinstance(getattr(vitclinic, name), ModuleType))]
+)
+def test_public_functions_say_what_they_take(package):
+    module = importlib.import_module(f"vitclinic.{package}".rstrip("."))
+    functions = [made for name in module.__all__ if inspect.isfunction(made := getattr(module, name))]
+    taking = [made for made in functions if inspect.signature(made).parameters]
+    assert not [made.__name__ for made in taking if "\nArgs:\n" not in inspect.getdoc(made)]
 
 
 def test_messages_name_what_is_public():

@@ -218,6 +218,9 @@ def parameters_by_unit(anatomy: Anatomy) -> dict[str, list[nn.Parameter]]:
     its norm; the position embedding is a unit of its own. Some parameters belong to no unit, such as a class token or a
     norm after the stem.
 
+    Args:
+        anatomy: Of the network.
+
     Example:
         >>> import timm, torch
         >>> from vitclinic.anatomy import Anatomy

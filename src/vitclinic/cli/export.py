@@ -14,7 +14,7 @@ from vitclinic.cli.common import Quiet, Verbose, app, console_for, resumable
 
 
 class Form(StrEnum):
-    """What a network is written as."""
+    """Format that a network is written in."""
 
     timm = "timm"
     hf = "hf"

@@ -172,7 +172,7 @@ LISTINGS: dict[str, Callable[[], Rows]] = {
 
 
 class Listed(StrEnum):
-    """What `list` knows."""
+    """Kind of thing that `list` knows."""
 
     recipes = "recipes"
     models = "models"

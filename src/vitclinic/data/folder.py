@@ -72,7 +72,7 @@ def open_folder(path: Path, on_error: str) -> Source:
 
 
 class LeftOut:
-    """What a folder has and a data set cannot: an error, or a note for each with `on_error: skip`."""
+    """Files of a folder that a data set cannot use: an error, or a note for each with `on_error: skip`."""
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip

@@ -164,7 +164,7 @@ def _open_table(paths: Sequence[Path], skip: bool) -> tuple[Records, list[str]]:
 
 
 class _UnusableError(Exception):
-    """What is wrong with a row."""
+    """Row that cannot be used, and why."""
 
 
 def _gather(rows: Iterable[tuple[str, Row]], find: Callable[[Row], tuple[Any, Any]], skip: bool) -> _Asked:

@@ -54,7 +54,7 @@ def normalize_answer(text: str) -> str:
 
 @dataclass(frozen=True)
 class TextSpec:
-    """What a network must know to read questions: the tokens by number, and how many a question has.
+    """Facts that a network needs to read questions: the tokens by number, and how many a question has.
 
     Example:
         >>> spec = TextSpec.of_questions(["is there a star", "is there a circle"])

@@ -65,7 +65,7 @@ class LabelMaps:
 
 @dataclass(frozen=True)
 class Frames:
-    """What training images show of the stored ones."""
+    """Parts of the stored images that training images show."""
 
     boxes: NDArray[np.float64]
     """[B, 4], left, top, right, bottom as shares of the stored image's sides; padding lies outside [0, 1]."""

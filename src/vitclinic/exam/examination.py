@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Examination:
-    """What is measured, on what and where it is stored: the same for all targets. Options are those of `examine`."""
+    """Probes, data and place of results: the same for all targets. Options are those of `examine`."""
 
     def __init__(
         self,

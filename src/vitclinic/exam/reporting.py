@@ -46,11 +46,19 @@ def report(
 ) -> Path:
     """Write one page from what is stored of one or several networks; the others are compared with the first.
 
+    Args:
+        targets: A run directory, perhaps `@CHECKPOINT`, a `Run`, a folder `exams/NAME-DIGEST` of another network, or
+            several of them.
+        out: The page. By default that of one run is its `report.html`, any other `report.html` of the current
+            directory.
+        title: Unless given, the networks' names.
+        images: Show pictures of the data.
+
+    Returns:
+        The page's path.
+
     Example:
         >>> report(["runs/plain", "runs/treated"], "report.html")  # doctest: +SKIP
-
-    A target is a run directory, perhaps `@CHECKPOINT`, or a folder `exams/NAME-DIGEST` of another network. Without
-    `out`, the page of one run is its `report.html`, any other `report.html` of the current directory.
     """
     from vitclinic.reports.page import write_report
 
@@ -93,7 +101,7 @@ def view_exam(
 
 @dataclass(frozen=True)
 class _Stored:
-    """What was measured of one network, of each probe perhaps more than once."""
+    """Measurements of one network, of each probe perhaps more than one."""
 
     name: str
     measurements: Sequence[Measurement]

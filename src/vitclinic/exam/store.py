@@ -99,7 +99,7 @@ class Store:
 
 
 class ExamRecord:
-    """What is stored, made and left undone of one subject in the course of an exam."""
+    """Measurements of one subject in the course of an exam: stored, made and left out."""
 
     def __init__(self, subject: Subject, out: Path | None) -> None:
         self.subject, self.store = subject, Store(subject, out)

@@ -225,7 +225,7 @@ def _projections(run: Run) -> dict[float, NDArray[np.float64]]:
 
 
 class ExamData:
-    """What the user gave as data, for networks of different sizes, channels and origins."""
+    """The user's data, for networks of different sizes, channels and origins."""
 
     def __init__(
         self,

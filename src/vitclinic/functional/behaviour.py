@@ -219,6 +219,10 @@ def lesion(module: nn.Module) -> Iterator[None]:
 def midpoint(one: Tensor, other: Tensor) -> Tensor:
     """Return the images halfway between two batches, (x_i + x_j) / 2, for the missing rate.
 
+    Args:
+        one: [B, C, H, W].
+        other: As many images of the same size.
+
     Example:
         >>> midpoint(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, 1)).item()
         0.5

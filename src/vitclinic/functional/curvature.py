@@ -215,6 +215,9 @@ def hessian_density(
 def nep(eigenvalues: Tensor) -> float:
     """Return the negative eigenvalue proportion: the share of negative eigenvalues over all mini-batches.
 
+    Args:
+        eigenvalues: Of any shape, those of all mini-batches together.
+
     References:
         park2022 Sec. 2, App. A.
 
@@ -227,6 +230,9 @@ def nep(eigenvalues: Tensor) -> float:
 
 def ape(eigenvalues: Tensor) -> float:
     """Return the average positive eigenvalue: the mean of the positive eigenvalues; NaN if there are none.
+
+    Args:
+        eigenvalues: Of any shape, those of all mini-batches together.
 
     References:
         park2022 Sec. 2, App. A.

@@ -131,6 +131,9 @@ def patch_similarity(h: Tensor, absolute: bool = False) -> Tensor:
 def token_norms(h: Tensor) -> Tensor:
     """Return the l2 norm of each token of [B, N, D], as [B, N] in float64 (Darcet et al. 2024, Fig. 3).
 
+    Args:
+        h: [B, N, D], the tokens.
+
     Example:
         >>> token_norms(torch.tensor([[[3.0, 4.0], [0.0, 0.0]]])).tolist()
         [[5.0, 0.0]]
@@ -214,6 +217,9 @@ def relative_log_amplitude(maps: Tensor) -> Tensor:
 
 def fourier_frequencies(size: tuple[int, int]) -> Tensor:
     """Return the frequencies of the half-diagonal for H x W maps, in units of pi: [F] from 0 to 1.
+
+    Args:
+        size: Height and width of the maps.
 
     Example:
         >>> fourier_frequencies((4, 4)).tolist()
@@ -310,6 +316,9 @@ def activation_norm(activation: Tensor) -> Tensor:
 
 def weight_norm(params: Iterable[Tensor]) -> float:
     """Return |w|_2 over all parameters together, summed in float64.
+
+    Args:
+        params: The parameters, of any shapes.
 
     References:
         chen2022 Table 4.

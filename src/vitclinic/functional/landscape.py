@@ -56,6 +56,10 @@ def average_flatness(
 def random_direction(params: Iterable[Tensor], seed: int = 0) -> list[Tensor]:
     """Draw standard Gaussian numbers, one tensor per parameter, the same for a seed on any device.
 
+    Args:
+        params: The parameters.
+        seed: Of the random numbers.
+
     Example:
         >>> [part.shape for part in random_direction(torch.nn.Linear(3, 2).parameters())]
         [torch.Size([2, 3]), torch.Size([2])]

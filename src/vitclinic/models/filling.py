@@ -178,7 +178,7 @@ def _pair(size: int | Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Adoption:
-    """What became of weights that a network was to start from."""
+    """Tensors of a network that starts from given weights: loaded, drawn anew and left over."""
 
     loaded: tuple[str, ...]
     drawn: tuple[str, ...]

@@ -63,7 +63,7 @@ class Adapted(nn.Module):
 
 @dataclass(frozen=True)
 class Output:
-    """What is known of a network's output from one image."""
+    """A network's output, as one image shows it."""
 
     network: nn.Module
     """A network that takes images and returns a tensor [B, K]: the given one, `Adapted` if it does not."""

@@ -294,7 +294,13 @@ class StreamingProbe(Probe):
 
 
 def unit_row(unit: Unit, note: str | None = None, /, **values: Scalar) -> UnitRow:
-    """Return a row of a measurement: the values of one unit, and a note if there is something to say about it."""
+    """Return a row of a measurement: the values of one unit, and a note if there is something to say about it.
+
+    Args:
+        unit: The unit.
+        note: Something to say about it.
+        values: Its values, by name.
+    """
     return UnitRow(name=unit.name, kind=unit.kind, stage=unit.stage, depth=unit.depth, values=values, note=note)
 
 
@@ -306,6 +312,9 @@ def check_finite(values: Tensor | NDArray[Any], unit: Unit) -> None:
 
 def mean_scalar(running: RunningMean) -> Scalar:
     """Return the mean over images, with a 95% t interval if there are two or more; of several numbers, the last.
+
+    Args:
+        running: The numbers of all images.
 
     Example:
         >>> from vitclinic.probes import RunningMean

@@ -43,7 +43,12 @@ def record(probe: Probe, subject: Subject, outcome: Result | Exception, duration
 
 
 def view_of(probe: Probe, subject: Subject) -> Subject:
-    """Return the view of the subject that a probe measures; the subject itself if the probe fails to choose one."""
+    """Return the view of the subject that a probe measures; the subject itself if the probe fails to choose one.
+
+    Args:
+        probe: The probe.
+        subject: Network and images.
+    """
     try:
         return probe.view(subject)
     except Exception as error:  # a probe may raise anything
@@ -58,7 +63,12 @@ def collect_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
 
 
 def describe_conditions(probe: Probe, subject: Subject) -> dict[str, Any]:
-    """Return the conditions of a measurement or, if the probe fails to state them, the reason."""
+    """Return the conditions of a measurement or, if the probe fails to state them, the reason.
+
+    Args:
+        probe: The probe.
+        subject: Network and images.
+    """
     try:
         return collect_conditions(probe, subject)
     except Exception as error:  # a probe may raise anything
@@ -111,6 +121,10 @@ def find_obstacle(probe: Probe, subject: Subject) -> Exception | None:
     """Return the reason why `probe` cannot measure `subject`; None if it can.
 
     The reason is a `DoesNotApply`, or the error of a broken network or probe.
+
+    Args:
+        probe: The probe.
+        subject: Network and images.
     """
     try:
         subject = probe.view(subject)

@@ -30,7 +30,10 @@ def default_probes() -> list[str]:
 
 
 def parse_probes(entries: Sequence[Any] | None) -> list[Probe]:
-    """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order; None means the default ones.
+    """Turn `["norms", {"cost": {"repeats": 20}}]` into probes, in order.
+
+    Args:
+        entries: Names, `{name: {option: value}}` or probes; None means the default ones.
 
     Raises:
         RecipeError: If the list is empty, or a name or an option is not known.

@@ -123,6 +123,9 @@ _MEANT_BY_PLOTLY = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "$": "&#36;", "%": "
 def escape_plotly(text: object) -> str:
     """Return a text in one line that plotly shows as it is, also inside a hover template.
 
+    Args:
+        text: Any text, such as a name that a user gave.
+
     Example:
         >>> escape_plotly("<b>%{x}</b> & more")
         '&lt;b&gt;&#37;{x}&lt;/b&gt; &amp; more'

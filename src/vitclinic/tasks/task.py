@@ -234,7 +234,11 @@ def known_tasks() -> dict[str, type[Task]]:
 
 
 def headlines(task: Task) -> list[Metric]:
-    """Return the metrics of a task that are printed wherever a score is shown."""
+    """Return the metrics of a task that are printed wherever a score is shown.
+
+    Args:
+        task: The task.
+    """
     return [metric for metric in task.metrics if metric.headline]
 
 

@@ -85,7 +85,7 @@ class InitialWeights:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a run has loaded of its initial weights."""
+    """Initial weights that a run has loaded."""
 
     init: InitialWeights
     found: Adoption

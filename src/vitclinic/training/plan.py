@@ -52,7 +52,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process holds at the peak of a step, in bytes."""
+    """Bytes that a process holds at the peak of a step."""
 
     weights: int
     """Weights and buffers of the network and of the objectives."""
@@ -88,7 +88,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What `train` would do with a recipe, and what it would cost in one process.
+    """Course of a training by a recipe, and its cost in one process.
 
     Numbers of FLOPs count two for each multiply-add, in the network alone; a backward pass is taken to cost two forward
     passes.

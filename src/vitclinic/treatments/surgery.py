@@ -93,7 +93,11 @@ def _leave_fused_path(network: nn.Module) -> None:
 
 
 def treatments_of(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the treatments applied to a network, in order."""
+    """Return the names of the treatments applied to a network, in order.
+
+    Args:
+        network: The network, treated or not.
+    """
     names: tuple[str, ...] = getattr(_core(network), _RECORD, ())
     return names
 

@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Annotation:
-    """What one image comes with. A data set has one of the three, its `target`."""
+    """Mask, objects or questions of one image. A data set has one of the three, its `target`."""
 
     mask: Mask | None = None
     """[height, width], the class of each pixel, or `VOID`."""

@@ -15,7 +15,7 @@ from vitclinic.data.decoding import Size
 
 @dataclass(frozen=True)
 class Annotations:
-    """What the images of a batch come with: masks, objects or questions.
+    """Masks, objects or questions of the images of a batch.
 
     Example:
         >>> batch = Annotations.join([Annotation(mask=np.zeros((8, 8), np.uint8))] * 3)

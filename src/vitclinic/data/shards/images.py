@@ -110,7 +110,7 @@ class ShardRecords:
 
 
 class _Own:
-    """What one process has open, and the thread that fetches ahead for it."""
+    """Shards that one process has open, and the thread that fetches ahead for it."""
 
     def __init__(self) -> None:
         self.process, self.lock = os.getpid(), threading.Lock()

@@ -32,7 +32,7 @@ _FIELDS = {"names": list, "labels": list, "starts": list, "lengths": list, "prob
 
 @dataclass(frozen=True)
 class Index:
-    """What a shard holds: its images with their labels, all numbers or all texts, and what is wrong with others."""
+    """Content of a shard: its images with their labels, all numbers or all texts, and what is wrong with others."""
 
     names: list[str]
     """Keys of a tar; empty for parquet."""

@@ -35,8 +35,11 @@ def find(
 ) -> list[Finding]:
     """Apply all rules to a network: problems first, then notices, then that it is healthy, if it is.
 
-    `measurements` are by probe, `training` the rows of a run's metrics.jsonl. With the measurements of a `reference`
-    network, numbers are also compared with its own, where both were measured alike on the same images.
+    Args:
+        measurements: Of the network, by probe.
+        training: The rows of a run's metrics.jsonl.
+        reference: Measurements of another network, by probe; numbers are also compared with its own, where
+            both were measured alike on the same images.
 
     Example:
         >>> find({})

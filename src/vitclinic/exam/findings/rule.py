@@ -186,7 +186,18 @@ def rule(
     suggestions: tuple[Suggestion, ...] = (),
     applies: Callable[[Evidence], bool] = lambda evidence: True,
 ) -> Callable[[Callable[[Evidence], Verdict | None]], Rule]:
-    """Make a function a rule, known by the function's name; use it as a decorator."""
+    """Make a function a rule, known by the function's name; use it as a decorator.
+
+    Args:
+        title: What the finding is called.
+        needs: The numbers that it looks at, by PROBE.NAME: all of a group, any of the groups.
+        threshold: The comparison, in words.
+        source: Where the threshold comes from.
+        basis: `"published range"`, `"reference network"` or `"heuristic"`.
+        reference: How it compares with a reference network, in words, if it does.
+        suggestions: What to try.
+        applies: Whether the numbers mean something for such a network.
+    """
 
     def register(judge: Callable[[Evidence], Verdict | None]) -> Rule:
         made = Rule(judge.__name__, title, needs, threshold, source, basis, reference, suggestions, judge, applies)

@@ -184,7 +184,7 @@ def _open_enough(recipe: Recipe, callback: Callback) -> Dataset:
 
 @dataclass(frozen=True)
 class _Question:
-    """What is asked for."""
+    """Request for a prescription; the folder of its results is named after it."""
 
     recipe: Recipe
     dataset: Dataset

@@ -37,7 +37,7 @@ _NAMES = {"boxes": ("ap", "ap50", "ap75"), "masks": ("mask_ap", "mask_ap50", "ma
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is kept of an image."""
+    """Objects found in an image, and those that are there."""
 
     matches: dict[str, Matches]
     """By `boxes` and `masks`."""
