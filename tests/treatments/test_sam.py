@@ -316,7 +316,7 @@ def test_a_first_gradient_that_is_not_finite_skips_the_step(tiny, treatments, pr
 
 
 def test_a_run_whose_gradients_are_never_finite_has_diverged(tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("vitclinic.training.trainer.STUCK", 3)
+    monkeypatch.setattr("vitclinic.training.divergence.STUCK", 3)
     run = train(tiny(steps=9, treatments=["sam"]), callbacks=[Explode(1, 2, *range(4, 9))])
     assert run.status["status"] == "diverged"
     assert run.status["reason"] == "no finite gradient in the 3 steps up to step 7"

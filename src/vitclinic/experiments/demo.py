@@ -45,7 +45,7 @@ CLAIMS = (Claim("accuracy", "accuracy", True, "accuracy", "wang2022, Table 1; pa
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DemoResult:
     """The outcome of the demo."""
 
     exams: Exams
@@ -63,13 +63,13 @@ def train_both(out: str | Path, *, callbacks: Sequence[Callback] = ()) -> tuple[
     return plain, cured
 
 
-def compare(plain: Run, cured: Run, page: str | Path, callbacks: Iterable[Callback] = ()) -> Comparison:
+def compare(plain: Run, cured: Run, page: str | Path, callbacks: Iterable[Callback] = ()) -> DemoResult:
     """Examine both networks and write one page about them, which opens with what the cure did."""
     exams = examine([plain, cured], budget=BUDGET, callbacks=callbacks)
     found = judge_claims(exams[0], exams[1])
     headline = _headline(plain, cured)
     networks = [exams[0].view, replace(exams[1].view, findings=[*found, *exams[1].findings])]
-    return Comparison(exams, found, headline, write_report(page, networks, title=headline))
+    return DemoResult(exams, found, headline, write_report(page, networks, title=headline))
 
 
 def _headline(plain: Run, cured: Run) -> str:

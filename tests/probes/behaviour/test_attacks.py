@@ -18,7 +18,7 @@ from vitclinic._core.errors import RecipeError
 from vitclinic._core.statistics import share_interval
 from vitclinic.data.corruptions.noise import Ball, Draws
 from vitclinic.probes import Subject, measure, parse_probes
-from vitclinic.probes.behaviour.attacks import Attack, _Outcomes, image_gradient, inside, loss_slope, on_surface
+from vitclinic.probes.behaviour.attacks import Attack, AttackOutcomes, image_gradient, inside, loss_slope, on_surface
 
 PEERS = {
     ("linf", 1): lambda step: foolbox.attacks.LinfFastGradientAttack(),
@@ -232,7 +232,7 @@ def test_gradients_that_say_nothing_are_masked_though_noise_fools_no_more(name, 
 
 
 def test_a_zero_gradient_counts_where_the_image_withstands():
-    outcomes = _Outcomes(4)
+    outcomes = AttackOutcomes(4)
     outcomes.clean[:], outcomes.in_noise[:], outcomes.above_noise[:] = True, True, True
     outcomes.stuck[:2], outcomes.robust[1:3] = True, True
     (fgsm,) = parse_probes(["fgsm"])

@@ -15,7 +15,7 @@ from tests.probes.subjects import subject
 from vitclinic.data import Batch, open_data
 from vitclinic.data.split import read_columns, read_sizes
 from vitclinic.probes import Slices, load_subject, measure
-from vitclinic.probes.behaviour.slices import Features, Slice, compare_slices, divide_columns, divide_numbers
+from vitclinic.probes.behaviour.slices import ImageStatistics, Slice, compare_slices, divide_columns, divide_numbers
 
 
 def random_slices(random, n):
@@ -94,7 +94,7 @@ def test_columns_of_texts_of_few_and_of_many_numbers():
 def test_brightness_and_contrast_are_those_of_grey_pixels():
     images = torch.rand(7, 3, 5, 6)
     numbers = torch.tensor([4, 5, 6, 0, 1, 2, 3])
-    features = Features()
+    features = ImageStatistics()
     for rows in (slice(0, 3), slice(3, 7)):
         features.add(Batch(images[rows], numbers[rows], numbers[rows], numbers[rows]))
     found = features.collect()

@@ -262,7 +262,7 @@ def test_the_estimate_counts_what_runs():
 
 
 def test_answers_that_are_not_numbers_are_wrong():
-    answers = lesion.Answers(1, 2)
+    answers = lesion.LesionOutcomes(1, 2)
     batch = next(subject("vit", count=2).batches())
     answers.note(0, batch, torch.full((2, 5), torch.nan))
     assert not answers.correct.any()

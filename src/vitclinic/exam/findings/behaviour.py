@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vitclinic._core.records import Scalar, Suggestion
 from vitclinic.exam.findings.rule import (
-    Comparison,
     Evidence,
+    Excess,
     Verdict,
     compare,
     difference,
@@ -106,7 +106,7 @@ def _miscalibrated(evidence: Evidence, sign: int) -> Verdict | None:
     return Verdict(found.severity, statement, numbers, found.worse)
 
 
-def _gap(evidence: Evidence, confidence: Scalar, accuracy: Scalar, sign: int) -> Comparison | None:
+def _gap(evidence: Evidence, confidence: Scalar, accuracy: Scalar, sign: int) -> Excess | None:
     ours = difference(confidence, accuracy) if sign > 0 else difference(accuracy, confidence)
     their_confidence, their_accuracy = evidence.theirs("accuracy.confidence"), evidence.theirs("accuracy.accuracy")
     theirs = None
@@ -117,7 +117,7 @@ def _gap(evidence: Evidence, confidence: Scalar, accuracy: Scalar, sign: int) ->
     if found is None or theirs is None:
         return found
     tail = f"; of their difference, {format_number(ours)}, the reference network has {format_number(theirs)}"
-    return Comparison(found.severity, found.worse, tail)
+    return Excess(found.severity, found.worse, tail)
 
 
 LOST = 0.5

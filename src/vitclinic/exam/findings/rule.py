@@ -221,7 +221,7 @@ def known_rules() -> dict[str, Rule]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Excess:
     """A number beyond its limits, or beyond the reference network's."""
 
     severity: Severity
@@ -239,7 +239,7 @@ def compare(
     notice: float | None = None,
     margin: float,
     factor: float = 1,
-) -> Comparison | None:
+) -> Excess | None:
     """Compare a number with its limits and with the reference; None if its interval is not wholly beyond either.
 
     It is a problem above `problem` and a notice above `notice`, or where it is above the reference network's by
@@ -248,7 +248,7 @@ def compare(
     worse = theirs is not None and low(ours) > factor * high(theirs) + margin
     tail = "" if theirs is None else f"; the reference network has {format_number(theirs)}"
     if low(ours) > problem:
-        return Comparison("problem", worse, tail)
+        return Excess("problem", worse, tail)
     if worse or (notice is not None and low(ours) > notice):
-        return Comparison("notice", worse, tail)
+        return Excess("notice", worse, tail)
     return None

@@ -122,7 +122,7 @@ def _fraction(value: Any) -> Any:
     return float(written[1]) / int(written[2]) if written else value
 
 
-class _Outcomes:
+class AttackOutcomes:
     """Outcomes of the attack for each image."""
 
     def __init__(self, images: int) -> None:
@@ -168,7 +168,7 @@ class AttackProbe(BehaviourProbe):
         return float(len(subject) * (2 + (1 + self.restarts) * (_STEP_COSTS * self.attack.steps + 1)))
 
     def measure(self, subject: Subject) -> Result:
-        outcomes = _Outcomes(len(subject))
+        outcomes = AttackOutcomes(len(subject))
 
         def measure_batch(batch: Batch) -> int:
             self._measure_batch(subject, batch, outcomes)
@@ -177,7 +177,7 @@ class AttackProbe(BehaviourProbe):
         divide_images(subject, self.name, len(subject), subject.own_batches(), measure_batch, vars(outcomes).values())
         return self._result(outcomes)
 
-    def _measure_batch(self, subject: Subject, batch: Batch, outcomes: _Outcomes) -> None:
+    def _measure_batch(self, subject: Subject, batch: Batch, outcomes: AttackOutcomes) -> None:
         places = batch.indices.numpy()
         # The steps of an attack are finer than half precision.
         images = batch.images.to(torch.promote_types(subject.dtype, torch.float32))
@@ -211,7 +211,7 @@ class AttackProbe(BehaviourProbe):
     def _draws(self, purpose: str, subject: Subject, places: np.ndarray) -> Draws:
         return Draws(f"{self.name} {purpose}", subject.seed, subject.images.rows[places], subject.device)
 
-    def _result(self, outcomes: _Outcomes) -> Result:
+    def _result(self, outcomes: AttackOutcomes) -> Result:
         clean, robust = outcomes.clean, outcomes.robust
         attacked, stuck = int(clean.sum()), int((outcomes.stuck & robust).sum())
         scalars = {
@@ -238,7 +238,7 @@ def _answers(subject: Subject, images: Tensor, targets: Tensor) -> tuple[Correct
     return correct, (own[:, 0] - others).cpu().numpy()
 
 
-def weakness(outcomes: _Outcomes, stuck: int) -> str | None:
+def weakness(outcomes: AttackOutcomes, stuck: int) -> str | None:
     """Return the reason why the robust accuracy may be too high; None if there is none.
 
     Either there was no gradient to follow, or following it is not clearly better than noise.

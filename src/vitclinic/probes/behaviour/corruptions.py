@@ -34,10 +34,10 @@ SAMPLE_SIDE = 64
 _UNKNOWN = -1
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int8]]
-"""Indices of images, and their columns of `Outcomes.correct`."""
+"""Indices of images, and their columns of `CorruptionOutcomes.correct`."""
 
 
-class Outcomes:
+class CorruptionOutcomes:
     """Correctness of each image, clean (row 0) and under each corruption and severity."""
 
     def __init__(self, names: Sequence[str], images: int) -> None:
@@ -94,7 +94,7 @@ class Corruptions(BehaviourProbe):
             raise DoesNotApply(f"corruptions need images of at least {SMALLEST} pixels a side, and these are {side}.")
 
     def measure(self, subject: Subject) -> Result:
-        outcomes = Outcomes(self.corruptions, len(subject))
+        outcomes = CorruptionOutcomes(self.corruptions, len(subject))
         identity = f"{self.kinds} {subject.seed} {subject.data_digest}"
         partial = Partial(subject.scratch.get(self.name), identity, subject.distributed)
         outcomes.take(partial.read())
@@ -118,7 +118,9 @@ class Corruptions(BehaviourProbe):
         shown = [Corruption(name, SHOWN, seed=subject.seed)(image, row) for name in self.corruptions]
         return _small(torch.cat([image, *shown]))
 
-    def _own(self, subject: Subject, unseen: NDArray[np.int64], outcomes: Outcomes, partial: Partial) -> Iterator[Seen]:
+    def _own(
+        self, subject: Subject, unseen: NDArray[np.int64], outcomes: CorruptionOutcomes, partial: Partial
+    ) -> Iterator[Seen]:
         """Yield the outcomes of this process's batches, every n-th of those that are not finished."""
         size, distributed = subject.batch_size, subject.distributed
         mine = unseen[np.arange(len(unseen)) // size % distributed.size == distributed.rank]
@@ -131,7 +133,7 @@ class Corruptions(BehaviourProbe):
 
     @torch.no_grad()
     def _measure_batch(
-        self, subject: Subject, batch: Batch, places: NDArray[np.int64], outcomes: Outcomes, partial: Partial
+        self, subject: Subject, batch: Batch, places: NDArray[np.int64], outcomes: CorruptionOutcomes, partial: Partial
     ) -> None:
         """Measure all corruptions of one batch, so that its images are read only once."""
         rows = subject.images.rows[places]  # the number of an image in its file, whatever the limit
@@ -143,7 +145,7 @@ class Corruptions(BehaviourProbe):
             partial.write({"correct": outcomes.correct}, every=SAVED_EVERY)
             subject.progress(self.name, outcomes.num_known, outcomes.correct.size)
 
-    def _result(self, outcomes: Outcomes) -> Result:
+    def _result(self, outcomes: CorruptionOutcomes) -> Result:
         clean, corrupted = outcomes.correct[0], outcomes.by_corruption
         share = corrupted.mean((0, 1), dtype=np.float64)
         scalars = {

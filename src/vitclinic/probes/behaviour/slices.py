@@ -76,7 +76,7 @@ class Slices(StreamingProbe):
         return _Tally(subject, self.least, self.shown)
 
 
-class Features:
+class ImageStatistics:
     """Brightness and contrast of each image, by its number; a `Sum` of a tally."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Features:
         grey_bn = batch.images.double().mean(1).flatten(1).cpu()
         self._parts.append((batch.indices.cpu().numpy(), np.stack([grey_bn.mean(1), grey_bn.std(1, correction=0)], 1)))
 
-    def merge(self, other: Features) -> None:
+    def merge(self, other: ImageStatistics) -> None:
         """Add the images of another process."""
         self._parts += other._parts
 
@@ -101,7 +101,7 @@ class Features:
 class _Tally(OutcomeTally):
     def __init__(self, subject: Subject, least: int, shown: int) -> None:
         super().__init__(subject, shown)
-        self.least, self.features = least, Features()
+        self.least, self.features = least, ImageStatistics()
 
     def end_batch(self, batch: Batch, logits: Tensor) -> None:
         super().end_batch(batch, logits)

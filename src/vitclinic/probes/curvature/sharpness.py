@@ -116,7 +116,7 @@ class Sharpness(CurvatureProbe):
         surface = self.surface(subject)
         with surface.gradient_mode():
             surface.check()
-            return _Examination(self, subject, Hessian(surface), clock).result()
+            return _BudgetedMeasurement(self, subject, Hessian(surface), clock).result()
 
 
 def quadratic_form(product: Callable[[Tensor], Tensor], vector: Tensor) -> float:
@@ -124,7 +124,7 @@ def quadratic_form(product: Callable[[Tensor], Tensor], vector: Tensor) -> float
     return float(vector.double() @ product(vector).double())
 
 
-class _Examination:
+class _BudgetedMeasurement:
     """Measurements in order of importance, as far as the budget goes.
 
     `done` holds finished results (an eigenvalue, a draw) by name, and the number of products so far.

@@ -216,7 +216,7 @@ def block_structure(cka: Matrix, stages: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CrossCKA:
     """CKA between the units of two networks."""
 
     cka: Matrix
@@ -227,7 +227,7 @@ class Comparison:
     """Number of images used; batches of fewer than four are skipped."""
 
 
-def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) -> Comparison:
+def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) -> CrossCKA:
     """Return CKA between all units of two networks, in one pass of both over the same images.
 
     Args:
@@ -268,7 +268,7 @@ def cka_between(first: nn.Module, second: nn.Module, batches: Iterable[Tensor]) 
         raise DataError(f"CKA needs batches of at least {LEAST} images.")
     ours, theirs = readers[0].anatomy.units, readers[-1].anatomy.units
     _check_finite(sums, [unit for reader in readers for unit in reader.anatomy.units])
-    return Comparison(sums.cka()[: len(ours), -len(theirs) :], ours, theirs, int(sums.images.sum()))
+    return CrossCKA(sums.cka()[: len(ours), -len(theirs) :], ours, theirs, int(sums.images.sum()))
 
 
 def _reader(network: nn.Module, images: Tensor, stack: ExitStack) -> _Grams:

@@ -96,7 +96,7 @@ class Lesion(OwningProbe):
     @torch.no_grad()
     def measure(self, subject: Subject) -> Result:
         units = _removable(subject.anatomy)
-        answers = Answers(len(units), len(subject))
+        answers = LesionOutcomes(len(units), len(subject))
         partial = Partial(subject.scratch.get(self.name), " ".join(unit.name for unit in units), subject.distributed)
         answers.take(partial.read())
         try:
@@ -112,7 +112,9 @@ class Lesion(OwningProbe):
             partial.write(answers.arrays())
         return _result(units, answers)
 
-    def _examine(self, subject: Subject, units: Sequence[Unit], batch: Batch, replay: Replay, answers: Answers) -> None:
+    def _examine(
+        self, subject: Subject, units: Sequence[Unit], batch: Batch, replay: Replay, answers: LesionOutcomes
+    ) -> None:
         """Run one batch through the network, intact and without each unit."""
         passes = (len(units) + 1) * len(subject)
         before = answers.done * (len(units) + 1)
@@ -136,7 +138,7 @@ def _check_repeatable(subject: Subject, batch: Batch) -> None:
         )
 
 
-class Answers:
+class LesionOutcomes:
     """Correctness and NLL of each image; row 0 is the intact network, row k the k-th lesion."""
 
     def __init__(self, lesions: int, images: int) -> None:
@@ -182,7 +184,7 @@ def _images_at_a_time(subject: Subject, replay: Replay) -> int:
     return max(1, KEPT_BYTES // max(1, replay.recorded_bytes))
 
 
-def _result(units: Sequence[Unit], answers: Answers) -> Result:
+def _result(units: Sequence[Unit], answers: LesionOutcomes) -> Result:
     if not np.isfinite(answers.nll[0]).all():
         raise ModelError("the network's logits are not finite (NaN or infinity) for some image.")
     scalars = {"accuracy": share_correct(answers.correct[0]), "nll": mean_over(answers.nll[0], least=0.0)}
@@ -203,7 +205,7 @@ def _mean_drop(whole: Correct, lesioned: NDArray[np.bool_]) -> Scalar:
     return mean_over(drops, least=-1.0, most=1.0)
 
 
-def _row(unit: Unit, answers: Answers, number: int) -> UnitRow:
+def _row(unit: Unit, answers: LesionOutcomes, number: int) -> UnitRow:
     notes = [] if unit.removal is None else [unit.removal.how]
     values = {
         "accuracy": share_correct(answers.correct[number]),
