@@ -113,6 +113,53 @@ def test_an_unknown_form_and_a_folder_of_others_are_refused(run, tmp_path):
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
+def files_in(folder):
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_stranger_with_a_config_is_left_as_it_was(run, tmp_path, monkeypatch):
+    repository = tmp_path / "repo"
+    (repository / ".git").mkdir(parents=True)
+    for name in ("config.json", "thesis.tex", ".git/HEAD"):
+        (repository / name).write_text("{}")
+    (repository / "README.md").write_text("# Another network of mine\n")
+    monkeypatch.chdir(repository)
+    before = files_in(repository)
+    for out in (repository, ".", ""):
+        for form in ("timm", "hf"):
+            with pytest.raises(RecipeError, match="other things in it"):
+                vitclinic.export(run, form, out)
+    assert files_in(repository) == before
+    assert [file.name for file in tmp_path.iterdir()] == ["repo"]
+
+
+def test_an_earlier_export_is_renewed_and_what_lies_beside_it_stays(run, tmp_path):
+    folder = vitclinic.export(run, "timm", tmp_path / "net")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / "model.safetensors").write_bytes(b"")
+    assert vitclinic.export(run, "timm", folder) == folder
+    assert timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert (folder / ".git" / "HEAD").read_text() == "ref"
+    assert [file.name for file in tmp_path.iterdir()] == ["net"]
+
+
+@pytest.mark.parametrize("form", ["onnx", "torch-export"])
+def test_a_file_of_the_users_is_not_overwritten(form, run, tmp_path):
+    mine = tmp_path / "model"
+    mine.write_text("my thesis")
+    with pytest.raises(RecipeError, match="no earlier export"):
+        vitclinic.export(run, form, mine)
+    assert mine.read_text() == "my thesis"
+    with pytest.raises(RecipeError, match="is a folder, and an export"):
+        vitclinic.export(run, form, tmp_path)
+    mine.unlink()
+    vitclinic.export(run, form, mine)
+    assert vitclinic.export(run, form, mine) == mine  # its own it may
+    with pytest.raises(RecipeError, match="is a file, and an export"):
+        vitclinic.export(run, "timm", mine)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_programs_give_the_same_logits_for_any_number_of_images(name, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from vitclinic._core.errors import RecipeError, RunError, VitclinicError
+from vitclinic._core.io import read_text
 from vitclinic.exam.reporting import read_stored, view_exam
 from vitclinic.tasks import headlines
 from vitclinic.training import Run
@@ -17,6 +18,8 @@ _LOADING = {
     "hf": 'model = AutoModelForImageClassification.from_pretrained("FOLDER")  # or "USER/NAME"',
 }
 _IMPORTS = {"timm": "import timm", "hf": "from transformers import AutoModelForImageClassification"}
+_TAG = "vitclinic"
+"""In the front matter of every card: by it a folder is known to be an export."""
 _OURS = "import vitclinic.models  # adds this network to timm's\n"
 
 
@@ -33,7 +36,7 @@ def write_card(folder: Path, run: Run, to: str) -> Path:
     front = {
         "library_name": "timm" if to == "timm" else "transformers",
         "pipeline_tag": "image-classification",
-        "tags": ["image-classification", "timm", "vitclinic"],
+        "tags": ["image-classification", "timm", _TAG],
     }
     shown = ", ".join(classes[:20]) + (f" and {len(classes) - 20} more" if len(classes) > 20 else "")
     height, width = facts["size"]
@@ -53,6 +56,15 @@ def write_card(folder: Path, run: Run, to: str) -> Path:
     card = folder / "README.md"
     card.write_text("\n".join(part for part in parts if part), encoding="utf-8")
     return card
+
+
+def is_export(folder: Path) -> bool:
+    """Return True if a folder has a card of ours beside a network."""
+    card = folder / "README.md"
+    if not (folder / "config.json").is_file() or not card.is_file():
+        return False
+    front = read_text(card, RecipeError).removeprefix("---\n").partition("\n---\n")[0]
+    return f"- {_TAG}" in front.splitlines()
 
 
 def _describe_data(run: Run) -> str:

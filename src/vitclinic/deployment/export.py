@@ -17,6 +17,7 @@ import logging
 import math
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -35,7 +36,7 @@ from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, V
 from vitclinic._core.io import write_errors
 from vitclinic.anatomy.maps import AttentionCall, attention_scores
 from vitclinic.deployment.calibration import CALIBRATION, read_calibration
-from vitclinic.deployment.card import write_card
+from vitclinic.deployment.card import is_export, write_card
 from vitclinic.models import Normalized
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.run import find_run
@@ -47,6 +48,8 @@ TOLERANCE = 1e-4
 _SHAKEN = 1e-2
 """The same for networks with noise on their weights, in which rounding errors grow: other networks differ by more."""
 _FILES = {"onnx": "model.onnx", "torch-export": "model.pt2"}
+_DESCRIPTION = "vitclinic.json"
+"""The file in a program of torch.export that describes it."""
 _BATCHES = (1, 2, 5)
 """Numbers of images that an export is checked with."""
 _PLAIN = {"vit_tiny_fitted": "vit_tiny_patch16_224"}
@@ -62,9 +65,10 @@ def export(run: str | Path | Run | Checkpoint, to: Form, out: str | Path | None 
         out: The folder or file; by default `export/` in the run.
 
     Returns:
-        Its path. What was there before is replaced.
+        Its path. An earlier export there is replaced; other files are left.
 
     Raises:
+        RecipeError: Something else than an earlier export is there.
         ModelError: The network cannot be expressed in this form; the message says why.
         MissingExtraError: A package is missing.
 
@@ -78,6 +82,8 @@ def export(run: str | Path | Run | Checkpoint, to: Form, out: str | Path | None 
     network = load_model(opened.path, checkpoint)
     target = Path(out) if out is not None else opened.path / "export" / _FILES.get(to, to)
     name = f"'{opened.path}'"
+    with write_errors(target):
+        _refuse_strangers(target, to)
     if to in ("timm", "hf"):
         with _staged_folder(target) as folder:
             write_folder(folder, opened, network, to)
@@ -144,22 +150,57 @@ def check_same_logits(
 
 @contextmanager
 def _staged_folder(target: Path) -> Iterator[Path]:
-    """Give a new folder; what is in it at the end replaces `target`, a folder or the one file in it of that name."""
+    """Give a new folder, which becomes `target` at the end, or whose files replace those of the same names.
+
+    A file of the target's name becomes the target itself. Nothing else is touched: there may be work of the user's.
+    """
     with write_errors(target):
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".export-", dir=target.absolute().parent))
+        place = target.absolute()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".export-", dir=place.parent))
         try:
             yield staging
-            if (staging / target.name).is_file():
-                (staging / target.name).replace(target)
+            if (staging / place.name).is_file():
+                (staging / place.name).replace(place)
+            elif place.is_dir():
+                for file in sorted(staging.iterdir()):
+                    file.replace(place / file.name)
             else:
-                if target.is_dir() and not (target / "config.json").is_file() and any(target.iterdir()):
-                    raise RecipeError(f"'{target}' is a folder with other things in it; choose another.")
-                shutil.rmtree(target, ignore_errors=True)
                 staging.chmod(0o755)
-                staging.rename(target)
+                staging.rename(place)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _refuse_strangers(target: Path, to: str) -> None:
+    """Raise a RecipeError if what is at `target` is not ours to replace: neither empty nor an earlier export."""
+    if to in ("timm", "hf"):
+        if target.exists() and not target.is_dir():
+            raise RecipeError(f"'{target}' is a file, and an export to {to} is a folder; choose another name.")
+        if target.is_dir() and any(target.iterdir()) and not is_export(target):
+            raise RecipeError(f"'{target}' is a folder with other things in it; choose another.")
+    elif target.is_dir():
+        raise RecipeError(f"'{target}' is a folder, and an export to {to} is a file; name one, such as {_FILES[to]}.")
+    elif target.exists() and not (_is_our_onnx(target) if to == "onnx" else _is_our_program(target)):
+        raise RecipeError(f"'{target}' is there already and is no earlier export to {to}; choose another name.")
+
+
+def _is_our_onnx(file: Path) -> bool:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(str(file), load_external_data=False)
+    except DecodeError:
+        return False
+    return {"classes", "resize_to_cover"} <= {entry.key for entry in model.metadata_props}
+
+
+def _is_our_program(file: Path) -> bool:
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(Path(name).name == _DESCRIPTION for name in archive.namelist())
 
 
 @contextmanager
@@ -199,7 +240,7 @@ def _trace(network: nn.Module, run: Run) -> torch.export.ExportedProgram:
 
 def _write_program(path: Path, run: Run, network: Normalized) -> Callable[[Tensor], Tensor]:
     with _expressed("torch.export", f"'{run.path}'"):
-        extra = {"vitclinic.json": json.dumps(describe(run, network))}
+        extra = {_DESCRIPTION: json.dumps(describe(run, network))}
         torch.export.save(_trace(network, run), path, extra_files=extra)
         module: Callable[[Tensor], Tensor] = torch.export.load(path).module()
     return module
