@@ -18,6 +18,7 @@ from tests.deployment.conftest import write_photos
 from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import dataset as dataset_module
 from vitclinic.data import evaluation_batches, open_data
+from vitclinic.deployment.calibration import choose_temperature
 from vitclinic.deployment.images import find_images
 from vitclinic.deployment.predict import Predictor
 from vitclinic.deployment.predictor import ImageStream
@@ -71,6 +72,35 @@ def test_the_temperature_is_fitted_on_val_once_and_divides_the_logits(run, monke
     )  # to fit again would call it
     assert vitclinic.predict(run, files).temperature == found.temperature
     assert vitclinic.predict(run, files, temperature=2).temperature == 2
+
+
+def test_a_temperature_that_raises_the_loss_is_not_taken_and_a_worse_calibration_is_told(caplog):
+    right = 9 * torch.eye(3)
+    kept = choose_temperature(right, torch.arange(3), "'runs/a'")
+    assert kept["temperature"] == 1
+    assert kept["ece"] == kept["ece_before"]
+    assert "'runs/a' keeps the temperature 1: at" in caplog.text
+    caplog.clear()
+    # one sure mistake, 19 unsure ones right: the loss asks for less certainty, the calibration error for more
+    logits = torch.tensor([[1.0, 0.0]] * 19 + [[9.0, 0.0]])
+    found = choose_temperature(logits, torch.tensor([0] * 19 + [1]), "'runs/a'")
+    assert found["temperature"] > 1
+    assert found["nll"] < found["nll_before"]
+    assert found["ece"] > found["ece_before"]
+    assert "calibration error rises" in caplog.text
+
+
+def test_a_temperature_of_an_earlier_version_is_fitted_again(run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("calibration.json"))
+    found = vitclinic.predict(copy, images_of(run)).temperature
+    stored = json.loads((copy / "calibration.json").read_text())
+    stored.pop("digest")
+    (record,) = stored.values()
+    record["temperature"] = 7.0
+    record.pop("nll")
+    (copy / "calibration.json").write_text(json.dumps(stored))
+    assert vitclinic.predict(copy, images_of(run)).temperature == found
 
 
 def test_without_its_data_a_run_predicts_uncalibrated_and_says_so(tmp_path, run, caplog):
