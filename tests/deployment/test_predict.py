@@ -4,8 +4,11 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -196,7 +199,7 @@ def test_unreadable_images_are_told_and_counted(run, tmp_path, command):
     out = tmp_path / "x.csv"
     code, _, told = command("predict", run.path, good, tmp_path / "bad.png", tmp_path / "cut.png", "-o", out)
     assert code == 8
-    assert "1 image predicted, 2 skipped" in told
+    assert "; 2 images skipped (" in told
     assert f"skipped {tmp_path}/bad.png: cannot identify image file" in told
     assert len(out.read_text().splitlines()) == 2
     out.unlink()
@@ -241,7 +244,7 @@ def test_standard_output_is_csv_or_json_and_nothing_else(run, command):
     code, printed, told = command("predict", run.path, good, "--top-k", 1)
     header, row = csv.reader(io.StringIO(printed))
     assert (code, header, row[0]) == (0, ["file", "class", "probability"], good)
-    assert "1 image predicted" in told
+    assert "1 prediction written (" in told
     code, printed, told = command("predict", run.path, good, "--json")
     assert (code, told) == (0, "")
     assert json.loads(printed)["predictions"][0]["file"] == good
@@ -255,3 +258,61 @@ def test_an_interruption_leaves_no_file(run, tmp_path, command, monkeypatch):
     code, _, told = command("predict", run.path, images_of(run), "-o", tmp_path / "x.csv")
     assert (code, list(tmp_path.iterdir())) == (130, [])
     assert "interrupted; no table was written" in told
+
+
+@pytest.mark.parametrize("word", ["~foo.png", f"{'x' * 300}.csv", f"{'x' * 300}.png"])
+def test_a_name_that_cannot_be_looked_at_is_a_mistake_and_no_bug(word, run, command):
+    code, _, error = command("predict", run.path, word)
+    assert code == 3
+    assert "bug in vitclinic" not in error
+
+
+def test_a_table_among_the_images_of_a_classifier_is_skipped_as_what_is_no_image(run, command, tmp_path):
+    good = find_images([images_of(run)])[0]
+    (tmp_path / "labels.csv").write_text("file,label\na.png,cat\n")
+    code, printed, error = command("predict", run.path, tmp_path / "labels.csv", good)
+    assert code == 8
+    assert good in printed
+    assert "labels.csv" in error
+    assert "questions" not in error
+
+
+def test_folders_on_standard_input_and_in_patterns_are_opened(run):
+    folder = images_of(run)
+    files = find_images([folder])
+    assert find_images(["-"], io.StringIO(f"{folder}\n")) == files
+    assert find_images([f"{folder}/*"]) == files
+
+
+def test_the_words_of_the_command(run, command, tmp_path, monkeypatch):
+    good, out = find_images([images_of(run)])[0], tmp_path / "new.csv"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{good}\n{tmp_path / 'nope.png'}\n"))
+    code, _, error = command("predict", run.path, "-", "-o", out)
+    assert code == 8
+    assert re.search(r"nope\.png: no such file\n", error)
+    assert "1 prediction written to " in error
+    assert "; 1 image skipped (" in error
+    code, _, error = command("predict", run.path, good, "-o", tmp_path / "nodir" / "new.csv")
+    assert code == 2
+    assert f"folder '{tmp_path / 'nodir'}' does not exist" in error
+
+
+def test_the_rate_is_that_of_the_predictions_without_the_calibration(run, command, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("calibration.json"))
+    clock = [0.0]
+    fit = sys.modules["vitclinic.deployment.calibration"]._fit
+
+    def slowly(*arguments):
+        clock[0] += 1e6
+        return fit(*arguments)
+
+    monkeypatch.setattr(sys.modules["vitclinic.deployment.calibration"], "_fit", slowly)
+    real = time.monotonic
+    monkeypatch.setattr("vitclinic.cli.predict.time", SimpleNamespace(monotonic=lambda: real() + clock[0]))
+    out = tmp_path / "new.csv"
+    code, _, error = command("predict", copy, images_of(run), "-o", out, "--workers", "0")
+    assert code == 0
+    assert clock[0]
+    rate = re.search(r"16 predictions written to .*new\.csv \(.*, (\d+) images/s\)", error.replace("\n", ""))
+    assert int(rate[1]) > 0

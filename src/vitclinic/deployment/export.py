@@ -38,6 +38,7 @@ from vitclinic.anatomy.maps import AttentionCall, attention_scores
 from vitclinic.deployment.calibration import CALIBRATION, read_calibration
 from vitclinic.deployment.card import is_export, write_card
 from vitclinic.models import Normalized
+from vitclinic.probes.digest import network_digest
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.run import find_run
 
@@ -267,13 +268,19 @@ def describe(run: Run, network: Normalized) -> dict[str, Any]:
     """Return what a user of an export needs beside the weights: classes, preprocessing, temperature."""
     way = run.preprocessing
     facts = {"classes": list(network.classes or ()), "input": "RGB" if way.channels == 3 else "grey", "range": [0, 1]}
-    found = list(read_calibration(run.path / CALIBRATION).values())
+    temperature = _find_temperature(run, network)
     return {
         **facts,
         "size": list(way.size),
         "resize_to_cover": list(way.framed),
-        **({"temperature": found[-1]["temperature"]} if found else {}),
+        **({} if temperature is None else {"temperature": temperature}),
     }
+
+
+def _find_temperature(run: Run, network: nn.Module) -> float | None:
+    """Return the temperature that was fitted for these weights, if one was."""
+    found = read_calibration(run.path / CALIBRATION).get(network_digest(network)[:16])
+    return None if found is None else float(found["temperature"])
 
 
 def write_folder(folder: Path, run: Run, network: Normalized, to: str) -> None:
@@ -288,11 +295,23 @@ def write_folder(folder: Path, run: Run, network: Normalized, to: str) -> None:
     save_file(weights, folder / "model.safetensors")
     _check_timm(folder, run, network, normalized)
     if to == "hf":
-        from transformers import AutoModelForImageClassification
-
-        theirs: Any = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+        theirs = _open_in_transformers(folder)
         check_same_logits(backbone, normalized, lambda x: theirs(pixel_values=x).logits, f"'{run.path}'")
-    write_card(folder, run, to)
+    write_card(folder, run, to, _find_temperature(run, network))
+
+
+def _open_in_transformers(folder: Path) -> Any:
+    """Return the folder's network; the bar that transformers draws while it loads would be noise."""
+    from transformers import AutoModelForImageClassification
+    from transformers.utils import logging as theirs
+
+    drawn = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        return AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+    finally:
+        if drawn:
+            theirs.enable_progress_bar()
 
 
 def _check_timm(folder: Path, run: Run, network: Normalized, x_bchw: Tensor) -> None:
