@@ -8,10 +8,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import vitclinic
 from tests.deployment.conftest import TINY
 from vitclinic._core.errors import ModelError, RecipeError, RunError
+from vitclinic._core.io import write_errors
 from vitclinic.deployment.export import check_same_logits
 from vitclinic.training import load_model
 
@@ -33,10 +35,8 @@ NETWORKS = {
 
 
 def train(folder, model, treatments, **changes):
-    data = {"source": "shapes:60", "augment": "none"}
-    return vitclinic.train(
-        data=data, model=model, treatments=treatments, steps=1, batch_size=16, workers=0, out=folder, **changes
-    )
+    usual = {"data": {"source": "shapes:60", "augment": "none"}, "steps": 1, "batch_size": 16, "workers": 0}
+    return vitclinic.train(model=model, treatments=treatments, out=folder, **(usual | changes))
 
 
 def test_a_timm_folder_loads_in_timm_alone_and_in_transformers_offline(run, monkeypatch):
@@ -111,6 +111,53 @@ def test_an_unknown_form_and_a_folder_of_others_are_refused(run, tmp_path):
     with pytest.raises(RecipeError, match="other things in it"):
         vitclinic.export(run, "timm", tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def files_in(folder):
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_stranger_with_a_config_is_left_as_it_was(run, tmp_path, monkeypatch):
+    repository = tmp_path / "repo"
+    (repository / ".git").mkdir(parents=True)
+    for name in ("config.json", "thesis.tex", ".git/HEAD"):
+        (repository / name).write_text("{}")
+    (repository / "README.md").write_text("# Another network of mine\n")
+    monkeypatch.chdir(repository)
+    before = files_in(repository)
+    for out in (repository, ".", ""):
+        for form in ("timm", "hf"):
+            with pytest.raises(RecipeError, match="other things in it"):
+                vitclinic.export(run, form, out)
+    assert files_in(repository) == before
+    assert [file.name for file in tmp_path.iterdir()] == ["repo"]
+
+
+def test_an_earlier_export_is_renewed_and_what_lies_beside_it_stays(run, tmp_path):
+    folder = vitclinic.export(run, "timm", tmp_path / "net")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / "model.safetensors").write_bytes(b"")
+    assert vitclinic.export(run, "timm", folder) == folder
+    assert timm.create_model(f"local-dir:{folder}", pretrained=True)
+    assert (folder / ".git" / "HEAD").read_text() == "ref"
+    assert [file.name for file in tmp_path.iterdir()] == ["net"]
+
+
+@pytest.mark.parametrize("form", ["onnx", "torch-export"])
+def test_a_file_of_the_users_is_not_overwritten(form, run, tmp_path):
+    mine = tmp_path / "model"
+    mine.write_text("my thesis")
+    with pytest.raises(RecipeError, match="no earlier export"):
+        vitclinic.export(run, form, mine)
+    assert mine.read_text() == "my thesis"
+    with pytest.raises(RecipeError, match="is a folder, and an export"):
+        vitclinic.export(run, form, tmp_path)
+    mine.unlink()
+    vitclinic.export(run, form, mine)
+    assert vitclinic.export(run, form, mine) == mine  # its own it may
+    with pytest.raises(RecipeError, match="is a file, and an export"):
+        vitclinic.export(run, "timm", mine)
 
 
 @pytest.mark.slow
@@ -221,3 +268,37 @@ def test_a_task_that_a_form_has_no_place_for_is_one_sentence(task, form, tmp_pat
     run = vitclinic.train(data="scenes:24", task=task, model=TINY, **common)
     with pytest.raises(ModelError, match=rf"was trained for {task}, which has no export to {form}"):
         vitclinic.export(run, form)
+
+
+def test_a_folder_or_nothing_in_the_place_of_a_file_is_a_mistake(run, tmp_path, command):
+    for out, said in ((tmp_path, "is a folder"), ("", "it is empty")):
+        code, _, error = command("export", run.path, "--to", "onnx", "-o", out)
+        assert code == 2
+        assert said in error
+        assert "Errno" not in error
+
+
+def test_a_folder_in_the_way_of_a_file_is_told_without_a_number(tmp_path):
+    with pytest.raises(RunError, match=r"it is a folder\. Files written so far are intact; choose another") as told:
+        with write_errors(tmp_path):
+            tmp_path.write_text("x")
+    assert "space" not in str(told.value)
+
+
+def test_the_card_has_names_as_text_and_what_a_user_of_the_logits_needs(tmp_path, capfd):
+    data = tmp_path / "photos"
+    for split in ("train", "test"):
+        for name in ("<img src=x onerror=alert(1)>", "a *b* [c](d)"):
+            (data / split / name).mkdir(parents=True)
+            for number in range(8):
+                Image.new("RGB", (32, 32), (number * 20, 0, 9)).save(data / split / name / f"{number}.png")
+    run = train(tmp_path / "run", TINY, [], **{"data": {"source": str(data), "augment": "none"}, "batch_size": 4})
+    temperature = vitclinic.predict(run, data / "test").temperature
+    card = (vitclinic.export(run, "hf") / "README.md").read_text()
+    assert "<img" not in card
+    assert "&lt;img src=x onerror=alert(1)&gt;" in card.replace("\\", "")
+    assert r"a \*b\* \[c\](d)" in card
+    assert "center crop of 32 x 32" in card
+    assert "mean 0." in card
+    assert f"divided by {temperature:.4g}" in card
+    assert "Loading weights" not in capfd.readouterr().err

@@ -4,8 +4,11 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -18,6 +21,7 @@ from tests.deployment.conftest import write_photos
 from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import dataset as dataset_module
 from vitclinic.data import evaluation_batches, open_data
+from vitclinic.deployment.calibration import choose_temperature
 from vitclinic.deployment.images import find_images
 from vitclinic.deployment.predict import Predictor
 from vitclinic.deployment.predictor import ImageStream
@@ -71,6 +75,35 @@ def test_the_temperature_is_fitted_on_val_once_and_divides_the_logits(run, monke
     )  # to fit again would call it
     assert vitclinic.predict(run, files).temperature == found.temperature
     assert vitclinic.predict(run, files, temperature=2).temperature == 2
+
+
+def test_a_temperature_that_raises_the_loss_is_not_taken_and_a_worse_calibration_is_told(caplog):
+    right = 9 * torch.eye(3)
+    kept = choose_temperature(right, torch.arange(3), "'runs/a'")
+    assert kept["temperature"] == 1
+    assert kept["ece"] == kept["ece_before"]
+    assert "'runs/a' keeps the temperature 1: at" in caplog.text
+    caplog.clear()
+    # one sure mistake, 19 unsure ones right: the loss asks for less certainty, the calibration error for more
+    logits = torch.tensor([[1.0, 0.0]] * 19 + [[9.0, 0.0]])
+    found = choose_temperature(logits, torch.tensor([0] * 19 + [1]), "'runs/a'")
+    assert found["temperature"] > 1
+    assert found["nll"] < found["nll_before"]
+    assert found["ece"] > found["ece_before"]
+    assert "calibration error rises" in caplog.text
+
+
+def test_a_temperature_of_an_earlier_version_is_fitted_again(run, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("calibration.json"))
+    found = vitclinic.predict(copy, images_of(run)).temperature
+    stored = json.loads((copy / "calibration.json").read_text())
+    stored.pop("digest")
+    (record,) = stored.values()
+    record["temperature"] = 7.0
+    record.pop("nll")
+    (copy / "calibration.json").write_text(json.dumps(stored))
+    assert vitclinic.predict(copy, images_of(run)).temperature == found
 
 
 def test_without_its_data_a_run_predicts_uncalibrated_and_says_so(tmp_path, run, caplog):
@@ -166,7 +199,7 @@ def test_unreadable_images_are_told_and_counted(run, tmp_path, command):
     out = tmp_path / "x.csv"
     code, _, told = command("predict", run.path, good, tmp_path / "bad.png", tmp_path / "cut.png", "-o", out)
     assert code == 8
-    assert "1 image predicted, 2 skipped" in told
+    assert "; 2 images skipped (" in told
     assert f"skipped {tmp_path}/bad.png: cannot identify image file" in told
     assert len(out.read_text().splitlines()) == 2
     out.unlink()
@@ -211,7 +244,7 @@ def test_standard_output_is_csv_or_json_and_nothing_else(run, command):
     code, printed, told = command("predict", run.path, good, "--top-k", 1)
     header, row = csv.reader(io.StringIO(printed))
     assert (code, header, row[0]) == (0, ["file", "class", "probability"], good)
-    assert "1 image predicted" in told
+    assert "1 prediction written (" in told
     code, printed, told = command("predict", run.path, good, "--json")
     assert (code, told) == (0, "")
     assert json.loads(printed)["predictions"][0]["file"] == good
@@ -225,3 +258,61 @@ def test_an_interruption_leaves_no_file(run, tmp_path, command, monkeypatch):
     code, _, told = command("predict", run.path, images_of(run), "-o", tmp_path / "x.csv")
     assert (code, list(tmp_path.iterdir())) == (130, [])
     assert "interrupted; no table was written" in told
+
+
+@pytest.mark.parametrize("word", ["~foo.png", f"{'x' * 300}.csv", f"{'x' * 300}.png"])
+def test_a_name_that_cannot_be_looked_at_is_a_mistake_and_no_bug(word, run, command):
+    code, _, error = command("predict", run.path, word)
+    assert code == 3
+    assert "bug in vitclinic" not in error
+
+
+def test_a_table_among_the_images_of_a_classifier_is_skipped_as_what_is_no_image(run, command, tmp_path):
+    good = find_images([images_of(run)])[0]
+    (tmp_path / "labels.csv").write_text("file,label\na.png,cat\n")
+    code, printed, error = command("predict", run.path, tmp_path / "labels.csv", good)
+    assert code == 8
+    assert good in printed
+    assert "labels.csv" in error
+    assert "questions" not in error
+
+
+def test_folders_on_standard_input_and_in_patterns_are_opened(run):
+    folder = images_of(run)
+    files = find_images([folder])
+    assert find_images(["-"], io.StringIO(f"{folder}\n")) == files
+    assert find_images([f"{folder}/*"]) == files
+
+
+def test_the_words_of_the_command(run, command, tmp_path, monkeypatch):
+    good, out = find_images([images_of(run)])[0], tmp_path / "new.csv"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{good}\n{tmp_path / 'nope.png'}\n"))
+    code, _, error = command("predict", run.path, "-", "-o", out)
+    assert code == 8
+    assert re.search(r"nope\.png: no such file\n", error)
+    assert "1 prediction written to " in error
+    assert "; 1 image skipped (" in error
+    code, _, error = command("predict", run.path, good, "-o", tmp_path / "nodir" / "new.csv")
+    assert code == 2
+    assert f"folder '{tmp_path / 'nodir'}' does not exist" in error
+
+
+def test_the_rate_is_that_of_the_predictions_without_the_calibration(run, command, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy, ignore=shutil.ignore_patterns("calibration.json"))
+    clock = [0.0]
+    fit = sys.modules["vitclinic.deployment.calibration"]._fit
+
+    def slowly(*arguments):
+        clock[0] += 1e6
+        return fit(*arguments)
+
+    monkeypatch.setattr(sys.modules["vitclinic.deployment.calibration"], "_fit", slowly)
+    real = time.monotonic
+    monkeypatch.setattr("vitclinic.cli.predict.time", SimpleNamespace(monotonic=lambda: real() + clock[0]))
+    out = tmp_path / "new.csv"
+    code, _, error = command("predict", copy, images_of(run), "-o", out, "--workers", "0")
+    assert code == 0
+    assert clock[0]
+    rate = re.search(r"16 predictions written to .*new\.csv \(.*, (\d+) images/s\)", error.replace("\n", ""))
+    assert int(rate[1]) > 0

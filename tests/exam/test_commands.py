@@ -1,6 +1,8 @@
 """Commands beside findings: they name what was examined, and they work."""
 
+import html
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -10,11 +12,13 @@ from rich.console import Console
 from torch import nn
 
 import vitclinic
+from tests.processes import run_command
 from vitclinic._core.records import Finding, Scalar, Suggestion
 from vitclinic.cli.common import recipe_and_changes
 from vitclinic.exam.commands import Origin, add_commands
 from vitclinic.exam.display import show_exams, to_json
 from vitclinic.training import build_recipe
+from vitclinic.training.run import find_run
 
 NASTY = "my $(touch x) 'photos' #1: \"a\"/"
 
@@ -51,14 +55,15 @@ def test_a_run_is_trained_again_with_each_suggestion_and_measured_beside_it(run)
     origin = Origin("my runs/a", run=run)
     treat, again = commands(origin, "sam", "data.augment.smoothing=0.1")
     assert treat == [
-        "vitclinic train 'my runs/a/recipe.yaml' 'treatments=[gap_head, sam]' 'out=my runs/a-treated'",
-        "vitclinic train 'my runs/a/recipe.yaml' data.augment.smoothing=0.1 'out=my runs/a-treated'",
+        "vitclinic train 'my runs/a/recipe.yaml' 'treatments=[gap_head, sam]' 'out=my runs/a-sam'",
+        "vitclinic train 'my runs/a/recipe.yaml' data.augment.smoothing=0.1 'out=my runs/a-data.augment.smoothing-0.1'",
     ]
-    assert again == "vitclinic examine 'my runs/a' 'my runs/a-treated' --probes accuracy,sharpness"
-    for command in treat:
+    both = "'my runs/a-sam' 'my runs/a-data.augment.smoothing-0.1'"
+    assert again == f"vitclinic examine 'my runs/a' {both} --probes accuracy,sharpness"
+    for command, out in zip(treat, ("my runs/a-sam", "my runs/a-data.augment.smoothing-0.1"), strict=True):
         recipe, changes = recipe_and_changes(shlex.split(command)[2:])
         built = build_recipe(recipe, changes)
-        assert Path(built.out) == Path("my runs/a-treated")
+        assert Path(built.out) == Path(out)
         assert built.model.name == run.recipe.model.name
     assert [one.name for one in build_recipe(*recipe_and_changes(shlex.split(treat[0])[2:])).treatments] == [
         "gap_head",
@@ -74,7 +79,7 @@ def test_what_the_network_has_already_is_not_a_command(run):
 
 def test_what_is_about_training_alone_is_seen_in_the_report(run):
     _, again = commands(Origin("my runs/a", run=run), "sam", numbers=("training.loss",))
-    assert again == "vitclinic report 'my runs/a' 'my runs/a-treated'"
+    assert again == "vitclinic report 'my runs/a' 'my runs/a-sam'"
 
 
 def test_a_network_of_a_library_starts_from_its_weights():
@@ -82,16 +87,16 @@ def test_a_network_of_a_library_starts_from_its_weights():
     (treat,), again = commands(origin, "sam")
     words = shlex.split(treat)
     assert words[:2] == ["vitclinic", "train"]
-    assert words[3:] == ["init=timm:resnet18", "treatments=[sam]", "out=runs/timm-resnet18-treated"]
+    assert words[3:] == ["init=timm:resnet18", "treatments=[sam]", "out=runs/timm-resnet18-sam"]
     recipe, changes = recipe_and_changes(words[2:])
     assert build_recipe(recipe, changes).data.source == NASTY
     assert shlex.split(again)[2:] == [
-        *("timm:resnet18", "runs/timm-resnet18-treated", "--data", NASTY, "--split", "val", "--limit", "100"),
+        *("timm:resnet18", "runs/timm-resnet18-sam", "--data", NASTY, "--split", "val", "--limit", "100"),
         *("--probes", "accuracy,sharpness"),
     ]
     untrained = Origin("timm:resnet18", data="digits", options={"random_weights": True})
     (treat,), again = commands(untrained, "sam")
-    assert treat == "vitclinic train data=digits model=resnet18 'treatments=[sam]' out=runs/timm-resnet18-treated"
+    assert treat == "vitclinic train data=digits model=resnet18 'treatments=[sam]' out=runs/timm-resnet18-sam"
     assert "--random-weights --probes" in again
 
 
@@ -127,3 +132,68 @@ def test_the_report_of_a_stored_run_has_them_too(run):
     exam = vitclinic.examine("my runs/a", probes=["accuracy"])
     assert exam.findings[0].again.startswith("vitclinic examine 'my runs/a'")
     assert "vitclinic examine &#39;my runs/a&#39;" in Path(vitclinic.report("my runs/a")).read_text()
+
+
+def test_the_report_repeats_the_data_and_options_of_the_exam(run):
+    vitclinic.examine("my runs/a", "digits", probes=["accuracy"], split="train", limit=30)
+    page = html.unescape(Path(vitclinic.report("my runs/a")).read_text())
+    assert " --data digits --split train --limit 30 --probes accuracy" in page
+
+
+def test_the_report_of_an_exam_without_a_run_has_the_commands_of_the_exam(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = "timm:vit_tiny_patch16_224?img_size=8&patch_size=2&depth=1&num_classes=10"
+    exam = vitclinic.examine(target, "digits", probes=["accuracy"], random_weights=True, limit=40)
+    wanted = [finding.again for finding in exam.findings]
+    assert wanted
+    page = html.unescape(Path(vitclinic.report(exam.folder)).read_text())
+    assert all(command in page for command in wanted)
+
+
+@pytest.mark.parametrize("here", ["/", "elsewhere"])
+def test_the_commands_on_a_page_lead_to_the_run_from_where_it_was_written(here, run, tmp_path, monkeypatch):
+    vitclinic.examine("my runs/a", probes=["accuracy"])
+    (tmp_path / "elsewhere").mkdir()
+    place = run.path.absolute()
+    monkeypatch.chdir(tmp_path / here)
+    page = html.unescape(Path(vitclinic.report(place, tmp_path / "page.html")).read_text())
+    commands = re.findall(r"<code>(vitclinic [^<]+)</code>", page)
+    assert commands
+    for command in commands:
+        assert find_run(shlex.split(command)[2].removesuffix("/recipe.yaml"))[0].samefile(place)
+
+
+def test_of_images_that_are_normalized_the_command_says_so(tmp_path):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    loader = [(2 * torch.rand(40, 3, 2, 2) - 1, torch.arange(40) % 2)]
+    how = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "normalized": True, "output": lambda found: found}
+    exam = vitclinic.examine(network, data=loader, probes=["accuracy"], out=tmp_path, **how)
+    (again,) = {found.again for found in exam.findings}
+    halves = "[0.5, 0.5, 0.5]"
+    assert again == (
+        f"vitclinic.examine(model, data=loader, mean={halves}, std={halves}, normalized=True, output=output,"
+        ' probes=["accuracy"])'
+    )
+    names = {"vitclinic": vitclinic, "model": network, "loader": loader, "output": how["output"]}
+    assert eval(again, names)["accuracy"].status == "ok"
+
+
+@pytest.mark.slow
+def test_the_printed_commands_of_a_finding_train_and_measure_again(run):
+    """What a reader copies from the terminal: every suggestion is trained, then all are measured beside the run."""
+    printed = run_command(
+        "examine", "my runs/a", "--probes", "accuracy,norms,attention_entropy", cwd=run.path.parents[1]
+    )
+    assert printed.returncode == 0, printed.stderr
+    lines = [line.strip() for line in printed.stdout.splitlines()]
+    commands = list(dict.fromkeys(found[1] for line in lines if (found := re.search(r": (vitclinic .*)$", line))))
+    trained = [command for command in commands if command.startswith("vitclinic train")]
+    measured = [command for command in commands if command.startswith("vitclinic examine")]
+    assert trained
+    assert measured
+    for command in [*trained, *measured]:
+        done = run_command(*shlex.split(command)[1:], cwd=run.path.parents[1])
+        assert done.returncode == 0, (command, done.stderr)
+    outs = {shlex.split(command)[-1].removeprefix("out=") for command in trained}
+    assert len(outs) == len(trained)
+    assert outs <= {word for command in measured for word in shlex.split(command)}

@@ -83,11 +83,29 @@ def test_a_gate_fails_where_its_condition_holds(runs, examine, tmp_path):
     assert gate["passed"]
     code, printed = examine(good.path, "--fail-on", "accuracy.nll>0", "--junit", tmp_path / "x.xml")
     assert code == 9
-    assert "failed accuracy.nll>0" in printed
+    assert "failed: fail-on accuracy.nll>0 (" in printed
+    assert "; measured " in printed
     assert ElementTree.parse(tmp_path / "x.xml").getroot().get("failures") == "1"
     code, printed = examine(good.path, "--fail-on", "accuracy.acuracy<0")
-    assert code == 9
-    assert "is unknown: it has no 'acuracy'" in printed
+    assert code == 2  # a mistake in the command, not in the network
+    assert "accuracy has no metric 'acuracy'; available: accuracy, " in printed
+
+
+def test_a_target_that_cannot_be_examined_is_an_error_in_junit(runs, examine, tmp_path):
+    good, _ = runs
+    code, _ = examine(good.path, "nosuch", "--fail-on", "accuracy.accuracy<0.2", "--junit", tmp_path / "x.xml")
+    assert code == 2
+    suite = ElementTree.parse(tmp_path / "x.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "1")
+    case = suite[-1]
+    assert (case.get("classname"), case.get("name"), case[0].tag) == ("nosuch", "examine", "error")
+    assert suite[0].get("name") == "fail-on accuracy.accuracy<0.2"
+
+
+def test_a_baseline_alone_measures_no_more_than_accuracy(runs, examine):
+    good, bad = runs
+    _, printed = examine(bad.path, "--baseline", good.path, "--json")
+    assert [list(exam["measurements"]) for exam in json.loads(printed)["exams"]] == [["accuracy"], ["accuracy"]]
 
 
 def test_a_baseline_is_compared_on_the_same_images(runs, examine):

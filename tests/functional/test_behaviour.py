@@ -146,8 +146,8 @@ def test_the_temperature_is_the_minimum_that_scipy_finds(scale: float) -> None:
     logits = 2 * torch.randn(300, 4, dtype=torch.float64)
     targets = torch.distributions.Categorical(logits=logits).sample()
     n, k = logits.shape
-    smooth = torch.full((n, k), 1 / (n + k), dtype=torch.float64)
-    smooth[torch.arange(n), targets] = (n + 1) / (n + k)
+    smooth = torch.full((n, k), 1 / (n + 2) / (k - 1), dtype=torch.float64)
+    smooth[torch.arange(n), targets] = (n + 1) / (n + 2)
     found = F.fit_temperature(scale * logits, targets)
     loss = lambda t: nn.functional.cross_entropy(scale * logits / math.exp(t), smooth).item()  # noqa: E731
     assert found == pytest.approx(math.exp(minimize_scalar(loss, (-2, 3), tol=1e-10).x), rel=1e-5)
@@ -157,4 +157,15 @@ def test_the_temperature_is_the_minimum_that_scipy_finds(scale: float) -> None:
 def test_a_few_images_that_are_all_right_do_not_make_certain() -> None:
     logits = torch.eye(3) * 2
     temperature = F.fit_temperature(logits, torch.arange(3))
-    assert (logits / temperature).softmax(1).amax().item() == pytest.approx(4 / 6, rel=1e-6)
+    assert (logits / temperature).softmax(1).amax().item() == pytest.approx(4 / 5, rel=1e-6)
+
+
+@pytest.mark.parametrize(("classes", "count"), [(1000, 1000), (100, 500), (10, 100)])
+def test_logits_that_are_calibrated_stay_so_however_many_classes_there_are(classes: int, count: int) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2 * count, classes, dtype=torch.float64)
+    targets = torch.distributions.Categorical(logits=logits).sample()
+    temperature = F.fit_temperature(logits[:count], targets[:count])
+    assert temperature == pytest.approx(1, abs=0.15)
+    before, after = (F.expected_calibration_error(logits[count:] / t, targets[count:]) for t in (1, temperature))
+    assert after < before + 0.02

@@ -30,7 +30,9 @@ _REASONS = {
     errno.ENOTDIR: "a part of the path is a file",
     errno.ENOENT: "the folder cannot be created",
     errno.ENAMETOOLONG: "the name is too long",
+    errno.EISDIR: "it is a folder",
 }
+_FOR_WANT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _OF_THE_MACHINE = {
     errno.ENOSPC,
@@ -50,10 +52,11 @@ def write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = _REASONS.get(error.errno or 0, str(error))
+        reason = _REASONS.get(error.errno or 0, _reason(error))
+        free = "free some space or " if error.errno in _FOR_WANT_OF_SPACE else ""
         raise RunError(
-            f"Cannot write '{path}': {reason}. Files written so far are intact; free some space or choose another"
-            " folder (out), then resume."
+            f"Cannot write '{path}': {reason}. Files written so far are intact; {free}choose another folder (out), then"
+            " resume."
         ) from error
 
 

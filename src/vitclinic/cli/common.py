@@ -7,10 +7,13 @@ import gc
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
@@ -111,16 +114,41 @@ def import_quickly() -> Iterator[None]:
 
 @contextmanager
 def resumable(kept: str = "what has been measured is stored", same: bool = True) -> Iterator[None]:
-    """End a command without a traceback on Ctrl-C; the `same` command, or the one that `kept` names, goes on.
+    """End a command without a traceback on Ctrl-C or SIGTERM; the `same` command, or the one that `kept` names, goes on.
 
     The exit code is that of the signal which the KeyboardInterrupt carries, or of Ctrl-C.
     """
     try:
-        yield
+        with _raise_at_sigterm():
+            yield
     except KeyboardInterrupt as stopped:
         typer.secho(f"interrupted; {kept}{'; run the same command to resume' * same}", fg="yellow", err=True)
         numbers = [128 + reason for reason in stopped.args if isinstance(reason, int)]
         raise typer.Exit(next(iter(numbers), INTERRUPTED)) from None
+
+
+@contextmanager
+def _raise_at_sigterm() -> Iterator[None]:
+    """Raise a KeyboardInterrupt at SIGTERM, so that files which are half written are cleared away as at Ctrl-C.
+
+    Processes that are forked inside, such as workers, still die of it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    process = os.getpid()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN if os.getpid() == process else signal.SIG_DFL)  # once is enough
+        if os.getpid() == process:
+            raise KeyboardInterrupt(number)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def complete_words(incomplete: str) -> list[str]:

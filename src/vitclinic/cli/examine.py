@@ -127,8 +127,8 @@ def examine(
     an interruption, run the same command to continue. More: docs/examine.md.
     """
     gates, chosen = _read_gates(fail_on, baseline, junit), _names(probes)
-    if gates and chosen is None and not (quick or full or budget):  # what the gates need, and no more
-        chosen = list(dict.fromkeys(gate.probe for gate in gates))
+    if (gates or baseline) and chosen is None and not (quick or full or budget):  # what the gates need, and no more
+        chosen = list(dict.fromkeys(gate.probe for gate in gates)) or ["accuracy"]
     extent = {"probes": chosen, "budget": budget, "quick": quick, "full": full, "settings": _settings(settings or [])}
     _refuse_typos(targets, data, split, extent, baseline, curves)
     images = {"split": split, "limit": limit, "size": size, "batch_size": batch_size, "seed": seed}
@@ -143,7 +143,7 @@ def examine(
         _show(exams, console, as_json, results, whole=chosen is not None)
         if not no_report and not follows():
             _write_page(exams, report or _report_path(exams, out), not no_images, console)
-    _end(exams, results)
+    _end(exams, results, gates)
 
 
 def _read_gates(fail_on: list[str] | None, baseline: str | None, junit: Path | None) -> list[Gate]:
@@ -164,10 +164,13 @@ def _write_page(exams: Exams, path: Path, images: bool, console: Console) -> Non
     say(console, f"report: [bold]{escape(str(page))}[/]")
 
 
-def _end(exams: Exams, results: list[GateResult]) -> None:
+def _end(exams: Exams, results: list[GateResult], gates: list[Gate]) -> None:
     """Raise for a target that could not be examined, and exit with a code of its own unless all went well."""
     for error in exams.failures.values():
         raise error
+    for typo in (gate.find_typo(exam) for exam in exams for gate in gates):
+        if typo is not None:
+            raise RecipeError(typo)
     if any(measurement.status == "failed" for exam in exams for measurement in exam.values()):
         raise typer.Exit(PROBE_FAILED)
     if not all(result.passed for result in results):
@@ -205,7 +208,7 @@ def _check_gates(
         other = examination.open(baseline)
         results += [compare(examination.open(exam.name), other) for exam in examined]
     if junit is not None and not follows():
-        write_junit(junit, results)
+        write_junit(junit, results, {name: str(error) for name, error in exams.failures.items()})
     return results
 
 
@@ -268,7 +271,8 @@ def _show(exams: Exams, console: Console, as_json: bool, results: list[GateResul
     show_exams(exams, console, whole=whole)
     for result in results:
         word = "[green]passed[/]" if result.passed else "[bold red]failed[/]"
-        say(console, f"{word} {escape(result.gate)} ({escape(result.network)}): {escape(result.statement)}")
+        gate = result.gate if " " in result.gate else f"fail-on {result.gate}"
+        say(console, f"{word}: {escape(gate)} ({escape(result.network)}; {escape(result.statement.rstrip('.'))})")
 
 
 def _names(probes: str | None) -> list[str] | None:

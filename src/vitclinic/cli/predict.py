@@ -69,10 +69,10 @@ def predict(
 
     Images are prepared as the run's test images were. Probabilities are
     calibrated by a temperature that fits the run's val images. Images that
-    cannot be read are told, left out and counted; the exit code is then 8.
+    cannot be read are reported, skipped and counted; the exit code is then 8.
     More: docs/predict.md.
     """
-    from vitclinic.deployment.images import COCO, SUFFIXES, check_output, find_inputs
+    from vitclinic.deployment.images import COCO, SUFFIXES, check_output, find_inputs, takes_questions
     from vitclinic.exam.request import check_target
 
     check_target(target)
@@ -80,20 +80,23 @@ def predict(
         check_output(out, (*SUFFIXES, COCO))
     if temperature is not None and not temperature > 0:
         raise RecipeError(f"--temperature must be above 0 (got {temperature}).")
-    inputs = find_inputs(images)
+    inputs = find_inputs(images, takes_questions(target))
     with resumable("no table was written" if out else "the rest is missing", same=False):
         from vitclinic.deployment.predict import open_predictor
         from vitclinic.exam.display import Display
 
         console = console_for(verbose, quiet or as_json, stderr=True)
-        started = time.monotonic()
         with Display(console) as display:
             how = {"size": size, "device": device, "callback": display}
             predictor = open_predictor(target, ask=ask, min_score=min_score, temperature=temperature, **how)
             options = _check_rows(predictor, out, top_k, probabilities)
+            predictor.check(inputs)
+            predictor.prepare()  # with the calibration, which the rate is not about
+            started = time.monotonic()
             rows, kept, skipped = _write(predictor, inputs, out, options, as_json, batch_size, workers)
+            seconds = time.monotonic() - started
         read = len(inputs) - len(skipped)
-        _show(read, skipped, out, predictor.describe(rows, out), time.monotonic() - started, console)
+        _show(read, skipped, out, predictor.describe(rows, out), seconds, console)
         if as_json:
             facts = {"target": target, "images": read, "skipped": skipped, "out": out and str(out), "rows": rows}
             facts |= predictor.facts | ({} if out else {"predictions": kept})
@@ -165,7 +168,7 @@ def _show(read: int, skipped: dict[str, str], out: Path | None, how: str, second
         say(console, f"[yellow]skipped[/] {escape(name)}: {escape(why)}")
     if len(skipped) > TOLD:
         say(console, f"[yellow]skipped[/] {len(skipped) - TOLD} more")
-    left = f", {len(skipped)} skipped" if skipped else ""
-    where = f" in [bold]{escape(str(out))}[/]" if out else ""
+    left = f"; {len(skipped)} image{'s' * (len(skipped) != 1)} skipped" if skipped else ""
+    where = f" to [bold]{escape(str(out))}[/]" if out else ""
     rate = f"{read / seconds:.0f} images/s"
-    say(console, f"{read} image{'s' * (read != 1)} predicted{left}{where} ({escape(how)}, {rate})")
+    say(console, f"{read} prediction{'s' * (read != 1)} written{where}{left} ({escape(how)}, {rate})")

@@ -17,6 +17,7 @@ import logging
 import math
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -35,8 +36,9 @@ from vitclinic._core.errors import MissingExtraError, ModelError, RecipeError, V
 from vitclinic._core.io import write_errors
 from vitclinic.anatomy.maps import AttentionCall, attention_scores
 from vitclinic.deployment.calibration import CALIBRATION, read_calibration
-from vitclinic.deployment.card import write_card
+from vitclinic.deployment.card import is_export, write_card
 from vitclinic.models import Normalized
+from vitclinic.probes.digest import network_digest
 from vitclinic.training import Checkpoint, Run, load_model
 from vitclinic.training.run import find_run
 
@@ -47,6 +49,8 @@ TOLERANCE = 1e-4
 _SHAKEN = 1e-2
 """The same for networks with noise on their weights, in which rounding errors grow: other networks differ by more."""
 _FILES = {"onnx": "model.onnx", "torch-export": "model.pt2"}
+_DESCRIPTION = "vitclinic.json"
+"""The file in a program of torch.export that describes it."""
 _BATCHES = (1, 2, 5)
 """Numbers of images that an export is checked with."""
 _PLAIN = {"vit_tiny_fitted": "vit_tiny_patch16_224"}
@@ -62,9 +66,10 @@ def export(run: str | Path | Run | Checkpoint, to: Form, out: str | Path | None 
         out: The folder or file; by default `export/` in the run.
 
     Returns:
-        Its path. What was there before is replaced.
+        Its path. An earlier export there is replaced; other files are left.
 
     Raises:
+        RecipeError: Something else than an earlier export is there.
         ModelError: The network cannot be expressed in this form; the message says why.
         MissingExtraError: A package is missing.
 
@@ -78,6 +83,8 @@ def export(run: str | Path | Run | Checkpoint, to: Form, out: str | Path | None 
     network = load_model(opened.path, checkpoint)
     target = Path(out) if out is not None else opened.path / "export" / _FILES.get(to, to)
     name = f"'{opened.path}'"
+    with write_errors(target):
+        _refuse_strangers(target, to)
     if to in ("timm", "hf"):
         with _staged_folder(target) as folder:
             write_folder(folder, opened, network, to)
@@ -144,22 +151,57 @@ def check_same_logits(
 
 @contextmanager
 def _staged_folder(target: Path) -> Iterator[Path]:
-    """Give a new folder; what is in it at the end replaces `target`, a folder or the one file in it of that name."""
+    """Give a new folder, which becomes `target` at the end, or whose files replace those of the same names.
+
+    A file of the target's name becomes the target itself. Nothing else is touched: there may be work of the user's.
+    """
     with write_errors(target):
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=".export-", dir=target.absolute().parent))
+        place = target.absolute()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=".export-", dir=place.parent))
         try:
             yield staging
-            if (staging / target.name).is_file():
-                (staging / target.name).replace(target)
+            if (staging / place.name).is_file():
+                (staging / place.name).replace(place)
+            elif place.is_dir():
+                for file in sorted(staging.iterdir()):
+                    file.replace(place / file.name)
             else:
-                if target.is_dir() and not (target / "config.json").is_file() and any(target.iterdir()):
-                    raise RecipeError(f"'{target}' is a folder with other things in it; choose another.")
-                shutil.rmtree(target, ignore_errors=True)
                 staging.chmod(0o755)
-                staging.rename(target)
+                staging.rename(place)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def _refuse_strangers(target: Path, to: str) -> None:
+    """Raise a RecipeError if what is at `target` is not ours to replace: neither empty nor an earlier export."""
+    if to in ("timm", "hf"):
+        if target.exists() and not target.is_dir():
+            raise RecipeError(f"'{target}' is a file, and an export to {to} is a folder; choose another name.")
+        if target.is_dir() and any(target.iterdir()) and not is_export(target):
+            raise RecipeError(f"'{target}' is a folder with other things in it; choose another.")
+    elif target.is_dir():
+        raise RecipeError(f"'{target}' is a folder, and an export to {to} is a file; name one, such as {_FILES[to]}.")
+    elif target.exists() and not (_is_our_onnx(target) if to == "onnx" else _is_our_program(target)):
+        raise RecipeError(f"'{target}' is there already and is no earlier export to {to}; choose another name.")
+
+
+def _is_our_onnx(file: Path) -> bool:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(str(file), load_external_data=False)
+    except DecodeError:
+        return False
+    return {"classes", "resize_to_cover"} <= {entry.key for entry in model.metadata_props}
+
+
+def _is_our_program(file: Path) -> bool:
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(Path(name).name == _DESCRIPTION for name in archive.namelist())
 
 
 @contextmanager
@@ -199,7 +241,7 @@ def _trace(network: nn.Module, run: Run) -> torch.export.ExportedProgram:
 
 def _write_program(path: Path, run: Run, network: Normalized) -> Callable[[Tensor], Tensor]:
     with _expressed("torch.export", f"'{run.path}'"):
-        extra = {"vitclinic.json": json.dumps(describe(run, network))}
+        extra = {_DESCRIPTION: json.dumps(describe(run, network))}
         torch.export.save(_trace(network, run), path, extra_files=extra)
         module: Callable[[Tensor], Tensor] = torch.export.load(path).module()
     return module
@@ -226,13 +268,19 @@ def describe(run: Run, network: Normalized) -> dict[str, Any]:
     """Return what a user of an export needs beside the weights: classes, preprocessing, temperature."""
     way = run.preprocessing
     facts = {"classes": list(network.classes or ()), "input": "RGB" if way.channels == 3 else "grey", "range": [0, 1]}
-    found = list(read_calibration(run.path / CALIBRATION).values())
+    temperature = _find_temperature(run, network)
     return {
         **facts,
         "size": list(way.size),
         "resize_to_cover": list(way.framed),
-        **({"temperature": found[-1]["temperature"]} if found else {}),
+        **({} if temperature is None else {"temperature": temperature}),
     }
+
+
+def _find_temperature(run: Run, network: nn.Module) -> float | None:
+    """Return the temperature that was fitted for these weights, if one was."""
+    found = read_calibration(run.path / CALIBRATION).get(network_digest(network)[:16])
+    return None if found is None else float(found["temperature"])
 
 
 def write_folder(folder: Path, run: Run, network: Normalized, to: str) -> None:
@@ -247,11 +295,23 @@ def write_folder(folder: Path, run: Run, network: Normalized, to: str) -> None:
     save_file(weights, folder / "model.safetensors")
     _check_timm(folder, run, network, normalized)
     if to == "hf":
-        from transformers import AutoModelForImageClassification
-
-        theirs: Any = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+        theirs = _open_in_transformers(folder)
         check_same_logits(backbone, normalized, lambda x: theirs(pixel_values=x).logits, f"'{run.path}'")
-    write_card(folder, run, to)
+    write_card(folder, run, to, _find_temperature(run, network))
+
+
+def _open_in_transformers(folder: Path) -> Any:
+    """Return the folder's network; the bar that transformers draws while it loads would be noise."""
+    from transformers import AutoModelForImageClassification
+    from transformers.utils import logging as theirs
+
+    drawn = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        return AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+    finally:
+        if drawn:
+            theirs.enable_progress_bar()
 
 
 def _check_timm(folder: Path, run: Run, network: Normalized, x_bchw: Tensor) -> None:

@@ -53,20 +53,31 @@ def find_images(words: Iterable[str | Path], standard_input: IO[str] | None = No
     return [name for word in words for name in _expand(str(word), standard_input or sys.stdin)]
 
 
-def find_inputs(words: Iterable[str | Path]) -> list[str | Asked]:
+def find_inputs(words: Iterable[str | Path], asks: bool = False) -> list[str | Asked]:
     """Return the image files that some words name, as `find_images` does, and those of tables with their questions.
 
-    A table, .csv or .jsonl, has the columns `image`, relative to its folder, and `question`.
+    Args:
+        words: As `find_images` takes them.
+        asks: The network answers questions: files .csv and .jsonl are then tables with the columns `image`, relative to
+            its folder, and `question`. To other networks they are files like any, which cannot be read as images.
 
     Raises:
         DataError: A word names no image, or a row of a table has none, or no question.
     """
     found: list[str | Asked] = []
     for word in words:
-        table = Path(word).expanduser()
-        is_table = table.suffix in TABLES and table.is_file()
-        found += _read_questions(table) if is_table else find_images([word])
+        table = find_path(str(word), DataError, "images") if asks and Path(word).suffix in TABLES else None
+        found += find_images([word]) if table is None or not table.is_file() else _read_questions(table)
     return found
+
+
+def takes_questions(target: str) -> bool:
+    """Return True if a target names a run whose network answers questions; torch is not loaded for it."""
+    from vitclinic.training import Run
+    from vitclinic.training.run import find_run
+
+    found = find_run(target)
+    return found is not None and Run.open(found[0]).recipe.task.target == "questions"
 
 
 def _read_questions(table: Path) -> list[Asked]:
@@ -96,31 +107,41 @@ def _expand(word: str, standard_input: IO[str]) -> list[str]:
     if word == STDIN:
         text = standard_input.read()
         listed = text.split("\0") if "\0" in text else text.splitlines()
-        found = [name for name in listed if name]
+        found = [file for name in listed if name for file in _open_folder(name)]
         if not found:
             raise DataError("Standard input lists no image; write one file a line.")
         return found
     path = expand_path(word, DataError)
-    is_there = find_path(word, DataError, "images") is not None
-    if is_there and path.is_dir():
-        found = sorted(str(file) for file in image_files(path))
+    if find_path(word, DataError, "images") is not None:
+        found = _open_folder(str(path))
         if not found:
             raise DataError(f"'{word}' contains no images ({', '.join(sorted(IMAGE_SUFFIXES))}).")
         return found
-    if is_there:
-        return [str(path)]
-    found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    matches = sorted(glob.glob(str(path), recursive=True))
+    found = [name for name in matches if Path(name).is_file()]
+    found = found or [file for name in matches for file in _open_folder(name)]  # as if the shell had expanded it
     if not found:
         raise DataError(f"There is no image at '{word}'.")
     return found
+
+
+def _open_folder(name: str) -> list[str]:
+    """Return the images in and below a folder; of anything else, its name."""
+    try:
+        is_folder = Path(name).is_dir()
+    except (OSError, ValueError):  # a name that is too long is skipped as other unreadable images are
+        is_folder = False
+    return sorted(str(file) for file in image_files(Path(name))) if is_folder else [name]
 
 
 def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
     """Raise for a file that predictions cannot be written to: its suffix, its folder, a package that is missing."""
     if path.suffix not in suffixes:
         raise RecipeError(f"'{path}' must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}.")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise RecipeError(f"'{path}' cannot be written: {'it is' if path.is_dir() else 'there is not'} a folder there.")
+    if path.is_dir():
+        raise RecipeError(f"'{path}' is a folder; name a file.")
+    if not path.absolute().parent.is_dir():
+        raise RecipeError(f"'{path}' cannot be written: folder '{path.parent}' does not exist.")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtraError(f"Writing {path.name}", "parquet")
 

@@ -60,7 +60,7 @@ class ImageStream(TorchDataset[Decoded]):
             try:
                 found.append((name, place, *self._read(image)))
             except (*UNREADABLE, DataError) as error:
-                skipped[name] = first_line(error)
+                skipped[name] = _explain(error)
         pixels = [each[3] for each in found]
         empty = np.empty((0, *self.preprocessing.size, self.preprocessing.channels), np.uint8)
         images = to_unit_interval(np.stack(pixels) if pixels else empty)
@@ -73,6 +73,15 @@ class ImageStream(TorchDataset[Decoded]):
         refuse_special(Path(image))
         with Image.open(image) as opened:
             return upright_size(opened), self.preprocessing(opened)
+
+
+def _explain(error: Exception) -> str:
+    """Return why an image cannot be read, in a few words; its name stands before them."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return first_line(error)
 
 
 class Results(ABC):

@@ -21,6 +21,7 @@ from vitclinic._core.records import Measurement
 from vitclinic._core.time import format_duration
 from vitclinic.exam.commands import Origin
 from vitclinic.exam.exam import Exam, Exams
+from vitclinic.exam.origins import keep_origin
 from vitclinic.exam.planner import Entry, Plan, Planner
 from vitclinic.exam.request import check_count, parse_request
 from vitclinic.exam.store import ExamRecord, Store, draw
@@ -111,15 +112,22 @@ class Examination:
     def _origin(self, target: Target, subject: Subject) -> Origin:
         """Return what is examined, as it was named."""
         data = self.images.data
-        chosen = {"split": self.split, "limit": self.limit, "size": self.size, "random_weights": self.random_weights}
-        usual = {"split": "test", "limit": None, "size": None, "random_weights": False}
+        chosen: dict[str, Any] = {"split": self.split, "limit": self.limit, "size": self.size}
+        chosen |= {name: None if each is None else [float(x) for x in each] for name, each in self._normalization}
+        chosen |= {"normalized": self.normalized, "random_weights": self.random_weights}
+        usual = {"split": "test", "random_weights": False}
         return Origin(
             target=None if isinstance(target, nn.Module) else subject.name,
             data=data if isinstance(data, str) else None,
             named=data is None or isinstance(data, str),
             run=subject.run,
-            options={name: value for name, value in chosen.items() if value != usual[name]},
+            options={name: value for name, value in chosen.items() if value != usual.get(name)},
+            objects=() if self.output is None else ("output",),
         )
+
+    @property
+    def _normalization(self) -> tuple[tuple[str, Sequence[float] | None], ...]:
+        return ("mean", self.mean), ("std", self.std)
 
     def run_all(self, targets: Iterable[Target]) -> Exams:
         """Examine all targets that can be; the mistakes of the others are `Exams.failures`, or raised if all have."""
@@ -147,7 +155,13 @@ class Examination:
         schedule = self._schedule(records, plan)
         self.callback.on_schedule(schedule)
         self._follow(schedule, records)
+        self.distributed.leader_only(lambda: self._keep_origins(records))
         return Exams.of([self._exam(place, record, schedule) for place, record in enumerate(records)])
+
+    def _keep_origins(self, records: Sequence[ExamRecord]) -> None:
+        for record in records:
+            if (origin := self._origins.get(id(record.subject))) is not None:
+                keep_origin(record.store.folder, record.subject.data_digest, origin)
 
     def _plan(self, records: Sequence[ExamRecord]) -> tuple[Plan, list[Probe], bool]:
         """Return the plan, its probes, and whether the same was planned before; named probes need no plan."""

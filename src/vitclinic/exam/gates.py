@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic._core.io import write_bytes, write_errors
 from vitclinic.probes.probe import PROBES
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vitclinic.probes import Subject
 
 SIGNIFICANT = 0.05
+_SHOWN = 12
+"""Metrics that are named where a gate has another."""
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
@@ -77,14 +79,27 @@ class Gate:
         """
         measured = measurements.get(self.probe)
         scalar = None if measured is None else measured.scalars.get(self.scalar)
+        if typo := self.find_typo(measurements):
+            return GateResult(name, str(self), False, typo)
         if scalar is None:
-            why = "it was not measured" if measured is None else measured.reason or f"it has no '{self.scalar}'"
+            why = "it was not measured" if measured is None else measured.reason or "it has no metrics"
             return GateResult(name, str(self), False, f"{self.probe}.{self.scalar} is unknown: {why.rstrip('.')}.")
         if math.isnan(scalar.value):  # no comparison with it holds
-            return GateResult(name, str(self), False, f"{self.probe}.{self.scalar} is not a number (NaN).")
+            return GateResult(
+                name, str(self), False, f"{self.probe}.{self.scalar}: what was measured is not a number (NaN)."
+            )
         failed = bool(_OPERATORS[self.operator](scalar.value, self.number))
         interval = "" if scalar.low is None else f", 95% interval {scalar.low:.4g} to {scalar.high:.4g}"
-        return GateResult(name, str(self), not failed, f"{self.probe}.{self.scalar} is {scalar.value:.4g}{interval}.")
+        return GateResult(name, str(self), not failed, f"measured {scalar.value:.4g}{interval}.")
+
+    def find_typo(self, measurements: Mapping[str, Measurement]) -> str | None:
+        """Return what is wrong if the probe was measured and has other metrics than the one that is named."""
+        measured = measurements.get(self.probe)
+        if measured is None or not measured.scalars or self.scalar in measured.scalars:
+            return None
+        known = list(measured.scalars)
+        shown = ", ".join(known[:_SHOWN]) + (f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else "")
+        return f"{self.probe} has no metric '{self.scalar}'; available: {shown}.{did_you_mean(self.scalar, known)}"
 
 
 @dataclass(frozen=True)
@@ -154,16 +169,28 @@ def to_json(results: Sequence[GateResult]) -> list[dict[str, Any]]:
     return [asdict(result) for result in results]
 
 
-def write_junit(path: Path, results: Sequence[GateResult]) -> None:
-    """Write results as JUnit's XML, which CI services show as tests; the folder is made."""
+def write_junit(path: Path, results: Sequence[GateResult], errors: Mapping[str, str] | None = None) -> None:
+    """Write results as JUnit's XML, which CI services show as tests; the folder is made.
+
+    Args:
+        path: The file.
+        results: What passed and failed.
+        errors: Why networks could not be examined, by name.
+    """
+    errors = errors or {}
     failures = sum(not result.passed for result in results)
-    suite = ElementTree.Element("testsuite", name="vitclinic", tests=str(len(results)), failures=str(failures))
+    counts = {"tests": len(results) + len(errors), "failures": failures, "errors": len(errors)}
+    suite = ElementTree.Element("testsuite", name="vitclinic", **{name: str(count) for name, count in counts.items()})
     for result in results:
-        case = ElementTree.SubElement(suite, "testcase", classname=_printable(result.network), name=result.gate)
+        name = result.gate if " " in result.gate else f"fail-on {result.gate}"
+        case = ElementTree.SubElement(suite, "testcase", classname=_printable(result.network), name=name)
         if result.passed:
             ElementTree.SubElement(case, "system-out").text = _printable(result.statement)
         else:
             ElementTree.SubElement(case, "failure", message=_printable(result.statement))
+    for network, why in errors.items():
+        case = ElementTree.SubElement(suite, "testcase", classname=_printable(network), name="examine")
+        ElementTree.SubElement(case, "error", message=_printable(why))
     ElementTree.indent(suite)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic._core.io import expand_path
 from vitclinic._core.records import Measurement
 from vitclinic.exam.commands import Origin, add_commands
+from vitclinic.exam.origins import find_origin
 from vitclinic.exam.request import nothing_stored
 from vitclinic.exam.store import REUSED, read_measurement
 from vitclinic.exam.targets import resolve
@@ -67,7 +68,8 @@ def report(
     networks: list[ExamView] = []
     for one, measurements in zip(found, choose_measurements([one.measurements for one in found]), strict=True):
         reference = networks[0].measurements if networks else None
-        origin = None if one.run is None else Origin(one.name, run=one.run)
+        digests = {measurement.data for measurement in measurements.values()}
+        origin = find_origin(one.exams, digests, one.name, one.run)
         networks.append(view_exam(one.name, measurements, one.run, reference, one.folder, origin))
     beside = found[0].run.path if len(found) == 1 and found[0].run is not None else Path()
     return write_report(out if out is not None else beside / PAGE, networks, title=title, images=images)
@@ -107,6 +109,11 @@ class _Stored:
     measurements: Sequence[Measurement]
     run: Run | None = None
     folder: Path | None = None
+
+    @property
+    def exams(self) -> Path:
+        """The folder of the measurements."""
+        return self.folder if self.run is None and self.folder is not None else Path(self.run.path) / "exams"
 
 
 def _open_stored(text: str) -> _Stored:

@@ -123,10 +123,11 @@ _COLDEST, _HOTTEST = 1e-3, 1e3
 def fit_temperature(logits: Tensor, targets: Tensor) -> float:
     """Return the temperature T at which softmax(logits / T) fits the labels best: temperature scaling.
 
-        T = argmin_T 1/n sum_i -sum_k t_i(k) log softmax(z_i / T)_k,   t_i(y_i) = (n + 1) / (n + K), else 1 / (n + K)
+        T = argmin_T 1/n sum_i -sum_k t_i(k) log softmax(z_i / T)_k,   t_i(y_i) = (n + 1) / (n + 2)
 
-    The targets t are those of Platt 1999 for K classes instead of 0 and 1: a few images that are all right would
-    otherwise make the network certain of everything. The loss is convex in 1/T, and its root is found by bisection.
+    The rest of t_i, 1 / (n + 2), is shared by the other classes: one pseudo-count in all, as in Platt 1999, however many
+    classes there are. A few images that are all right would otherwise make the network certain of everything. The loss
+    is convex in 1/T, and its root is found by bisection.
 
     Args:
         logits: [B, K], of images that were not trained on.
@@ -136,7 +137,7 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> float:
         The temperature, from 0.001 to 1000: above 1 for a network that is too sure of itself.
 
     References:
-        Guo et al., ICML 2017.
+        Guo et al., ICML 2017; Platt 1999.
 
     Example:
         >>> sure = torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
@@ -149,7 +150,7 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> float:
         raise ValueError("Need at least one image to fit a temperature to.")
     z_bk, y_b = logits.detach().cpu().double(), targets.cpu()
     n, k = z_bk.shape
-    t_bk = torch.full_like(z_bk, 1 / (n + k)).scatter_(1, y_b[:, None], (n + 1) / (n + k))
+    t_bk = torch.full_like(z_bk, 1 / (n + 2) / max(1, k - 1)).scatter_(1, y_b[:, None], (n + 1) / (n + 2))
     low, high = math.log(_COLDEST), math.log(_HOTTEST)
     for _ in range(60):
         middle = (low + high) / 2
