@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vitclinic._core.callback import Callback, CallbackList
-from vitclinic._core.distributed import join_processes, pick_device
-from vitclinic._core.errors import ModelError, RecipeError, RunError
+from vitclinic._core.distributed import is_lost_process, join_processes, pick_device
+from vitclinic._core.errors import LockedError, LostProcessError, ModelError, RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path
 from vitclinic._core.memory import is_out_of_memory
 from vitclinic._core.time import seconds
@@ -342,6 +343,8 @@ def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
         with listen_for_signals() as interrupt:
             Session(run, trainer, callback, interrupt).fit()
     except BaseException as error:
+        if trainer.distributed.size > 1 and is_lost_process(error):
+            raise _leave(run, trainer) from error
         if leads:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -352,6 +355,19 @@ def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
     finally:
         trainer.close()
     return run
+
+
+def _leave(run: Run, trainer: Trainer) -> LostProcessError:
+    """Mark a run as interrupted whose processes are not all there any more, and return the sentence to raise.
+
+    The leading process has the run's lock; if that is the one that is lost, another one gets it.
+    """
+    with suppress(LockedError), run.lock():
+        run.write_status("interrupted", reason=f"another process was lost after step {trainer.step}")
+    return LostProcessError(
+        f"One of the {trainer.distributed.size} processes is gone, and the others cannot go on without it; the run is"
+        f" kept up to its last checkpoint: start them again with vitclinic train --resume {shlex.quote(str(run.path))}."
+    )
 
 
 def _open_data(recipe: Recipe, callback: Callback) -> Dataset:
