@@ -91,6 +91,57 @@ def test_steps_that_cannot_be(copy):
     assert run.status["total_steps"] == run.status["step"] == 4
 
 
+@pytest.mark.parametrize("total", [1, 2, 8, True, 10**15])
+def test_the_number_of_steps_is_the_recipe_s_whatever_the_status_says(copy, total):
+    at_two = copy.checkpoints.folder / "previous"
+    shutil.rmtree(copy.checkpoints.folder / "last")
+    assert copy.checkpoints.read("previous")[1]["step"] < 4
+    status = json.loads((copy.path / "status.json").read_text())
+    (copy.path / "status.json").write_text(json.dumps({**status, "total_steps": total}))
+    run = resume(copy.path)
+    assert at_two.exists()
+    assert run.status["status"] == "finished"
+    assert run.status["total_steps"] == run.status["step"] == 4
+
+
+def test_an_edited_recipe_is_not_resumed_without_a_status_either(copy):
+    (copy.path / "status.json").unlink()
+    file = copy.path / "recipe.yaml"
+    plain = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**plain, "optimizer": {**plain["optimizer"], "lr": 1.0}}))
+    with pytest.raises(RunError, match=r"recipe\.yaml' was edited"):
+        resume(copy.path)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("data.json", {"classes": [str(label) for label in range(9, -1, -1)]}),
+        ("recipe.yaml", {"model": {**TINY["model"], "num_heads": 4}}),
+        ("recipe.yaml", {"treatments": ["relu_activation"]}),
+    ],
+    ids=["classes", "heads", "treatment"],
+)
+def test_weights_are_not_used_with_files_that_they_were_not_made_with(copy, edit):
+    name, changes = edit
+    file = copy.path / name
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **changes}))  # YAML, which JSON is part of
+    if name == "data.json":
+        file.write_text(json.dumps(yaml.safe_load(file.read_text())))
+    for use in (load_model, resume):
+        with pytest.raises(RunError, match=rf"{name}' was edited"):
+            use(copy.path)
+    with pytest.raises(RunError, match=rf"{name}' was edited"):
+        train({**TINY, **EVERY, "init": str(copy.path), "out": str(copy.path.parent / "next")})
+
+
+def test_weights_of_version_0_2_name_no_files_and_are_read(copy):
+    for name in copy.checkpoints.names():
+        model, state = copy.checkpoints.read(name)
+        copy.checkpoints.save([name], model, state)
+    assert load_model(copy.path).classes[0] == "0"
+
+
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"{", b"[]", b'{"kind": 3}', b"[" * 100_000])
 def test_a_damaged_row_is_left_out(copy, line, caplog):
     file = copy.path / "metrics.jsonl"

@@ -21,7 +21,7 @@ import torch
 
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import is_lost_process, join_processes, pick_device
-from vitclinic._core.errors import LockedError, LostProcessError, ModelError, RecipeError, RunError
+from vitclinic._core.errors import DamagedFileError, LockedError, LostProcessError, ModelError, RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path
 from vitclinic._core.memory import is_out_of_memory
 from vitclinic._core.time import seconds
@@ -55,6 +55,7 @@ class Session:
         self.evaluated = 0.0
         """Images a second in the last validation."""
         self.failure: str | None = None
+        self.made_with = run.signatures
         self._resume()
         budget = trainer.recipe.max_time
         self.timekeeper = None if budget is None else Timekeeper(seconds(budget), self.spent, trainer.step)
@@ -232,7 +233,7 @@ class Session:
             state |= {"spent": self.timekeeper.spent, "evaluated": self.evaluated}
         # `last` is written last: after a kill in between, the step that leads to the others runs again.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
-        self.run.checkpoints.save(ordered, model, state)
+        self.run.checkpoints.save(ordered, model, state, self.made_with)
         self.run.write_status("running", step=self.trainer.step, total_steps=self.trainer.total_steps)
 
     def _epochs_done(self, before: int) -> list[str]:
@@ -267,6 +268,8 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         distributed = stack.enter_context(join_processes(device))
         stack.enter_context(torch.random.fork_rng(enabled=True))
         init = None
+        if run is not None:
+            distributed.leader_only(lambda: _refuse_changed_files(run))
         if run is None or not run.checkpoints.names():  # a checkpoint has all that is needed to go on
             init = distributed.leader_first(lambda: read_initial_weights(recipe))
         recipe, settled = settle(recipe, init)
@@ -284,12 +287,18 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         path = Path(distributed.leader_only(lambda: str(_choose_path(recipe, run, dataset))))
         if distributed.is_leader:
             callbacks = [*callbacks, *_make_loggers(recipe.logging, path)]
-        steps = run.status.get("total_steps") if run is not None else None
-        steps = steps or total_steps(recipe, dataset, distributed, device)
+        steps = _planned_steps(recipe, run) or total_steps(recipe, dataset, distributed, device)
         trainer = Trainer(recipe, dataset, steps, distributed, device, init)
         trainer.notices = [*settled, *fitted, *trainer.notices, *_find_unheeded(trainer)]
         distributed.leader_only(lambda: _claim(path, trainer, run, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
+
+
+def _planned_steps(recipe: Recipe, run: Run | None) -> int | None:
+    """Return the number of steps that a run with `max_time` goes on with; what its checkpoint says comes before it."""
+    if run is None or recipe.max_time is None or not run.checkpoints.names():
+        return None
+    return run.status.get("total_steps")
 
 
 def _make_loggers(config: LoggingConfig, folder: Path) -> list[Callback]:
@@ -318,6 +327,16 @@ def _find_unheeded(trainer: Trainer) -> list[str]:
     if in_steps(recipe.schedule.warmup, trainer.steps_per_epoch, trainer.total_steps) >= max(2, trainer.total_steps):
         notices.append(f"schedule.warmup is {recipe.schedule.warmup}, the whole run: lr never reaches its peak")
     return notices
+
+
+def _refuse_changed_files(run: Run) -> None:
+    """Raise a RunError if the run's files are not those that the checkpoint to go on from was made with."""
+    for name in ("last", "previous"):
+        if name in run.checkpoints.names():
+            try:
+                return run.refuse_changed_files(name)
+            except DamagedFileError:  # told where it is read
+                continue
 
 
 def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:

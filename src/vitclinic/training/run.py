@@ -156,10 +156,28 @@ class Run:
             raise DamagedFileError(f"'{file}' is damaged (it holds no whole recipe).")
         return plain
 
-    def refuse_edited_recipe(self) -> None:
-        """Raise a RunError if `recipe.yaml` is not the one that the run was started with.
+    @property
+    def signatures(self) -> dict[str, str]:
+        """Digests of the files that say what the network is, and how images come to it."""
+        return {"recipe.yaml": _digest(self._plain_recipe()), "data.json": fingerprint(self.data_facts)}
+
+    def refuse_changed_files(self, checkpoint: str) -> None:
+        """Raise a RunError if `recipe.yaml` or `data.json` are not those that a checkpoint was made with.
 
         What does not change the numbers (`out`, `workers`, `device`, `logging`, where the data lies) may differ.
+        """
+        made_with, now = self.checkpoints.made_with(checkpoint), self.signatures
+        changed = [file for file, digest in now.items() if made_with.get(file, digest) != digest]
+        if changed:
+            raise RunError(
+                f"'{self.path / changed[0]}' was edited after the run started, and no longer says what its weights"
+                " are: undo the edit, or restore the file from a copy."
+            )
+
+    def refuse_edited_recipe(self) -> None:
+        """Raise a RunError if `recipe.yaml` is not the one that `status.json` says the run was started with.
+
+        It is quick; the checkpoints know it, too, and `refuse_changed_files` asks them.
         """
         status = self.status
         stored, found = status.get("recipe_digest"), _digest(self._plain_recipe())
@@ -221,7 +239,8 @@ class Run:
         """
         try:
             status = read_record(self.path / "status.json", _STATUS, "the run counts as interrupted")
-            if not isinstance(status.get("total_steps", 1), int) or status.get("total_steps", 1) < 1:
+            total = status.get("total_steps", 1)
+            if not isinstance(total, int) or isinstance(total, bool) or total < 1:
                 raise DamagedFileError(f"'{self.path / 'status.json'}' is damaged ('total_steps' is wrong).")
             return status
         except DamagedFileError as error:
