@@ -91,6 +91,62 @@ def test_steps_that_cannot_be(copy):
     assert run.status["total_steps"] == run.status["step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("framed", wrong) for wrong in (3, [], [0, 0], [8, "8"])],
+        ("whole", None),
+        ("text", 3),
+        ("text", {"tokens": [], "length": "x"}),
+        *[("counts", wrong) for wrong in ({}, {"train": 0}, {"train": "x"})],
+        ("size", [0, 8]),
+        ("size", [8]),
+        ("classes", [1, 2]),
+        ("channels", 0),
+    ],
+)
+def test_data_facts_that_cannot_be(copy, field, value):
+    facts = json.loads((copy.path / "data.json").read_text())
+    (copy.path / "data.json").write_text(json.dumps({**facts, field: value}))
+    with pytest.raises(DamagedFileError, match=rf"data\.json' is damaged \('{field}' is missing or wrong\)"):
+        load_model(copy.path)
+
+
+@pytest.mark.parametrize(
+    "results", [3, {"test": 3}, {"test": {}}, {"test": {"accuracy": None, "count": 3, "step": 4}}, {"test": [1]}]
+)
+def test_damaged_results_are_none_with_a_warning(copy, results, caplog):
+    status = json.loads((copy.path / "status.json").read_text())
+    (copy.path / "status.json").write_text(json.dumps({**status, "status": "finished", "results": results}))
+    assert copy.results == {}
+    assert "'results' are wrong" in caplog.text
+
+
+def _flag(content, offset, value):
+    """Write a 16-bit field of each entry's headers in a zip: the flags are 6 bytes in, the method 8."""
+    for mark, extra in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
+        place = content.find(mark)
+        while place >= 0:
+            at = place + offset + extra
+            content = content[:at] + value.to_bytes(2, "little") + content[at + 2 :]
+            place = content.find(mark, place + 4)
+    return content
+
+
+@pytest.mark.parametrize(("offset", "value"), [(6, 1), (8, 99)], ids=["encrypted", "unknown method"])
+def test_archives_that_claim_what_zipfile_does_not_do(copy, offset, value):
+    import numpy as np
+
+    from vitclinic.probes.guards import Partial
+
+    file = copy.path / "trajectory.npz"
+    np.savez(file, step=np.array([0]), epoch=np.array([0.0]), projection=np.zeros((1, 4)))
+    file.write_bytes(_flag(file.read_bytes(), offset, value))
+    with pytest.raises(DamagedFileError, match=r"trajectory\.npz"):
+        read_projections(copy.path)
+    assert Partial(file).read() is None
+
+
 @pytest.mark.parametrize("total", [1, 2, 8, True, 10**15])
 def test_the_number_of_steps_is_the_recipe_s_whatever_the_status_says(copy, total):
     at_two = copy.checkpoints.folder / "previous"

@@ -37,6 +37,7 @@ from vitclinic.data.decoding import Preprocessing, storage_size
 from vitclinic.data.text import TextSpec
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.rows import Row, read_rows
+from vitclinic.training.stored import are_results, read_data_facts
 
 if TYPE_CHECKING:
     from vitclinic.data import Dataset
@@ -46,7 +47,6 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 _STATUS = {"status": str, "step": int}
-_DATA = {"name": str, "classes": list, "size": list, "channels": int, "digest": str, "counts": dict}
 
 
 class Run:
@@ -192,7 +192,7 @@ class Run:
     @property
     def data_facts(self) -> dict[str, Any]:
         """Facts about the data: name, classes, size, channels, counts and digest."""
-        return read_record(self.path / "data.json", _DATA, "restore it from a copy, or train again")
+        return read_data_facts(self.path / "data.json")
 
     @property
     def threads(self) -> int | None:
@@ -207,8 +207,6 @@ class Run:
     def spec(self) -> ImageSpec:
         """The image shape and number of classes the network was built for."""
         facts = self.data_facts
-        if len(facts["size"]) != 2 or not all(isinstance(side, int) for side in facts["size"]):
-            raise DamagedFileError(f"'{self.path / 'data.json'}' is damaged ('size' is wrong).")
         height, width = facts["size"]
         text = facts.get("text")
         spec = None if text is None else TextSpec(tuple(text["tokens"]), text["length"])
@@ -253,9 +251,17 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The scores of a finished run, by split: `val` (best checkpoint) and `test`, if the data has them."""
-        results = self.status.get("results", {})
-        return results if isinstance(results, dict) else {}
+        """The scores of a finished run, by split: `val` (best checkpoint) and `test`, if the data has them.
+
+        Damaged ones are none, with a warning.
+        """
+        results: dict[str, Any] = self.status.get("results", {})
+        if not results:
+            return {}
+        if not are_results(results, _find_score_names(self.recipe)):
+            log.warning("'%s' is damaged ('results' are wrong); examine the run to score it.", self.path / "status.json")
+            return {}
+        return results
 
     @property
     def metrics(self) -> list[Row]:
@@ -307,6 +313,15 @@ def suggest_run(text: str) -> str:
     except OSError:  # the suggestion is not worth another error
         return ""
     return did_you_mean(str(folder), map(str, beside))
+
+
+def _find_score_names(recipe: Recipe) -> list[str]:
+    """Return the names of the numbers that are shown of a score."""
+    from vitclinic.tasks.task import headlines
+
+    shown = headlines(recipe.task)
+    ends = [f"{metric.name}_{end}" for metric in shown if metric.interval for end in ("low", "high")]
+    return [*(metric.name for metric in shown), *ends]
 
 
 def _digest(plain: dict[str, Any]) -> str:
