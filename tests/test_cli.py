@@ -81,6 +81,7 @@ def test_the_surface_grows_on_purpose():
         "study": sorted(
             [
                 *("words", "--data", "--scale", "--dry-run", "--seeds", "--processes", "--ray", "--slurm"),
+                *("--cores", "--gpus"),
                 *("--out", "--json", "--target", "--verbose", "-v", "--quiet", "-q"),
             ]
         ),

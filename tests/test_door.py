@@ -1,8 +1,11 @@
 """Everything that comes from outside, at the command line: one sentence and an exit code, never the last resort."""
 
+import json
 import os
 import re
+import shlex
 import stat
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -247,3 +250,24 @@ def test_the_exit_code_is_that_of_the_signal(reasons, code):
 
 def test_dev_null_is_still_there():
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def test_closed_streams_are_the_null_device(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", None)
+    monkeypatch.setattr("sys.argv", ["vitclinic", "list", "recipes"])
+    from vitclinic.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+
+
+@pytest.mark.slow
+def test_training_needs_no_streams(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("{model: {name: vit_tiny_fitted, patch_size: 2, embed_dim: 16, depth: 1, num_heads: 2}, steps: 2}")
+    words = ["train", str(recipe), "data=digits", f"out={tmp_path / 'run'}"]
+    shell = f"exec {shlex.join([sys.executable, '-m', 'vitclinic', *words])} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], timeout=240).returncode == 0
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished"

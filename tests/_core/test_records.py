@@ -72,7 +72,7 @@ def test_the_json_is_strict(tmp_path):
 
     record = json.loads((tmp_path / "m.json").read_text(), parse_constant=refuse)
     assert record["scalars"]["x"] == {"value": "nan", "low": "-inf", "high": "inf", "n": None}
-    assert record["schema"] == 1
+    assert record["schema"] == 2
 
 
 def test_different_measurements_are_different():
@@ -90,8 +90,8 @@ def test_whatever_is_not_ok_says_why():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"schema": 2, "probe": "norms"}', "not a measurement of schema 1; update vitclinic"),
-        ('{"probe": "norms"}', "not a measurement of schema 1"),
+        ('{"schema": 3, "probe": "norms"}', "not a measurement of schema 2; update vitclinic"),
+        ('{"probe": "norms"}', "not a measurement of schema 2"),
         ('{"schema": 1, "probe": "norms"}', "not a complete measurement: 'config' is required"),
         ('{"schema": 1', "is damaged .*delete it to measure again"),
         ("[]", "is damaged .*no JSON object.*delete it to measure again"),
@@ -110,8 +110,11 @@ def test_a_changed_number_is_noticed(tmp_path):
     with pytest.raises(RunError, match="was changed since it was written; delete it"):
         Measurement.read(tmp_path / "m.json")
     record = json.loads(text)
-    del record["digest"]  # as earlier versions wrote it
+    del record["digest"]
     (tmp_path / "m.json").write_text(json.dumps(record))
+    with pytest.raises(RunError, match="was changed since it was written; delete it"):
+        Measurement.read(tmp_path / "m.json")
+    (tmp_path / "m.json").write_text(json.dumps({**record, "schema": 1}))  # as earlier versions wrote it
     assert Measurement.read(tmp_path / "m.json").scalars["accuracy"].value == 0.5
 
 

@@ -92,6 +92,113 @@ def test_steps_that_cannot_be(copy):
     assert run.status["total_steps"] == run.status["step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("framed", wrong) for wrong in (3, [], [0, 0], [8, "8"])],
+        ("whole", None),
+        ("text", 3),
+        ("text", {"tokens": [], "length": "x"}),
+        *[("counts", wrong) for wrong in ({}, {"train": 0}, {"train": "x"})],
+        ("size", [0, 8]),
+        ("size", [8]),
+        ("classes", [1, 2]),
+        ("channels", 0),
+    ],
+)
+def test_data_facts_that_cannot_be(copy, field, value):
+    facts = json.loads((copy.path / "data.json").read_text())
+    (copy.path / "data.json").write_text(json.dumps({**facts, field: value}))
+    with pytest.raises(DamagedFileError, match=rf"data\.json' is damaged \('{field}' is missing or wrong\)"):
+        load_model(copy.path)
+
+
+@pytest.mark.parametrize(
+    "results", [3, {"test": 3}, {"test": {}}, {"test": {"accuracy": None, "count": 3, "step": 4}}, {"test": [1]}]
+)
+def test_damaged_results_are_none_with_a_warning(copy, results, caplog):
+    status = json.loads((copy.path / "status.json").read_text())
+    (copy.path / "status.json").write_text(json.dumps({**status, "status": "finished", "results": results}))
+    assert copy.results == {}
+    assert "'results' are wrong" in caplog.text
+
+
+def _flag(content, offset, value):
+    """Write a 16-bit field of each entry's headers in a zip: the flags are 6 bytes in, the method 8."""
+    for mark, extra in ((b"PK\x03\x04", 0), (b"PK\x01\x02", 2)):
+        place = content.find(mark)
+        while place >= 0:
+            at = place + offset + extra
+            content = content[:at] + value.to_bytes(2, "little") + content[at + 2 :]
+            place = content.find(mark, place + 4)
+    return content
+
+
+@pytest.mark.parametrize(("offset", "value"), [(6, 1), (8, 99)], ids=["encrypted", "unknown method"])
+def test_archives_that_claim_what_zipfile_does_not_do(copy, offset, value):
+    import numpy as np
+
+    from vitclinic.probes.guards import Partial
+
+    file = copy.path / "trajectory.npz"
+    np.savez(file, step=np.array([0]), epoch=np.array([0.0]), projection=np.zeros((1, 4)))
+    file.write_bytes(_flag(file.read_bytes(), offset, value))
+    with pytest.raises(DamagedFileError, match=r"trajectory\.npz"):
+        read_projections(copy.path)
+    assert Partial(file).read() is None
+
+
+@pytest.mark.parametrize("total", [1, 2, 8, True, 10**15])
+def test_the_number_of_steps_is_the_recipe_s_whatever_the_status_says(copy, total):
+    at_two = copy.checkpoints.folder / "previous"
+    shutil.rmtree(copy.checkpoints.folder / "last")
+    assert copy.checkpoints.read("previous")[1]["step"] < 4
+    status = json.loads((copy.path / "status.json").read_text())
+    (copy.path / "status.json").write_text(json.dumps({**status, "total_steps": total}))
+    run = resume(copy.path)
+    assert at_two.exists()
+    assert run.status["status"] == "finished"
+    assert run.status["total_steps"] == run.status["step"] == 4
+
+
+def test_an_edited_recipe_is_not_resumed_without_a_status_either(copy):
+    (copy.path / "status.json").unlink()
+    file = copy.path / "recipe.yaml"
+    plain = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**plain, "optimizer": {**plain["optimizer"], "lr": 1.0}}))
+    with pytest.raises(RunError, match=r"recipe\.yaml' was edited"):
+        resume(copy.path)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("data.json", {"classes": [str(label) for label in range(9, -1, -1)]}),
+        ("recipe.yaml", {"model": {**TINY["model"], "num_heads": 4}}),
+        ("recipe.yaml", {"treatments": ["relu_activation"]}),
+    ],
+    ids=["classes", "heads", "treatment"],
+)
+def test_weights_are_not_used_with_files_that_they_were_not_made_with(copy, edit):
+    name, changes = edit
+    file = copy.path / name
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), **changes}))  # YAML, which JSON is part of
+    if name == "data.json":
+        file.write_text(json.dumps(yaml.safe_load(file.read_text())))
+    for use in (load_model, resume):
+        with pytest.raises(RunError, match=rf"{name}' was edited"):
+            use(copy.path)
+    with pytest.raises(RunError, match=rf"{name}' was edited"):
+        train({**TINY, **EVERY, "init": str(copy.path), "out": str(copy.path.parent / "next")})
+
+
+def test_weights_of_version_0_2_name_no_files_and_are_read(copy):
+    for name in copy.checkpoints.names():
+        model, state = copy.checkpoints.read(name)
+        copy.checkpoints.save([name], model, state)
+    assert load_model(copy.path).classes[0] == "0"
+
+
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"{", b"[]", b'{"kind": 3}', b"[" * 100_000])
 def test_a_damaged_row_is_left_out(copy, line, caplog):
     file = copy.path / "metrics.jsonl"

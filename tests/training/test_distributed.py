@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import free_port, run_ranks
+from tests.processes import free_port, run_ranks, start_ranks
 from vitclinic._core.distributed import ALONE, Distributed
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import RecipeError, RunError
 from vitclinic.data import open_data
 from vitclinic.training import Run, build_recipe, resume, train
 from vitclinic.training.trainer import Trainer
@@ -166,3 +166,28 @@ def test_processes_end_and_save_when_their_agent_is_killed(recipe, tmp_path):
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     assert run.status["status"] == "interrupted"
     assert run.checkpoints.read("last")[1]["step"] == run.status["step"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_process_is_one_sentence_and_the_run_goes_on(recipe, tmp_path, lost):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(build_recipe(recipe(steps=600, checkpoint="10 steps")).model_dump_json())
+    out = tmp_path / "run"
+    ranks = start_ranks("train", str(file), "-q")
+    while not (out / "metrics.jsonl").exists() or len(Run.open(out).metrics) < 25:
+        assert ranks[0].poll() is None
+        time.sleep(0.05)
+    ranks[lost].kill()
+    _, said = ranks[1 - lost].communicate(timeout=60)
+    ranks[lost].wait(timeout=60)
+    assert ranks[1 - lost].returncode == RunError.exit_code
+    assert "Traceback" not in said
+    if lost == 1:  # only the leading process speaks
+        assert said.count("One of the 2 processes is gone") == 1
+        assert f"--resume {out}" in " ".join(said.split())
+    status = Run.open(out).status
+    assert status["status"] == "interrupted"
+    assert "another process was lost" in status["reason"]
+    assert Run.open(out).checkpoints.read("last")[1]["step"] >= 10
+    assert resume(out).status["status"] == "finished"

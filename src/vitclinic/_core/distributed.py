@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitclinic._core.environment import read_count
-from vitclinic._core.errors import ModelError, RecipeError, first_line
+from vitclinic._core.errors import LostProcessError, ModelError, RecipeError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,28 @@ class Distributed:
 
 ALONE = Distributed()
 
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "timed out",
+    "application timeout",
+    "connection refused",
+    "connection was closed",
+)
+"""What gloo says, in errors of no class of its own, once a process that it talks to is gone."""
+
+
+def is_lost_process(error: BaseException | None) -> bool:
+    """Return True if `error`, or what caused it, means that another process of the group is gone."""
+    while error is not None:
+        if isinstance(error, dist.DistError | LostProcessError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
 
 def _is_known(error: BaseException | None) -> bool:
     """Return True if all processes already know of an error, or of the one that caused it."""
@@ -180,6 +202,13 @@ def join_processes(device: torch.device) -> Iterator[Distributed]:
         raise RecipeError(f"The {size} processes cannot meet: {reason}; start them with torchrun.") from error
     try:
         yield Distributed.current()
+    except RuntimeError as error:
+        if not is_lost_process(error):
+            raise
+        raise LostProcessError(
+            f"One of the {size} processes is gone, and the others cannot go on without it; start them again: what is"
+            " stored is kept."
+        ) from error
     finally:
         dist.destroy_process_group()
 

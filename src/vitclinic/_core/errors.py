@@ -78,6 +78,10 @@ class DamagedFileError(RunError):
     """File of ours whose content is not what was written: a broken disk, a cut-off copy, an edit by hand."""
 
 
+class LostProcessError(RunError):
+    """Process of a group that is gone, so that the others cannot go on."""
+
+
 class LockedError(RunError):
     """Run directory that another process is using; a caller may wait and try again."""
 

@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import shutil
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,6 +133,10 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return node
 
+
+DAMAGED_ARRAYS = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What numpy and zipfile raise for a damaged .npz; RuntimeError for an entry that claims to be encrypted, or packed in
+a way that zipfile does not know."""
 
 LARGEST_TEXT = 2**24
 """Bytes of a text file that is read whole; recipes, records and studies are far smaller."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 SCHEMA = 1
+SIGNED_SCHEMA = 2
+"""Of files: as `SCHEMA`, with a `digest` of the record, without which such a file was changed."""
 
 Status = Literal["ok", "not_converged", "does_not_apply", "failed"]
 
@@ -225,6 +227,7 @@ class Measurement(Config):
             content = _pack(self.arrays)
             write_bytes(path.with_suffix(".npz"), content)
             record["arrays"] = {"names": sorted(self.arrays), "sha256": hashlib.sha256(content).hexdigest()}
+        record["schema"] = SIGNED_SCHEMA
         write_text(path, json.dumps(sign(record), indent=2, allow_nan=False) + "\n")
 
     @classmethod
@@ -232,12 +235,13 @@ class Measurement(Config):
         """Read the measurement stored at `path`."""
         record = read_record(path, {}, "delete it to measure again")
         unchanged = is_unchanged(record)
-        record.pop("digest", None)
-        if record.pop("schema", None) != SCHEMA:
+        schema, digest = record.pop("schema", None), record.pop("digest", None)
+        if schema not in (SCHEMA, SIGNED_SCHEMA):
             raise RunError(
-                f"'{path}' is not a measurement of schema {SCHEMA}; update vitclinic, or delete it to measure again."
+                f"'{path}' is not a measurement of schema {SIGNED_SCHEMA}; update vitclinic, or delete it to measure"
+                " again."
             )
-        if not unchanged:
+        if not unchanged or (schema == SIGNED_SCHEMA and digest is None):
             raise RunError(f"'{path}' was changed since it was written; delete it to measure again.")
         listed = record.pop("arrays", None)
         arrays = {} if listed is None else _read_arrays(path, listed)

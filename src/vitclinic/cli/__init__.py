@@ -36,7 +36,7 @@ from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     transfer,
     watch,
 )
-from vitclinic.cli.common import BUG, app, follows
+from vitclinic.cli.common import BUG, app, follows, open_closed_streams
 
 VERBS = (
     *("demo", "train", "watch", "transfer", "predict", "export", "anatomy", "examine", "features"),
@@ -76,6 +76,7 @@ def main() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set stands; read once, when torch is loaded
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    open_closed_streams()
     try:
         app()
     except VitclinicError as error:

@@ -63,6 +63,21 @@ def console_for(verbose: bool, quiet: bool, stderr: bool = False) -> Console:
     return Console(quiet=quiet or follows(), file=cast(TextIO, _Output(stream)))
 
 
+def open_closed_streams() -> None:
+    """Put the null device in the place of standard streams that were closed (`>&-`): nothing else may get their numbers."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
+
+
 class _Output:
     """Standard output, which may be closed (`| head -1`) or full: what is printed is then lost, and work goes on."""
 

@@ -54,6 +54,13 @@ def study(
         str | None,
         typer.Option(metavar="OPTIONS", help="Train in SLURM jobs: partition=gpu,time=8h,gpus=1, or auto."),
     ] = None,
+    cores: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Cores of each run with --ray or --slurm; 1 unless given.")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="GPUs of each run with --ray (1 if there are any) or --slurm (none)."),
+    ] = None,
     out: Annotated[Path, typer.Option(parser=named_path, metavar="DIR", help="Folder for runs and results.")] = Path(
         "studies"
     ),
@@ -71,7 +78,7 @@ def study(
     vitclinic study C6 --data cifar10/                a claim, at CPU scale
     vitclinic study C6 --data cifar10/ --processes 2  two runs at a time
     vitclinic study C6 --scale paper --dry-run        the paper's own cost
-    vitclinic study C6 --scale paper --data imagenet/ --ray auto
+    vitclinic study C6 --scale paper --data imagenet/ --ray auto --cores 8
     vitclinic study C6 --data cifar10/ --slurm partition=gpu,time=8h,gpus=1
     vitclinic study my-study.yaml epochs=5            your own, with a change
     vitclinic study P6 --data imagenet/ --target ResNet=timm:resnet50
@@ -86,6 +93,8 @@ def study(
         raise RecipeError("Which study? Name a claim of `vitclinic list studies`, or a file.")
     if ray is not None and slurm is not None:
         raise RecipeError("--ray and --slurm are two clusters; choose one.")
+    if ray is None and slurm is None and (cores, gpus) != (None, None):
+        raise RecipeError("--cores and --gpus are those of a run on a cluster; name one with --ray or --slurm.")
     _refuse_typos(name, data)
     with resumable("every run is saved"):
         console = console_for(verbose, quiet or as_json)
@@ -93,7 +102,7 @@ def study(
         if dry_run:
             _plan(name, changes, asked, console, as_json)
             return
-        where = {"processes": processes, "ray": ray, "slurm": slurm, "out": out}
+        where = {"processes": processes, "ray": ray, "slurm": slurm, "cores": cores, "gpus": gpus, "out": out}
         found = _conduct(name, changes, {**asked, **where, "targets": _parse_targets(target or [])}, console, as_json)
     if found.failures:
         raise typer.Exit(RUNS_FAILED)

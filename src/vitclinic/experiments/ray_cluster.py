@@ -11,36 +11,51 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import LockedError, MissingExtraError, RunError
+from vitclinic.experiments.ray_machines import Machines, parse_address
 from vitclinic.experiments.runner import LOOK_AGAIN, After, Outcome, Pool, Tally, attempt
 from vitclinic.training import Recipe, Run
 
 _ATTEMPTS_AFTER_A_LOSS = 5
 _LOOK_EVERY = 0.5
 """Seconds between two looks at the progress."""
-_SAVED_WITHIN = 60.0
+_SAVED_WITHIN = 30.0
 """Seconds that runs have to save themselves when everything is stopped."""
 
 
 def run_on_cluster(
-    waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
+    waiting: Mapping[Path, Recipe],
+    folder: Path,
+    address: str,
+    threads: int,
+    gpus: int | None,
+    after: After | None,
+    tally: Tally,
 ) -> dict[Path, Outcome]:
     """Train all that is `waiting` on the cluster at `address`, and return the outcomes."""
     with redirect_stdout(sys.stderr):  # where Ray's own messages about lost workers belong
-        return _run_tasks(waiting, folder, address, threads, after, tally)
+        return _run_tasks(waiting, folder, address, threads, gpus, after, tally)
 
 
 def _run_tasks(
-    waiting: Mapping[Path, Recipe], folder: Path, address: str, threads: int, after: After | None, tally: Tally
+    waiting: Mapping[Path, Recipe],
+    folder: Path,
+    address: str,
+    threads: int,
+    gpus: int | None,
+    after: After | None,
+    tally: Tally,
 ) -> dict[Path, Outcome]:
     ray, joined = _join(address)
-    task: Any = ray.remote(num_cpus=threads, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_run_task)
+    needed = choose_resources([node["Resources"] for node in ray.nodes() if node["Alive"]], threads, gpus)
+    machines = Machines(ray, needed)
+    task: Any = ray.remote(**needed, max_retries=_ATTEMPTS_AFTER_A_LOSS)(_run_task)
     pending: dict[Any, Path] = {}
     ended: dict[Path, Outcome] = {}
     try:
@@ -53,6 +68,7 @@ def _run_tasks(
                 ended[path] = _get_outcome(ray, one, waiting[path])
                 tally.end(path, ended[path])
             _update_progress(pending.values(), tally)
+            machines.look()
     finally:
         _stop(ray, list(pending))
         if joined:
@@ -78,9 +94,34 @@ def _join(address: str) -> tuple[Any, bool]:
 
 def _knock(address: str) -> None:
     """Fail at once if nobody answers, where Ray would wait for a quarter of an hour."""
-    host, colon, port = address.rpartition("/")[2].rpartition(":")
-    if colon:
-        socket.create_connection((host, int(port)), timeout=10).close()
+    place = parse_address(address)
+    if place is not None:
+        socket.create_connection(place, timeout=10).close()
+
+
+def choose_resources(machines: Sequence[Mapping[str, float]], cores: int, gpus: int | None) -> dict[str, int]:
+    """Return what Ray is to keep for each run; one GPU, unless it is said how many, where a machine has any.
+
+    Args:
+        machines: The resources of each machine of the cluster.
+        cores: Of a run.
+        gpus: Of a run.
+
+    Raises:
+        RunError: No machine has as many, so that Ray would wait for ever.
+
+    Example:
+        >>> choose_resources([{"CPU": 8.0, "GPU": 2.0}, {"CPU": 16.0}], 4, None)
+        {'num_cpus': 4, 'num_gpus': 1}
+    """
+    if gpus is None:
+        gpus = int(any(one.get("GPU", 0) >= 1 and one.get("CPU", 0) >= cores for one in machines))
+    if not any(one.get("CPU", 0) >= cores and one.get("GPU", 0) >= gpus for one in machines):
+        has = ", ".join(sorted({f"{one.get('CPU', 0):g} and {one.get('GPU', 0):g}" for one in machines})) or "none"
+        raise RunError(
+            f"No machine of the Ray cluster has {cores} cores and {gpus} GPUs for a run (they have {has}); ask for fewer."
+        )
+    return {"num_cpus": cores, "num_gpus": gpus}
 
 
 def resolve_data(recipe: Recipe) -> Recipe:

@@ -149,6 +149,7 @@ def run_all(
     threads: int | None = None,
     ray: str | None = None,
     slurm: str | None = None,
+    gpus: int | None = None,
     after: After | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> list[Outcome]:
@@ -165,6 +166,7 @@ def run_all(
             the number of its threads, and not on how many runs are trained beside it.
         ray: The address of a Ray cluster to train on, `threads` cores per run; `auto` finds a running one.
         slurm: Options of SLURM jobs to train in, such as `partition=gpu,time=8h`; `auto` for none, `local` to try.
+        gpus: Of each run on a cluster: unless given, one on a Ray cluster that has any, and what `slurm` says.
         after: Called with each ended run and its data, also with those that were found.
         callbacks: Their `on_progress` is told of runs done, fractions included, and `on_run` of each that ends.
     """
@@ -183,11 +185,11 @@ def run_all(
     if ray is not None:
         from vitclinic.experiments.ray_cluster import run_on_cluster
 
-        ended |= run_on_cluster(waiting, pool.folder, ray, threads or 1, after, tally)
+        ended |= run_on_cluster(waiting, pool.folder, ray, threads or 1, gpus, after, tally)
     elif slurm is not None:
         from vitclinic.experiments.slurm import run_on_slurm
 
-        ended |= run_on_slurm(waiting, pool.folder, slurm, threads or 1, after, tally)
+        ended |= run_on_slurm(waiting, pool.folder, slurm, threads or 1, gpus, after, tally)
     elif processes == 1:
         ended |= run_in_turn(waiting, pool, after, tally)
     else:

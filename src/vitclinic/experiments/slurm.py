@@ -63,6 +63,19 @@ def parse_options(text: str) -> dict[str, Any]:
     return found
 
 
+def describe_job(options: str, cores: int, gpus: int | None) -> dict[str, Any]:
+    """Return submitit's parameters of one run's job.
+
+    Example:
+        >>> describe_job("time=1h", 4, 1)
+        {'name': 'vitclinic', 'cpus_per_task': 4, 'timeout_min': 60, 'gpus_per_node': 1}
+    """
+    found = {"name": "vitclinic", "cpus_per_task": cores, "timeout_min": _MINUTES, **parse_options(options)}
+    if gpus is not None and found.setdefault(_OPTIONS["gpus"], gpus) != gpus:
+        raise RecipeError(f"slurm: gpus is {found[_OPTIONS['gpus']]} in '{options}' and {gpus} beside it; say it once.")
+    return found
+
+
 def _minutes(text: str) -> int:
     try:
         return max(1, round(seconds(text) / 60))
@@ -71,10 +84,16 @@ def _minutes(text: str) -> int:
 
 
 def run_on_slurm(
-    waiting: Mapping[Path, Recipe], folder: Path, options: str, threads: int, after: After | None, tally: Tally
+    waiting: Mapping[Path, Recipe],
+    folder: Path,
+    options: str,
+    threads: int,
+    gpus: int | None,
+    after: After | None,
+    tally: Tally,
 ) -> dict[Path, Outcome]:
     """Train all that is `waiting` as jobs of the cluster, and return the outcomes."""
-    executor = _prepare(folder, options, threads)
+    executor = _prepare(folder, options, threads, gpus)
     jobs: dict[Path, Any] = {}
     ended: dict[Path, Outcome] = {}
     try:
@@ -97,7 +116,8 @@ def run_on_slurm(
     return ended
 
 
-def _prepare(folder: Path, options: str, threads: int) -> Any:
+def _prepare(folder: Path, options: str, threads: int, gpus: int | None) -> Any:
+    parameters = describe_job(options, threads, gpus)
     try:
         import submitit
     except ImportError as error:
@@ -110,7 +130,6 @@ def _prepare(folder: Path, options: str, threads: int) -> Any:
         raise RunError(
             "There is no SLURM here (no command srun); run this on a machine that submits jobs, or use slurm=local."
         ) from error
-    parameters = {"name": "vitclinic", "cpus_per_task": threads, "timeout_min": _MINUTES, **parse_options(options)}
     executor.update_parameters(**parameters)
     return executor
 

@@ -10,7 +10,6 @@ import io
 import logging
 import random
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.distributed import ALONE, Distributed
 from vitclinic._core.errors import ModelError, RunError, first_line
-from vitclinic._core.io import write_bytes, write_errors
+from vitclinic._core.io import DAMAGED_ARRAYS, write_bytes, write_errors
 from vitclinic._core.memory import is_out_of_memory, release_memory
 from vitclinic.data.randomness import torch_seed
 
@@ -215,7 +214,7 @@ class Partial:
         try:
             with np.load(self.path, allow_pickle=False) as stored:
                 arrays = dict(stored)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except DAMAGED_ARRAYS as error:
             log.warning("Cannot read '%s', starting over: %s", self.path, error)
             return None
         return arrays if str(arrays.pop(_IDENTITY, "")) == self.identity else None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import math
 import time
-import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ from torch import Tensor
 from vitclinic._core.callback import Callback
 from vitclinic._core.errors import DamagedFileError, RecipeError
 from vitclinic._core.images import png, tile
-from vitclinic._core.io import write_bytes
+from vitclinic._core.io import DAMAGED_ARRAYS, write_bytes
 from vitclinic.data.randomness import generator
 
 if TYPE_CHECKING:
@@ -132,5 +130,5 @@ def read_projections(folder: Path) -> dict[int, tuple[float, NDArray[np.float64]
         if rows.ndim != 2 or rows.dtype.kind != "f":
             raise ValueError("it holds no projections")
         return {int(step): (float(epoch), row) for step, epoch, row in zip(steps, epochs, rows, strict=True)}
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DAMAGED_ARRAYS as error:
         raise DamagedFileError(f"'{file}' cannot be read ({error}); delete it to go on without it.") from error

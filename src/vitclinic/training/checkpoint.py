@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,22 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def save(self, names: list[str], model: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Write one checkpoint under each of `names`; the old `last` becomes `previous`."""
+    def save(
+        self, names: list[str], model: dict[str, Tensor], state: dict[str, Any], made_with: Mapping[str, str] | None = None
+    ) -> None:
+        """Write one checkpoint under each of `names`; the old `last` becomes `previous`.
+
+        Args:
+            names: `last`, `best`, `epoch-N`.
+            model: The network's weights.
+            state: What else a resumed run needs.
+            made_with: Digests of the run's files that the weights were made with, by name.
+        """
         for name in names:
             with write_errors(self.folder / name):
                 staging = self._staging(name)
                 try:
-                    _write(staging, model, state)
+                    _write(staging, model, state, made_with or {})
                     publish(staging, self.folder / name, self._backup_path(name))
                 finally:
                     shutil.rmtree(staging, ignore_errors=True)
@@ -110,6 +120,17 @@ class Checkpoints:
         weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
         return weights
 
+    def made_with(self, name: str) -> dict[str, str]:
+        """Return the digests of the files that the weights were made with; none of version 0.2 or earlier."""
+        folder = self._existing(name)
+        _verify(folder)
+        try:
+            with safe_open(folder / "state.safetensors", framework="pt") as stored:
+                found = json.loads(stored.metadata().get("made_with", "{}"))
+            return {str(file): str(digest) for file, digest in found.items()}
+        except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
+            raise DamagedFileError(f"The checkpoint '{folder}' is damaged ({error}).") from error
+
     def model_checksum(self, name: str) -> str:
         """Return the recorded SHA-256 of a checkpoint's `model.safetensors`."""
         return str(_read_checksums(self._existing(name))["model.safetensors"])
@@ -146,12 +167,12 @@ class Checkpoints:
         return staging
 
 
-def _write(folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+def _write(folder: Path, model: dict[str, Tensor], state: dict[str, Any], made_with: Mapping[str, str]) -> None:
     tensors: dict[str, Tensor] = {}
-    tree = json.dumps(_flatten(state, "", tensors))
+    facts = {"tree": json.dumps(_flatten(state, "", tensors)), "made_with": json.dumps(dict(made_with))}
     try:
         save_file(_storable(model), folder / "model.safetensors")
-        save_file(_storable(tensors), folder / "state.safetensors", {"tree": tree})
+        save_file(_storable(tensors), folder / "state.safetensors", facts)
     except SafetensorError as error:  # its I/O errors are not OSErrors
         raise RunError(f"Cannot write '{folder.parent}': {error}; earlier checkpoints are intact.") from error
     sums = {file.name: _checksum(file) for file in sorted(folder.glob("*.safetensors"))}

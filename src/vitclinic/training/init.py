@@ -170,7 +170,9 @@ def read_initial_weights(recipe: Recipe, random_weights: bool = False) -> Initia
 
 def _read_run(source: str, folder: Path, checkpoint: str) -> InitialWeights:
     run = Run.open(folder)
-    state = run.checkpoints.read_model(checkpoint or run.checkpoints.default())
+    name = checkpoint or run.checkpoints.default()
+    run.refuse_changed_files(name)
+    state = run.checkpoints.read_model(name)
     recipe = run.recipe
     model = {"name": recipe.model.name, **recipe.model.keywords}
     structural = [

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 
 from vitclinic._core.callback import Callback, CallbackList
-from vitclinic._core.distributed import join_processes, pick_device
-from vitclinic._core.errors import ModelError, RecipeError, RunError
+from vitclinic._core.distributed import is_lost_process, join_processes, pick_device
+from vitclinic._core.errors import DamagedFileError, LockedError, LostProcessError, ModelError, RecipeError, RunError
 from vitclinic._core.io import expand_path, find_path
 from vitclinic._core.memory import is_out_of_memory
 from vitclinic.data import Dataset, open_data
@@ -44,6 +45,8 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         distributed = stack.enter_context(join_processes(device))
         stack.enter_context(torch.random.fork_rng(enabled=True))
         init = None
+        if run is not None:
+            distributed.leader_only(lambda: _refuse_changed_files(run))
         if run is None or not run.checkpoints.names():  # a checkpoint has all that is needed to go on
             init = distributed.leader_first(lambda: read_initial_weights(recipe))
         recipe, settled = settle(recipe, init)
@@ -61,12 +64,18 @@ def launch(recipe: Recipe, run: Run | None = None, callbacks: Sequence[Callback]
         path = Path(distributed.leader_only(lambda: str(_choose_path(recipe, run, dataset))))
         if distributed.is_leader:
             callbacks = [*callbacks, *_make_loggers(recipe.logging, path)]
-        steps = run.status.get("total_steps") if run is not None else None
-        steps = steps or total_steps(recipe, dataset, distributed, device)
+        steps = _planned_steps(recipe, run) or total_steps(recipe, dataset, distributed, device)
         trainer = Trainer(recipe, dataset, steps, distributed, device, init)
         trainer.notices = [*settled, *fitted, *trainer.notices, *find_unheeded(trainer)]
         distributed.leader_only(lambda: _claim(path, trainer, run, stack))
         return _fit(Run(path), trainer, CallbackList(callbacks))
+
+
+def _planned_steps(recipe: Recipe, run: Run | None) -> int | None:
+    """Return the number of steps that a run with `max_time` goes on with; what its checkpoint says comes before it."""
+    if run is None or recipe.max_time is None or not run.checkpoints.names():
+        return None
+    return run.status.get("total_steps")
 
 
 def _make_loggers(config: LoggingConfig, folder: Path) -> list[Callback]:
@@ -75,6 +84,16 @@ def _make_loggers(config: LoggingConfig, folder: Path) -> list[Callback]:
     if config.trajectory is not None:
         found.append(TrajectoryRecorder(folder, config.trajectory))
     return [*found, SampleRecorder(folder)] if config.samples else found
+
+
+def _refuse_changed_files(run: Run) -> None:
+    """Raise a RunError if the run's files are not those that the checkpoint to go on from was made with."""
+    for name in ("last", "previous"):
+        if name in run.checkpoints.names():
+            try:
+                return run.refuse_changed_files(name)
+            except DamagedFileError:  # told where it is read
+                continue
 
 
 def _choose_path(recipe: Recipe, run: Run | None, dataset: Dataset) -> Path:
@@ -100,6 +119,8 @@ def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
         with listen_for_signals() as interrupt:
             Session(run, trainer, callback, interrupt).fit()
     except BaseException as error:
+        if trainer.distributed.size > 1 and is_lost_process(error):
+            raise _leave(run, trainer) from error
         if leads:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -110,6 +131,19 @@ def _fit(run: Run, trainer: Trainer, callback: Callback) -> Run:
     finally:
         trainer.close()
     return run
+
+
+def _leave(run: Run, trainer: Trainer) -> LostProcessError:
+    """Mark a run as interrupted whose processes are not all there any more, and return the sentence to raise.
+
+    The leading process has the run's lock; if that is the one that is lost, another one gets it.
+    """
+    with suppress(LockedError), run.lock():
+        run.write_status("interrupted", reason=f"another process was lost after step {trainer.step}")
+    return LostProcessError(
+        f"One of the {trainer.distributed.size} processes is gone, and the others cannot go on without it; the run is"
+        f" kept up to its last checkpoint: start them again with vitclinic train --resume {shlex.quote(str(run.path))}."
+    )
 
 
 def _open_data(recipe: Recipe, callback: Callback) -> Dataset:

@@ -38,6 +38,7 @@ class Session:
         self.evaluated = 0.0
         """Images a second in the last validation."""
         self.failure: str | None = None
+        self.made_with = run.signatures
         self._resume()
         budget = trainer.recipe.max_time
         self.timekeeper = None if budget is None else Timekeeper(seconds(budget), self.spent, trainer.step)
@@ -215,7 +216,7 @@ class Session:
             state |= {"spent": self.timekeeper.spent, "evaluated": self.evaluated}
         # `last` is written last: after a kill in between, the step that leads to the others runs again.
         ordered = sorted(set(names), key=lambda name: (name == "last", name))
-        self.run.checkpoints.save(ordered, model, state)
+        self.run.checkpoints.save(ordered, model, state, self.made_with)
         self.run.write_status("running", step=self.trainer.step, total_steps=self.trainer.total_steps)
 
     def _epochs_done(self, before: int) -> list[str]:

@@ -166,8 +166,10 @@ def load_model(path: str | Path, checkpoint: str | None = None) -> Normalized:
         'cat'
     """
     run = Run.open(path)
+    name = checkpoint or run.checkpoints.default()
+    run.refuse_changed_files(name)
     network = create_network(run.recipe, run.spec)
-    load_network_state(network, run.checkpoints.read_model(checkpoint or run.checkpoints.default()), f"'{path}'")
+    load_network_state(network, run.checkpoints.read_model(name), f"'{path}'")
     network.preprocessing, network.classes = run.preprocessing, tuple(run.data_facts["classes"])
     return network.eval()
 

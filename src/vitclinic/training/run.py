@@ -37,6 +37,7 @@ from vitclinic.data.decoding import Preprocessing, storage_size
 from vitclinic.data.text import TextSpec
 from vitclinic.training.recipe import Recipe
 from vitclinic.training.rows import Row, read_rows
+from vitclinic.training.stored import are_results, read_data_facts
 
 if TYPE_CHECKING:
     from vitclinic.data import Dataset
@@ -46,7 +47,6 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 _STATUS = {"status": str, "step": int}
-_DATA = {"name": str, "classes": list, "size": list, "channels": int, "digest": str, "counts": dict}
 
 
 class Run:
@@ -156,10 +156,28 @@ class Run:
             raise DamagedFileError(f"'{file}' is damaged (it holds no whole recipe).")
         return plain
 
-    def refuse_edited_recipe(self) -> None:
-        """Raise a RunError if `recipe.yaml` is not the one that the run was started with.
+    @property
+    def signatures(self) -> dict[str, str]:
+        """Digests of the files that say what the network is, and how images come to it."""
+        return {"recipe.yaml": _digest(self._plain_recipe()), "data.json": fingerprint(self.data_facts)}
+
+    def refuse_changed_files(self, checkpoint: str) -> None:
+        """Raise a RunError if `recipe.yaml` or `data.json` are not those that a checkpoint was made with.
 
         What does not change the numbers (`out`, `workers`, `device`, `logging`, where the data lies) may differ.
+        """
+        made_with, now = self.checkpoints.made_with(checkpoint), self.signatures
+        changed = [file for file, digest in now.items() if made_with.get(file, digest) != digest]
+        if changed:
+            raise RunError(
+                f"'{self.path / changed[0]}' was edited after the run started, and no longer says what its weights"
+                " are: undo the edit, or restore the file from a copy."
+            )
+
+    def refuse_edited_recipe(self) -> None:
+        """Raise a RunError if `recipe.yaml` is not the one that `status.json` says the run was started with.
+
+        It is quick; the checkpoints know it, too, and `refuse_changed_files` asks them.
         """
         status = self.status
         stored, found = status.get("recipe_digest"), _digest(self._plain_recipe())
@@ -174,7 +192,7 @@ class Run:
     @property
     def data_facts(self) -> dict[str, Any]:
         """Facts about the data: name, classes, size, channels, counts and digest."""
-        return read_record(self.path / "data.json", _DATA, "restore it from a copy, or train again")
+        return read_data_facts(self.path / "data.json")
 
     @property
     def threads(self) -> int | None:
@@ -189,8 +207,6 @@ class Run:
     def spec(self) -> ImageSpec:
         """The image shape and number of classes the network was built for."""
         facts = self.data_facts
-        if len(facts["size"]) != 2 or not all(isinstance(side, int) for side in facts["size"]):
-            raise DamagedFileError(f"'{self.path / 'data.json'}' is damaged ('size' is wrong).")
         height, width = facts["size"]
         text = facts.get("text")
         spec = None if text is None else TextSpec(tuple(text["tokens"]), text["length"])
@@ -221,7 +237,8 @@ class Run:
         """
         try:
             status = read_record(self.path / "status.json", _STATUS, "the run counts as interrupted")
-            if not isinstance(status.get("total_steps", 1), int) or status.get("total_steps", 1) < 1:
+            total = status.get("total_steps", 1)
+            if not isinstance(total, int) or isinstance(total, bool) or total < 1:
                 raise DamagedFileError(f"'{self.path / 'status.json'}' is damaged ('total_steps' is wrong).")
             return status
         except DamagedFileError as error:
@@ -234,9 +251,17 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The scores of a finished run, by split: `val` (best checkpoint) and `test`, if the data has them."""
-        results = self.status.get("results", {})
-        return results if isinstance(results, dict) else {}
+        """The scores of a finished run, by split: `val` (best checkpoint) and `test`, if the data has them.
+
+        Damaged ones are none, with a warning.
+        """
+        results: dict[str, Any] = self.status.get("results", {})
+        if not results:
+            return {}
+        if not are_results(results, _find_score_names(self.recipe)):
+            log.warning("'%s' is damaged ('results' are wrong); examine the run to score it.", self.path / "status.json")
+            return {}
+        return results
 
     @property
     def metrics(self) -> list[Row]:
@@ -288,6 +313,15 @@ def suggest_run(text: str) -> str:
     except OSError:  # the suggestion is not worth another error
         return ""
     return did_you_mean(str(folder), map(str, beside))
+
+
+def _find_score_names(recipe: Recipe) -> list[str]:
+    """Return the names of the numbers that are shown of a score."""
+    from vitclinic.tasks.task import headlines
+
+    shown = headlines(recipe.task)
+    ends = [f"{metric.name}_{end}" for metric in shown if metric.interval for end in ("low", "high")]
+    return [*(metric.name for metric in shown), *ends]
 
 
 def _digest(plain: dict[str, Any]) -> str:

@@ -101,6 +101,64 @@ def test_stopped_the_runs_are_saved(address, tmp_path):
     assert all(status["step"] > 0 for status in statuses)
 
 
+@pytest.fixture
+def nodes():
+    """A cluster of this test alone, whose processes may be killed: a head without cores and two machines with one."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()  # of the module's own cluster
+    cluster = Cluster()
+    for cores in (0, 1, 1):
+        cluster.add_node(
+            num_cpus=cores, node_ip_address="127.0.0.1", include_dashboard=False, object_store_memory=100 * 2**20
+        )
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+class Killing(Callback):
+    """Kills a process of the cluster once the runs are under way."""
+
+    def __init__(self, process):
+        self.process, self.killed = process, False
+
+    def on_progress(self, what, done, total):
+        if done > 0.2 and not self.killed:
+            self.killed = True
+            os.kill(self.process.pid, signal.SIGKILL)
+
+
+def process_of(cluster, machine, name):
+    [node] = [cluster.list_all_nodes()[machine]]
+    return node.all_processes[name][0].process
+
+
+def test_a_lost_machine_is_told_and_its_run_goes_on_elsewhere(nodes, tmp_path, caplog):
+    killing = Killing(process_of(nodes, 1, "raylet"))
+    found = study(tiny_study(base=LONG), out=tmp_path / "ray", ray=nodes.address, seeds=1, callbacks=[killing])
+    assert killing.killed
+    assert "A machine of the Ray cluster is gone (127.0.0.1)" in caplog.text
+    assert table(found) == table(study(tiny_study(base=LONG), out=tmp_path / "here", seeds=1))
+
+
+@pytest.mark.parametrize(
+    ("process", "sentence"),
+    [("gcs_server", r"^The head of the Ray cluster \(.*\) is gone"), ("raylet", r"^The Ray of this machine is gone")],
+)
+def test_a_lost_head_is_one_sentence_and_the_same_command_goes_on(nodes, tmp_path, process, sentence):
+    asked = tiny_study(base={**LONG, "steps": 4000})
+    killing = Killing(process_of(nodes, 0, process))
+    with pytest.raises(RunError, match=sentence):
+        study(asked, out=tmp_path, ray=nodes.address, seeds=1, callbacks=[killing])
+    steps = [Run.open(file.parent).checkpoints.read("last")[1]["step"] for file in tmp_path.glob("pool/*/recipe.yaml")]
+    assert steps
+    assert min(steps) > 0
+    assert study(asked, out=tmp_path, seeds=1).failures == {}
+
+
 def test_no_cluster_is_one_sentence(tmp_path):
     with pytest.raises(RunError, match=r"^There is no Ray cluster at '127\.0\.0\.1:1': "):
         study(tiny_study(), out=tmp_path, ray="127.0.0.1:1")

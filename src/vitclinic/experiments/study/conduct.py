@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.callback import Callback
-from vitclinic._core.errors import RunError
+from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.io import write_errors
 from vitclinic._core.records import plain_data
 from vitclinic.experiments.runner import Measured, Outcome, Pool, run_all
@@ -116,6 +116,8 @@ def study(
     processes: int = 1,
     ray: str | None = None,
     slurm: str | None = None,
+    cores: int | None = None,
+    gpus: int | None = None,
     out: str | Path = "studies",
     targets: Mapping[str, str | Sequence[str]] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -136,6 +138,8 @@ def study(
         processes: How many runs to train at a time; they share the cores.
         ray: The address of a Ray cluster to train on; `auto` for the one this machine belongs to.
         slurm: Train in jobs of a SLURM cluster: their options, as in `partition=gpu,time=8h,gpus=1`, or `auto`.
+        cores: Of each run on a cluster; 1 unless given.
+        gpus: Of each run on a cluster: unless given, one on a Ray cluster that has any, and what `slurm` says.
         out: The folder for runs and results.
         targets: Networks to measure in place of training some arms: `{"ViT": "timm:vit_small_patch16_224"}`, whatever
             `examine` takes; or a list of them, one for each seed.
@@ -154,6 +158,8 @@ def study(
         >>> str(result.verdict)  # doctest: +SKIP
         'reproduced'
     """
+    if ray is None and slurm is None and (cores, gpus) != (None, None):
+        raise RecipeError("cores and gpus are those of a run on a cluster: name one with ray or slurm.")
     chosen = what if isinstance(what, Study) else open_study(what)
     if targets:
         chosen = chosen.with_targets(targets)
@@ -167,7 +173,7 @@ def study(
     changes = tuple(word for word in to_words(overrides) if word.partition("=")[0] not in ("data", "data.source"))
     changes += to_words({f"target {arm}": names for arm, names in (targets or {}).items()})
     file = folder / f"{name_result(chosen, scale, changes, recipes.values())}.json"
-    where = {"processes": processes, "ray": ray, "slurm": slurm, "callbacks": callbacks}
+    where = {"processes": processes, "ray": ray, "slurm": slurm, "threads": cores, "gpus": gpus, "callbacks": callbacks}
     ended = _train_arms(chosen, recipes, numbers, Pool(folder / "pool"), **where)
     for base in examined:
         ended |= _measure_targets(chosen, numbers, base, folder / "exams")
