@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
-from vitclinic._core.io import expand_path, find_path, staged
-from vitclinic.data.folder import IMAGE_SUFFIXES, image_files
+from vitclinic._core.io import LARGEST_TABLE, expand_path, find_path, read_json_lines, read_text, staged
+from vitclinic.data.folder import IMAGE_SUFFIXES, UNREADABLE_SUFFIXES, image_files
 
 STDIN = "-"
 SUFFIXES = (".csv", ".jsonl", ".parquet")
@@ -71,18 +72,11 @@ def find_inputs(words: Iterable[str | Path]) -> list[str | Asked]:
 
 def _read_questions(table: Path) -> list[Asked]:
     """Return the images of a table in the order of their first rows; one that several rows name is there once."""
-    try:
-        with table.open(encoding="utf-8", newline="") as file:
-            if table.suffix == ".csv":
-                rows: list[Any] = list(csv.DictReader(file))
-            else:
-                rows = [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"'{table}' cannot be read as {table.suffix[1:]}: {error}.") from error
+    rows: list[Any] = _read_csv(table) if table.suffix == ".csv" else _read_jsonl(table)
     found: dict[str, list[str]] = {}
     for number, row in enumerate(rows, 1):
         for name in ("image", "question"):
-            if not isinstance(row, dict) or not isinstance(row.get(name), str) or not row[name].strip():
+            if not isinstance(row.get(name), str) or not row[name].strip():
                 raise DataError(
                     f"'{table}': row {number} has no '{name}'; a table of questions has image and question."
                 )
@@ -90,6 +84,17 @@ def _read_questions(table: Path) -> list[Asked]:
     if not found:
         raise DataError(f"'{table}' has no rows; a table of questions has the columns image and question.")
     return [Asked(image, tuple(questions)) for image, questions in found.items()]
+
+
+def _read_csv(table: Path) -> list[dict[str, Any]]:
+    try:
+        return list(csv.DictReader(io.StringIO(read_text(table, DataError, LARGEST_TABLE), newline="")))
+    except csv.Error as error:
+        raise DataError(f"'{table}' cannot be read as csv: {error}.") from error
+
+
+def _read_jsonl(table: Path) -> list[dict[str, Any]]:
+    return [row for _, row in read_json_lines(table, DataError, "image and question")]
 
 
 def _expand(word: str, standard_input: IO[str]) -> list[str]:
@@ -103,10 +108,9 @@ def _expand(word: str, standard_input: IO[str]) -> list[str]:
     path = expand_path(word, DataError)
     is_there = find_path(word, DataError, "images") is not None
     if is_there and path.is_dir():
-        found = sorted(str(file) for file in image_files(path))
-        if not found:
+        if not any(image_files(path)):
             raise DataError(f"'{word}' contains no images ({', '.join(sorted(IMAGE_SUFFIXES))}).")
-        return found
+        return sorted(str(file) for file in image_files(path, IMAGE_SUFFIXES | UNREADABLE_SUFFIXES))
     if is_there:
         return [str(path)]
     found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
@@ -119,6 +123,7 @@ def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
     """Raise for a file that predictions cannot be written to: its suffix, its folder, a package that is missing."""
     if path.suffix not in suffixes:
         raise RecipeError(f"'{path}' must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}.")
+    find_path(str(path), RecipeError, "a place to write to")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise RecipeError(f"'{path}' cannot be written: {'it is' if path.is_dir() else 'there is not'} a folder there.")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:

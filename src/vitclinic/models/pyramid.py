@@ -10,7 +10,7 @@ Shapes: B images, C channels, H x W pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
