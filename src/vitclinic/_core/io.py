@@ -1,7 +1,8 @@
 """Files: atomic writes, errors as sentences, and plain data read from YAML and JSON.
 
-What comes from outside comes in here: `find_path` for paths that a user wrote, `read_text` for text files, `read_yaml`
-and `read_record` for plain data. They bound size and depth, and say in one sentence what is wrong.
+What comes from outside comes in here, and nowhere else: `find_path` for paths that a user wrote, `read_text` for text
+files, `read_yaml`, `read_json_file` and `read_json_lines` for plain data, `read_record` for what we wrote ourselves.
+They bound size and depth, wait for no pipe, and say in one sentence what is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,17 +72,25 @@ def staged(path: Path) -> Iterator[Path]:
     Raises:
         RunError: The file cannot be written, or is a folder or a device.
     """
+    refuse_to_replace(path)
     staging = path.with_name(f".{path.name}.tmp")
     with write_errors(path):
-        if path.exists() and not path.is_file():
-            kind = "a folder" if path.is_dir() else "a device or a pipe"
-            raise RunError(f"Cannot write '{path}': it is {kind}, not a file; choose another name.")
         try:
             yield staging
             sync(staging)
             staging.replace(path)
         finally:
             staging.unlink(missing_ok=True)
+
+
+def refuse_to_replace(path: Path) -> None:
+    """Raise a RunError for what is no regular file, and for a name that no file can have."""
+    if "\0" in str(path):
+        raise RunError(f"Cannot write {str(path)!r}: no name has a zero byte; choose another one.")
+    with write_errors(path):
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "a device or a pipe"
+            raise RunError(f"Cannot write '{path}': it is {kind}, not a file; choose another name.")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -140,6 +149,8 @@ a way that zipfile does not know."""
 
 LARGEST_TEXT = 2**24
 """Bytes of a text file that is read whole; recipes, records and studies are far smaller."""
+LARGEST_TABLE = 2**30
+"""Bytes of a text file that lists images, with their objects or questions: COCO's own has half as many."""
 _DEEPEST, _MOST_NODES = 64, 100_000
 """Levels and values of plain data, with every alias counted as often as it is used."""
 
@@ -200,16 +211,16 @@ def describe_os_error(problem: OSError) -> str | None:
     return f"{file} cannot be read or written: {os.strerror(problem.errno).lower()}."
 
 
-def read_text(path: Path, error: type[VitclinicError]) -> str:
+def read_text(path: Path, error: type[VitclinicError], largest: int = LARGEST_TEXT) -> str:
     """Return the text of a file in UTF-8, with or without a byte order mark.
 
     Raises:
-        VitclinicError: It cannot be read, is larger than `LARGEST_TEXT`, or is not UTF-8; of the class `error`.
+        VitclinicError: It cannot be read, has more than `largest` bytes, or is not UTF-8; of the class `error`.
     """
     try:
         refuse_special(path)
-        if path.stat().st_size > LARGEST_TEXT:
-            raise error(f"'{path}' cannot be read: it has more than {LARGEST_TEXT // 2**20} MB.")
+        if path.stat().st_size > largest:
+            raise error(f"'{path}' cannot be read: it has more than {largest // 2**20} MB.")
         return path.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as problem:
         raise error(f"'{path}' cannot be read: {_reason(problem)}.") from problem
@@ -228,8 +239,8 @@ def read_record(path: Path, fields: Mapping[str, type | tuple[type, ...]], advic
     """
     text = read_text(path, DamagedFileError)
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as problem:
+        record = read_json(text)
+    except ValueError as problem:
         raise DamagedFileError(f"'{path}' is damaged ({_reason(problem)}); {advice}.") from problem
     if not isinstance(record, dict):
         raise DamagedFileError(f"'{path}' is damaged (it holds no JSON object); {advice}.")
@@ -317,12 +328,67 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str | bytes) -> Any:
     """Parse JSON; raise a ValueError if it is invalid, nested too deeply or has a duplicate key."""
     try:
-        return json.loads(text, object_pairs_hook=_table)
+        value = json.loads(text, object_pairs_hook=_table)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    _refuse_depth(value)
+    return value
+
+
+def _refuse_depth(value: Any) -> None:
+    """Raise a ValueError for what the parser can follow, and code that walks it perhaps not."""
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        level = [inner for outer in level for inner in _inner(outer) if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def read_json_file(path: Path, error: type[VitclinicError], largest: int = LARGEST_TEXT) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        VitclinicError: It cannot be read, has more than `largest` bytes, or is not JSON; of the class `error`.
+    """
+    text = read_text(path, error, largest)
+    try:
+        return read_json(text)
+    except ValueError as problem:
+        raise error(f"'{path}' is not JSON: {_reason(problem)}.") from problem
+
+
+def read_json_lines(path: Path, error: type[VitclinicError], expected: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a file of JSON lines, each with what to call it.
+
+    Args:
+        path: The file, of at most `LARGEST_TABLE` bytes.
+        error: The error to raise.
+        expected: What a line should be, in its message.
+
+    Raises:
+        VitclinicError: It cannot be read, or a line is no JSON object; of the class `error`.
+    """
+    for number, line in enumerate(read_text(path, error, LARGEST_TABLE).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            row = read_json(line)
+        except ValueError as problem:
+            raise error(f"{where} is not JSON: {_reason(problem)}.") from problem
+        if not isinstance(row, dict):
+            raise error(f"{where} is no JSON object; expected {expected}.")
+        yield where, row
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from vitclinic._core.errors import RecipeError
 
 _TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?\s*(?:(\d+(?:\.\d+)?)m(?:in)?)?\s*(?:(\d+(?:\.\d+)?)s?)?")
 
+LONGEST = 10 * 365 * 86400
+"""Seconds: nobody waits for longer."""
+
 _UNITS = ((86400, "days"), (3600, "h"), (60, "min"))
 
 
@@ -26,7 +29,10 @@ def seconds(text: str | int | float) -> float:
     if match is None or not any(match.groups()):
         raise ValueError("write a time such as 90s, 3m or 1h30m")
     hours, minutes, rest = (float(part or 0) for part in match.groups())
-    return 3600 * hours + 60 * minutes + rest
+    total = 3600 * hours + 60 * minutes + rest
+    if total > LONGEST:
+        raise ValueError("write a time of at most 10 years")
+    return total
 
 
 def format_duration(span: float) -> str:

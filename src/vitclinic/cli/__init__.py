@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitclinic._core.errors import RunError, VitclinicError
+from vitclinic._core.errors import RecipeError, RunError, VitclinicError
 from vitclinic._core.io import describe_os_error
 from vitclinic.cli import (  # noqa: F401  (they register their verbs)
     anatomy,
@@ -83,6 +83,9 @@ def main() -> None:
         _tell(str(error))
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 (the last resort)
+        if _is_out_of_memory(error):
+            _tell(f"There is not enough memory ({_first_line(error)}): take smaller images, batches or networks.")
+            sys.exit(RecipeError.exit_code)
         told = describe_os_error(error) if isinstance(error, OSError) else None
         if told is not None:  # no permission, a full disk: not ours to mend
             _tell(told)
@@ -96,10 +99,22 @@ def _tell(sentence: str) -> None:
         typer.secho(f"error: {sentence}", fg=None if os.environ.get("NO_COLOR") else "red", err=True)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from vitclinic._core.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+def _first_line(error: Exception) -> str:
+    line = next(iter(str(error).splitlines()), "")[:200].rstrip(".")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
 def _describe_bug(error: Exception) -> str:
     """Return one sentence about an error that nobody foresaw; its traceback is kept in a file."""
-    line = next(iter(str(error).splitlines()), "")[:200]
-    what = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    what = _first_line(error)
     try:
         descriptor, name = tempfile.mkstemp(prefix="vitclinic-error-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
+from vitclinic._core.config import validate
 from vitclinic._core.errors import RecipeError
+from vitclinic._core.io import expand_path, find_path, refuse_to_replace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -204,14 +206,31 @@ def check_data(source: str | None) -> None:
     from vitclinic.data.factory import check_source
 
     if source is not None:
-        check_source(DataConfig(source=source))
+        check_source(validate(DataConfig, {"source": source}, where="data"))
 
 
 def named_path(text: str | Path) -> Path:
-    """Return the path that an option names, or its default; an empty one would be the current folder."""
+    """Return the path that an option names, or its default; an empty one would be the current folder.
+
+    Raises:
+        RecipeError: No path can be called so: too long a name, a zero byte, no such user.
+    """
     if not str(text).strip():
         raise typer.BadParameter("it is empty; write a path.")
-    return Path(text)
+    find_path(str(text), RecipeError, "a place to write to")
+    return expand_path(str(text), RecipeError)
+
+
+def named_file(text: str | Path) -> Path:
+    """Return the path of a file to write, before hours of work; a folder or a device is refused.
+
+    Raises:
+        RecipeError: No path can be called so.
+        RunError: There is something that must not be replaced.
+    """
+    path = named_path(text)
+    refuse_to_replace(path)
+    return path
 
 
 def free_path(path: Path) -> Path:

@@ -18,6 +18,7 @@ from vitclinic.cli.common import (
     check_data,
     console_for,
     follows,
+    named_file,
     named_path,
     resumable,
 )
@@ -57,11 +58,13 @@ Out = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is already stored.")]
 Page = Annotated[
     Path | None,
-    typer.Option(parser=named_path, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."),
+    typer.Option(parser=named_file, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."),
 ]
 Curves = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Training curves logged by another library: CSV, or TensorBoard's events."),
+    typer.Option(
+        parser=named_path, metavar="FILE", help="Training curves logged by another library: CSV, or TensorBoard's events."
+    ),
 ]
 NoPage = Annotated[bool, typer.Option("--no-report", help="Do not write a page.")]
 NoImages = Annotated[bool, typer.Option("--no-images", help="Leave your images out of the page.")]
@@ -73,7 +76,10 @@ Baseline = Annotated[
     str | None,
     typer.Option(metavar="TARGET", help="Exit with code 9 if accuracy is significantly below this target's."),
 ]
-JUnit = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write what passed and failed as JUnit's XML.")]
+JUnit = Annotated[
+    Path | None,
+    typer.Option(parser=named_file, metavar="FILE", help="Also write what passed and failed as JUnit's XML."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]
 
 

@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, resumable
+from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, named_file, resumable
 
 
 @app.command()
 def features(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A run, timm:NAME, torchvision:NAME, hf:NAME ...")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The parquet file to write.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", parser=named_file, metavar="FILE", help="The parquet file to write.")
+    ],
     data: Annotated[str | None, typer.Option(metavar="D", help="The images; default: a run's own.")] = None,
     split: Annotated[str | None, typer.Option(help="train, val or test; default: all.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many images of a split.")] = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import IMAGES_SKIPPED, Quiet, Verbose, app, console_for, resumable
+from vitclinic.cli.common import IMAGES_SKIPPED, Quiet, Verbose, app, console_for, named_path, resumable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,13 @@ def predict(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="A .csv, .jsonl or .parquet file; default: CSV on stdout."),
+        typer.Option(
+            "--out",
+            "-o",
+            parser=named_path,
+            metavar="FILE",
+            help="A .csv, .jsonl or .parquet file; default: CSV on stdout.",
+        ),
     ] = None,
     top_k: Annotated[int, typer.Option(help="Number of top classes or answers to print.", min=1)] = 5,
     probabilities: Annotated[

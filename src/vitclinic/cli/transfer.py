@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, check_recipe, console_for, recipe_and_changes, resumable
+from vitclinic.cli.common import (
+    Quiet,
+    Verbose,
+    app,
+    check_recipe,
+    console_for,
+    named_path,
+    recipe_and_changes,
+    resumable,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +35,9 @@ def transfer(
     ] = "0.001,0.003,0.01,0.03",
     held_out: Annotated[float, typer.Option(metavar="SHARE", help="Training images that the rate is chosen on.")] = 0.1,
     processes: Annotated[int, typer.Option(metavar="N", min=1, help="How many runs to train at a time.")] = 1,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for runs and result.")] = Path("transfer"),
+    out: Annotated[Path, typer.Option(parser=named_path, metavar="DIR", help="Folder for runs and result.")] = Path(
+        "transfer"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DamagedFileError, DataError
-from vitclinic._core.io import fingerprint, is_unchanged, read_record, refuse_special, sign, sync
+from vitclinic._core.io import expand_path, fingerprint, is_unchanged, read_record, refuse_special, sign, sync
 from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_photo, pixels
 from vitclinic.data.source import LEAVE_OUT, ComputedRecords, Records, describe_unreadable
 
@@ -39,12 +39,15 @@ log = logging.getLogger(__name__)
 _FORMAT = 2
 _ENTRY = {"digest": str, "skipped": list, "shape": list}
 _HOUR = 3600
+_SHOWN = 80
 
 
 def cache_folder() -> Path:
     """Return the cache folder: `VITCLINIC_CACHE`, or `vitclinic` in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vitclinic"
-    return Path(os.environ.get("VITCLINIC_CACHE", default)).expanduser()
+    own = os.environ.get("VITCLINIC_CACHE")
+    if own is not None:
+        return expand_path(own, DataError)
+    return expand_path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), DataError) / "vitclinic"
 
 
 def cache_limit() -> int:
@@ -52,9 +55,12 @@ def cache_limit() -> int:
     text = os.environ.get("VITCLINIC_CACHE_SIZE", "20G").strip().upper().removesuffix("B")
     units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     try:
-        return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
-    except ValueError:
-        raise DataError(f"VITCLINIC_CACHE_SIZE is '{text}'; set it to a size such as 5G.") from None
+        size = int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
+    except (ValueError, OverflowError):
+        size = -1
+    if size < 0:
+        raise DataError(f"VITCLINIC_CACHE_SIZE is '{text[:_SHOWN]}'; set it to a size such as 5G.")
+    return size
 
 
 class CachedImages:
@@ -92,7 +98,7 @@ def open_cached_images(
     """Return the decoded images of `records` from the cache, decoding them first if they are not there yet."""
     folder = cache_folder() / "images" / key
     _make_parent(folder.parent)
-    with _cache_errors(folder.parent):
+    with cache_errors(folder.parent):
         images = _open_intact(folder, records.labels)
         if images is None:
             staging = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
@@ -110,7 +116,7 @@ def open_cached_images(
 
 
 @contextmanager
-def _cache_errors(folder: Path) -> Iterator[None]:
+def cache_errors(folder: Path) -> Iterator[None]:
     """Turn an error of the file system into one sentence about the cache."""
     try:
         yield
@@ -151,7 +157,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a small file into the cache, completely or not at all."""
     _make_parent(path.parent)
     staging = path.with_name(f".building-{path.name}-{os.getpid()}")
-    with _cache_errors(path.parent):
+    with cache_errors(path.parent):
         try:
             staging.write_text(text)
             sync(staging)
@@ -162,7 +168,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def read_stored(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any] | None:
     """Read a small file of the cache; None if it is not there or damaged, and has to be made again."""
-    with _cache_errors(path.parent):
+    with cache_errors(path.parent):
         if not path.exists():
             return None
     try:

@@ -11,7 +11,6 @@ polygon if its centre lies inside, by the even-odd rule.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint, read_text
+from vitclinic._core.io import LARGEST_TABLE, fingerprint, read_json_file
 from vitclinic.data.annotations.annotation import Objects, upright_size
 from vitclinic.data.decoding import Size
 from vitclinic.data.folder import SPLIT_NAMES, FileRecords, LeftOut
@@ -144,10 +143,7 @@ def open_coco(path: Path, on_error: str) -> Source:
 
 
 def _read(file: Path) -> Contents:
-    try:
-        contents = json.loads(read_text(file, DataError))
-    except ValueError as error:
-        raise DataError(f"'{file}' is not JSON: {error}.") from error
+    contents = read_json_file(file, DataError, LARGEST_TABLE)
     lists = ("images", "annotations", "categories")
     if not isinstance(contents, dict) or not all(isinstance(contents.get(name), list) for name in lists):
         raise DataError(f"'{file}' is not COCO's JSON, which has the lists images, annotations and categories.")

@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vitclinic._core.config import validate
 from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint
 from vitclinic.data.annotations.store import AnnotationStore, open_annotations
@@ -153,7 +154,7 @@ def open_data(
         {'test': 180, 'train': 100, 'val': 180}
     """
     if isinstance(config, str):
-        config = DataConfig(source=config)
+        config = validate(DataConfig, {"source": config}, where="data")
     source = open_source(config, progress)
     source.classes_of(config.target)
     way = find_preprocessing(source, size, channels, progress, margin=config.target == "class")

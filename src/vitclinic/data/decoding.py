@@ -9,6 +9,7 @@ uses the centre.
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ Pixels = NDArray[np.uint8]
 Size = tuple[int, int]
 """(height, width)."""
 
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
-"""Exceptions that Pillow raises for files that are not images, are truncated, or would not fit into memory."""
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, TypeError, struct.error, Image.DecompressionBombError)
+"""Exceptions that Pillow raises for files that are not images, are truncated, or would not fit into memory; a TypeError
+is that of a TIFF whose fields are of other types than they should be."""
 
 # Pillow warns above 89 million pixels and refuses above 179 million: the first are only large photographs.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)

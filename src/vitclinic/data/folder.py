@@ -15,14 +15,15 @@ import numpy as np
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint, read_json, read_text
+from vitclinic._core.io import fingerprint, read_json_file
 from vitclinic.data.source import LEAVE_OUT, ROLES, Source
 
 CLASSES_FILE = "classes.json"
 IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 UNREADABLE_SUFFIXES = frozenset(
-    {".arw", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".heic", ".heif", ".jxl", ".nef", ".nii", ".psd", ".raw", ".svg"}
+    {".arw", ".avif", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".hdr", ".heic", ".heif", ".j2k", ".jp2", ".jpf", ".jpx"}
+    | {".jxl", ".nef", ".nii", ".orf", ".pbm", ".pnm", ".psd", ".raf", ".raw", ".rw2", ".svg", ".tga"}
 )
 """Images that nothing here decodes: told instead of passed over."""
 
@@ -127,10 +128,7 @@ def _read_classes(path: Path) -> dict[str, str] | None:
     file = path / CLASSES_FILE
     if not file.is_file():
         return None
-    try:
-        stated = read_json(read_text(file, DataError))
-    except ValueError as error:
-        raise DataError(f"'{file}' is not JSON: {error}.") from error
+    stated = read_json_file(file, DataError)
     if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
         raise DataError(f"'{file}' must be a JSON object {{folder: class name}}.")
     return stated
@@ -231,11 +229,11 @@ def _visit(path: Path, on_error: Callable[[OSError], None] | None = None) -> Ite
         yield folder, files
 
 
-def image_files(path: Path) -> Iterator[Path]:
+def image_files(path: Path, suffixes: frozenset[str] = IMAGE_SUFFIXES) -> Iterator[Path]:
     """Yield all image files below `path`."""
     for folder, files in _visit(path):
         for file in files:
-            if Path(file).suffix.lower() in IMAGE_SUFFIXES and not file.startswith("."):
+            if Path(file).suffix.lower() in suffixes and not file.startswith("."):
                 yield Path(folder) / file
 
 

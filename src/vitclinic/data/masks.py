@@ -17,14 +17,15 @@ import numpy as np
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint, read_json, read_text
+from vitclinic._core.io import fingerprint, read_json_file, sign
 from vitclinic.data.annotations.annotation import VOID, Mask
-from vitclinic.data.cache import cache_folder, write_atomically
+from vitclinic.data.cache import cache_folder, read_stored, write_atomically
 from vitclinic.data.decoding import UNREADABLE
 from vitclinic.data.folder import CLASSES_FILE, image_files
 from vitclinic.data.source import SPLITS, NumberedRecords, Source
 
 IMAGES, MASKS = "images", "masks"
+_LABELS_FORMAT = 2
 
 
 def read_mask(image: Image.Image) -> Mask:
@@ -109,10 +110,7 @@ def _pair(root: Path) -> MaskedFiles:
 def _read_class_names(file: Path) -> tuple[str, ...] | None:
     if not file.is_file():
         return None
-    try:
-        names = read_json(read_text(file, DataError))
-    except ValueError as error:
-        raise DataError(f"'{file}' is not JSON: {error}.") from error
+    names = read_json_file(file, DataError)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise DataError(f"'{file}' must be a JSON list of the names of the classes, in the order of their labels.")
     return tuple(names)
@@ -120,13 +118,12 @@ def _read_class_names(file: Path) -> tuple[str, ...] | None:
 
 def _number_classes(records: _Masked, identity: str) -> tuple[str, ...]:
     """Return numbers as the names of the classes, up to the largest label; it is looked for once per machine."""
-    stored = cache_folder() / "labels" / f"{identity[:32]}.json"
-    if stored.is_file():
-        largest = int(json.loads(stored.read_text()))
-    else:
-        largest = max(_largest_label(records, index) for index in range(len(records)))
-        write_atomically(stored, json.dumps(largest))
-    return tuple(str(number) for number in range(largest + 1))
+    stored = cache_folder() / "labels" / f"{identity[:32]}-{_LABELS_FORMAT}.json"
+    found = read_stored(stored, {"largest": int})
+    if found is None:
+        found = {"largest": max(_largest_label(records, index) for index in range(len(records)))}
+        write_atomically(stored, json.dumps(sign(found)))
+    return tuple(str(number) for number in range(found["largest"] + 1))
 
 
 def _largest_label(records: _Masked, index: int) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DataError, MissingExtraError, did_you_mean
-from vitclinic._core.io import fingerprint
+from vitclinic._core.io import find_path, fingerprint
 from vitclinic.data import shapes
 from vitclinic.data.source import NumberedRecords, Records, Source
 from vitclinic.data.text import MOST_TOKENS, SPECIAL, TextSpec
@@ -266,11 +266,12 @@ def open_torchvision(spec: str) -> Source:
     name, _, root = spec.removeprefix("torchvision:").partition("@")
     if name not in KNOWN_SETS:
         raise DataError(f"'{name}' is not a supported torchvision data set.{did_you_mean(name, KNOWN_SETS)}")
-    if not root or not Path(root).is_dir():
+    folder = find_path(root, DataError, "the data set") if root else None
+    if folder is None or not folder.is_dir():
         raise DataError(f"'{spec}': add the folder that contains the data set, as in torchvision:{name}@/path/to/it.")
     from torchvision import datasets
 
-    factory = getattr(datasets, name)
+    root, factory = str(folder), getattr(datasets, name)
     found = {split: _build(factory, root, kind) for split, kind in _split_arguments(factory).items()}
     found["train"] = found["train"] or _build(factory, root, {"split": "trainval"})  # all that OxfordIIITPet has
     splits: dict[str, Records] = {

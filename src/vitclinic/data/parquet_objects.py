@@ -7,7 +7,6 @@ come from the `huggingface` metadata of the schema. What cannot be used is an er
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import fingerprint
+from vitclinic._core.io import fingerprint, read_json
 from vitclinic.data.annotations.annotation import Objects
 from vitclinic.data.folder import LeftOut
 from vitclinic.data.parquet import TableRecords, files_by_split, find_image_column, read_table, stamp_files
@@ -90,7 +89,7 @@ def _as_list(row: Any, name: str) -> list[dict[str, Any]]:
 def _names(schema: pa.Schema) -> list[str] | None:
     """Return the names of the categories in the metadata, wherever a version of the library has put them."""
     try:
-        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][COLUMN]
+        feature = read_json((schema.metadata or {})[b"huggingface"])["info"]["features"][COLUMN]
     except (KeyError, TypeError, ValueError):
         return None
     return _find_names(feature)

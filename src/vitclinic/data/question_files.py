@@ -9,16 +9,15 @@ held-out split has images that training has not seen. A folder's files are assig
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitclinic._core.errors import DataError, MissingExtraError
-from vitclinic._core.io import fingerprint
+from vitclinic._core.io import fingerprint, read_json_lines
 from vitclinic.data.annotations.annotation import Question
 from vitclinic.data.config import DataConfig
 from vitclinic.data.folder import FileRecords
@@ -101,29 +100,10 @@ def _open_split(paths: Sequence[Path], skip: bool) -> tuple[Records, list[str]]:
         if find_spec("pyarrow") is None:
             raise MissingExtraError(f"data={paths[0]}", "parquet")
         return _open_table(paths, skip)
-    rows = [row for path in paths for row in _read_lines(path)]
+    rows = [row for path in paths for row in read_json_lines(path, DataError, "image, question and answer")]
     root = paths[0].parent
     asked = _gather(rows, lambda row: _find_image(root, row), skip)
     return AskedFiles(root, asked.images, asked.questions), asked.notes
-
-
-def _read_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a file of JSON lines, each with what to call it."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{path}' cannot be read ({type(error).__name__}); expected text in UTF-8.") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"{path} line {number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where} is not JSON ({error}).") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where} is no JSON object; expected image, question and answer.")
-        yield where, row
 
 
 def _find_image(root: Path, row: Row) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from vitclinic._core.errors import DataError
-from vitclinic._core.io import find_path
+from vitclinic._core.io import find_path, read_text
 
 PAD, UNKNOWN, START, END = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 MOST_TOKENS = 40
@@ -146,10 +146,7 @@ def _fit_length(counts: Iterable[int]) -> int:
 
 
 def _read_lines(path: Path) -> tuple[str, ...]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.vocabulary: '{path}' cannot be read ({type(error).__name__}).") from error
+    lines = read_text(path, DataError).splitlines()
     if repeated := [line for line, count in Counter(lines).items() if count > 1]:
         raise DataError(f"data.vocabulary: '{path}' has the line '{repeated[0]}' more than once.")
     return tuple(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
-from vitclinic._core.io import expand_path, find_path, staged
-from vitclinic.data.folder import IMAGE_SUFFIXES, image_files
+from vitclinic._core.io import LARGEST_TABLE, expand_path, find_path, read_json_lines, read_text, staged
+from vitclinic.data.folder import IMAGE_SUFFIXES, UNREADABLE_SUFFIXES, image_files
 
 STDIN = "-"
 SUFFIXES = (".csv", ".jsonl", ".parquet")
@@ -82,18 +83,11 @@ def takes_questions(target: str) -> bool:
 
 def _read_questions(table: Path) -> list[Asked]:
     """Return the images of a table in the order of their first rows; one that several rows name is there once."""
-    try:
-        with table.open(encoding="utf-8", newline="") as file:
-            if table.suffix == ".csv":
-                rows: list[Any] = list(csv.DictReader(file))
-            else:
-                rows = [json.loads(line) for line in file if line.strip()]
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"'{table}' cannot be read as {table.suffix[1:]}: {error}.") from error
+    rows: list[Any] = _read_csv(table) if table.suffix == ".csv" else _read_jsonl(table)
     found: dict[str, list[str]] = {}
     for number, row in enumerate(rows, 1):
         for name in ("image", "question"):
-            if not isinstance(row, dict) or not isinstance(row.get(name), str) or not row[name].strip():
+            if not isinstance(row.get(name), str) or not row[name].strip():
                 raise DataError(
                     f"'{table}': row {number} has no '{name}'; a table of questions has image and question."
                 )
@@ -101,6 +95,17 @@ def _read_questions(table: Path) -> list[Asked]:
     if not found:
         raise DataError(f"'{table}' has no rows; a table of questions has the columns image and question.")
     return [Asked(image, tuple(questions)) for image, questions in found.items()]
+
+
+def _read_csv(table: Path) -> list[dict[str, Any]]:
+    try:
+        return list(csv.DictReader(io.StringIO(read_text(table, DataError, LARGEST_TABLE), newline="")))
+    except csv.Error as error:
+        raise DataError(f"'{table}' cannot be read as csv: {error}.") from error
+
+
+def _read_jsonl(table: Path) -> list[dict[str, Any]]:
+    return [row for _, row in read_json_lines(table, DataError, "image and question")]
 
 
 def _expand(word: str, standard_input: IO[str]) -> list[str]:
@@ -126,18 +131,23 @@ def _expand(word: str, standard_input: IO[str]) -> list[str]:
 
 
 def _open_folder(name: str) -> list[str]:
-    """Return the images in and below a folder; of anything else, its name."""
+    """Return the images in and below a folder, also those of formats that nothing decodes; of anything else, its name."""
     try:
         is_folder = Path(name).is_dir()
     except (OSError, ValueError):  # a name that is too long is skipped as other unreadable images are
         is_folder = False
-    return sorted(str(file) for file in image_files(Path(name))) if is_folder else [name]
+    if not is_folder:
+        return [name]
+    if not any(image_files(Path(name))):
+        return []
+    return sorted(str(file) for file in image_files(Path(name), IMAGE_SUFFIXES | UNREADABLE_SUFFIXES))
 
 
 def check_output(path: Path, suffixes: tuple[str, ...] = SUFFIXES) -> None:
     """Raise for a file that predictions cannot be written to: its suffix, its folder, a package that is missing."""
     if path.suffix not in suffixes:
         raise RecipeError(f"'{path}' must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}.")
+    find_path(str(path), RecipeError, "a place to write to")
     if path.is_dir():
         raise RecipeError(f"'{path}' is a folder; name a file.")
     if not path.absolute().parent.is_dir():

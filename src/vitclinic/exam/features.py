@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vitclinic._core.callback import Callback, CallbackList
 from vitclinic._core.distributed import ALONE, pick_device
 from vitclinic._core.errors import MissingExtraError
-from vitclinic._core.io import write_errors
+from vitclinic._core.io import staged, write_errors
 from vitclinic.data import Dataset
 from vitclinic.data.split import name_images
 from vitclinic.exam.request import SPLITS, check_features_file, check_split
@@ -51,6 +51,7 @@ class Features:
 
         Raises:
             MissingExtraError: pyarrow is not installed.
+            RunError: The file cannot be written, or is a folder or a device.
         """
         try:
             import pyarrow as pa
@@ -66,14 +67,10 @@ class Features:
             "class": pa.array(names, pa.string()),
             "embedding": pa.FixedSizeListArray.from_arrays(pa.array(self.embeddings.ravel()), self.embeddings.shape[1]),
         }
-        staging = file.with_name(f".{file.name}.tmp")
         with write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                pq.write_table(pa.table(columns), staging)
-                staging.replace(file)
-            finally:
-                staging.unlink(missing_ok=True)
+        with staged(file) as staging:
+            pq.write_table(pa.table(columns), staging)
         return file
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import Field
 
 from vitclinic._core.config import Config, validate
-from vitclinic._core.errors import RecipeError
-from vitclinic._core.io import fingerprint, write_errors, write_text
+from vitclinic._core.errors import DamagedFileError, RecipeError
+from vitclinic._core.io import fingerprint, read_json_file, write_errors, write_text
 from vitclinic._core.records import Number, plain_data
 from vitclinic.exam.request import given_options
 from vitclinic.exam.store import Store
@@ -292,8 +292,7 @@ def _read(path: Path) -> Plan | None:
     if not path.is_file():
         return None
     try:
-        stored: Any = json.loads(path.read_text(encoding="utf-8"))
-        return validate(Plan, stored)
-    except (OSError, ValueError, RecipeError) as error:
+        return validate(Plan, read_json_file(path, DamagedFileError))
+    except (DamagedFileError, RecipeError) as error:
         log.warning("'%s' cannot be read, and the exam is planned anew: %s", path, error)
         return None

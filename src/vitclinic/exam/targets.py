@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitclinic._core.callback import Callback
+from vitclinic._core.config import validate
 from vitclinic._core.distributed import Distributed
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.io import fingerprint
@@ -269,7 +270,11 @@ class ExamData:
         if isinstance(data, str) and network.data is not None and _is_same_place(data, network.data.source):
             data = network.data  # with the run's own splits: its test images are then those it has not seen
         target = "class" if network.data is None else network.data.target
-        config = data if isinstance(data, DataConfig) else DataConfig(source=str(data), target=target)
+        config = (
+            data
+            if isinstance(data, DataConfig)
+            else validate(DataConfig, {"source": str(data), "target": target}, where="data")
+        )
         size = network.size if network.size is not None else self.size and (self.size, self.size)
         return self._open_source(config.model_dump_json(), size or None, network.channels)
 

@@ -7,7 +7,6 @@ own loop) with a state dict in it. Only tensors and plain values are unpickled.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import pickle
 import re
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitclinic._core.errors import ModelError, RecipeError, first_line
-from vitclinic._core.io import expand_path, find_path
+from vitclinic._core.io import expand_path, find_path, read_json
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +179,7 @@ def metadata(file: Path) -> dict[str, str]:
 def json_object(text: str, file: Path | None) -> dict[str, Any]:
     """Return keywords from the metadata of `file`."""
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise ModelError(f"The metadata of '{file}' has keywords that are not JSON: {error}.") from error
     return value if isinstance(value, dict) else {}

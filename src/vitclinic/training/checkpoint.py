@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitclinic._core.errors import DamagedFileError, RunError
-from vitclinic._core.io import publish, read_record, refuse_special, sync, write_errors
+from vitclinic._core.io import publish, read_json, read_record, refuse_special, sync, write_errors
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def _read_tree(file: Path) -> dict[str, Any]:
     with safe_open(file, framework="pt") as stored:
-        tree = json.loads(stored.metadata()["tree"])
+        tree = read_json(stored.metadata()["tree"])
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
     restored: dict[str, Any] = _unflatten(tree, tensors)
     return restored

@@ -28,12 +28,16 @@ SCHEMA = 1
 DEFAULT_EPOCHS = 30
 LENGTHS = ("epochs", "steps", "max_time")
 
-Side = Annotated[int, Field(ge=1)]
+Side = Annotated[int, Field(ge=1, le=2**16)]
 T = TypeVar("T")
 
 
-_COUNTS = ("depth", "embed_dim", "num_heads", "patch_size")
-"""Keywords of networks that count something; `hybrid_vit` without attention has depth 0."""
+_COUNTS = {"depth": 2**10, "embed_dim": 2**16, "num_heads": 2**12, "patch_size": 2**12}
+"""Keywords of networks that count something, and far more than anybody has trained; `hybrid_vit` without attention has
+depth 0."""
+_WIDEST_MLP = 1024
+_MOST_WEIGHTS = 10**12
+"""Of the blocks of a transformer: ten times those of the largest vision transformers."""
 
 
 class ModelConfig(Settings):
@@ -64,7 +68,26 @@ class ModelConfig(Settings):
             least = 0 if key == "depth" and self.name.startswith("hybrid_vit") else 1
             if key in _COUNTS and value < least:
                 raise ValueError(f"'{key}' must be at least {least} (got {value})")
+            if value > _COUNTS.get(key, math.inf):
+                raise ValueError(f"'{key}' must be at most {_COUNTS[key]} (got {value:g})")
+        self._check_widths()
         return self
+
+    def _check_widths(self) -> None:
+        """Refuse MLPs without a hidden neuron, which compute nothing, and networks that no machine holds."""
+        width = self.keywords.get("embed_dim", 1)
+        for key in ("mlp_ratio", "mlp_ratios"):
+            given = self.keywords.get(key, 1)
+            for ratio in given if isinstance(given, list | tuple) else [given]:
+                if not isinstance(ratio, int | float) or isinstance(ratio, bool):
+                    continue
+                if not 0 < ratio <= _WIDEST_MLP:
+                    raise ValueError(f"'{key}' must be above 0 and at most {_WIDEST_MLP} (got {ratio:g})")
+                if isinstance(width, int) and "embed_dim" in self.keywords and int(width * ratio) < 1:
+                    raise ValueError(f"'{key}' {ratio:g} leaves an MLP of {width} channels no hidden neuron")
+        depth = self.keywords.get("depth", 1)
+        if isinstance(width, int) and isinstance(depth, int) and 12 * depth * width**2 > _MOST_WEIGHTS:
+            raise ValueError(f"'depth' {depth} with 'embed_dim' {width} is a network that no machine holds")
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import DamagedFileError, DataError, MissingExtraError
-from vitclinic._core.io import find_path, read_text, refuse_special, write_errors, write_text
+from vitclinic._core.io import find_path, read_json, read_text, refuse_special, write_errors, write_text
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ def read_rows(path: Path) -> list[Row]:
 def parse_row(line: bytes) -> Row | None:
     """Return the row in a line; None if it is damaged."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = read_json(line)
+    except ValueError:
         return None
     whole = isinstance(row, dict) and isinstance(row.get("kind"), str) and isinstance(row.get("step"), int)
     return row if whole else None

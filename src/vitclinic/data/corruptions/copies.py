@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitclinic._core.errors import DataError, MissingExtraError, RecipeError
+from vitclinic._core.errors import DamagedFileError, DataError, MissingExtraError, RecipeError
 from vitclinic._core.io import (
     expand_path,
     find_path,
     fingerprint,
+    read_json_file,
     sync,
     write_bytes,
     write_errors,
@@ -308,6 +309,6 @@ def _png(picture: Picture) -> bytes:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_file(path, DamagedFileError)
+    except DamagedFileError:
         return None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from vitclinic._core.errors import RecipeError, RunError
 from vitclinic._core.records import Finding, Suggestion
 from vitclinic.exam.findings import find
@@ -58,7 +60,7 @@ class Arm:
     @classmethod
     def read(cls, changes: Sequence[Mapping[str, Any]]) -> Arm:
         """Return the arm that `record` has written."""
-        return cls(tuple(Remedy(change["name"], change["overrides"]) for change in changes))
+        return cls(TypeAdapter(tuple[Remedy, ...]).validate_python(changes))
 
 
 def list_candidates(

@@ -9,13 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 
 from vitclinic._core.distributed import ALONE, pick_device
-from vitclinic._core.errors import RecipeError, RunError, VitclinicError
-from vitclinic._core.io import write_json
+from vitclinic._core.errors import DamagedFileError, RecipeError, RunError, VitclinicError
+from vitclinic._core.io import read_record, write_json
 from vitclinic._core.time import seconds
 from vitclinic.data import Dataset
 from vitclinic.experiments.prescribe.arms import PLAIN, Arm, Reason, Trials
@@ -30,6 +31,11 @@ SCHEMA = 2
 FILE = "plan.json"
 LEAST_STEPS, ENOUGH_STEPS = 10, 100
 """A trial has an epoch, or `ENOUGH_STEPS` if an epoch is longer, and never less than `LEAST_STEPS`."""
+_ADVICE = "remove it, or choose another `out`"
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Steps = Annotated[int, Field(ge=1)]
+
 SAME_TIME = 0.05
 """Times that differ by less are the same, to the precision of measured costs."""
 
@@ -112,7 +118,7 @@ class Ledger:
 
     def _read(self) -> None:
         try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
+            stored = read_record(self.path, {"schema": int, "identity": dict, "decided": list}, _ADVICE)
             other = stored["schema"] != SCHEMA or stored["identity"] != self.identity
             if other and not stored["decided"]:
                 return  # nothing was tried, as with a budget that was too small: nothing is lost
@@ -126,26 +132,26 @@ class Ledger:
                     f"'{self.path.parent}' holds another prescription (other data, recipe, budget, remedies or seed):"
                     " choose another `out`."
                 )
-            self.used = stored["used"]
-            self.costs = {name: Cost(**cost) for name, cost in stored["costs"].items()}
+            self.used = TypeAdapter(Seconds).validate_python(stored["used"], strict=True)
+            self.costs = TypeAdapter(dict[str, Cost]).validate_python(stored["costs"])
             if stored["candidates"] is not None:
                 self.left_out = stored["left_out"]  # until there is a plan, what could not be tried is tried again
-                self.reasons = [Reason(**reason) for reason in stored["reasons"]]
+                self.reasons = TypeAdapter(list[Reason]).validate_python(stored["reasons"])
                 self.candidates = [Arm.read(changes) for changes in stored["candidates"]]
-            self.plan = [Stage(**stage) for stage in stored["plan"]]
+            self.plan = TypeAdapter(list[Stage]).validate_python(stored["plan"])
             self.decided = [
                 DecidedStage(
-                    Stage(**entry["stage"]),
+                    TypeAdapter(Stage).validate_python(entry["stage"]),
                     tuple(Arm.read(changes) for changes in entry["arms"]),
-                    entry["steps"],
-                    entry["seeds"],
-                    entry["began"],
-                    entry["spent"],
+                    TypeAdapter(dict[str, Steps]).validate_python(entry["steps"]),
+                    TypeAdapter(list[int]).validate_python(entry["seeds"]),
+                    TypeAdapter(Seconds).validate_python(entry["began"]),
+                    TypeAdapter(Seconds | None).validate_python(entry["spent"]),
                 )
                 for entry in stored["decided"]
             ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"'{self.path}' cannot be read ({error}): remove it, or choose another `out`.") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DamagedFileError(f"'{self.path}' is damaged; {_ADVICE}.") from error
 
 
 class Costs:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import RecipeError, RunError
-from vitclinic._core.io import fingerprint, sign, write_json
+from vitclinic._core.io import fingerprint, read_json_file, sign, write_json
 from vitclinic._core.lock import FOREVER, hold_lock
 from vitclinic.data.named import NAMED_DATA
 from vitclinic.experiments.study.catalogue import open_study, shipped_studies
@@ -100,9 +100,9 @@ def keep_result(file: Path, plain: Mapping[str, Any]) -> None:
 def _set_other_study_aside(file: Path, plain: Mapping[str, Any]) -> None:
     """Rename the result of another study with the same claim, such as an earlier state of the file, by its digest."""
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))["study"]
+        stored = read_json_file(file, RunError)["study"]
         held = [stored.get(part) for part in _EXPERIMENT]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (RunError, LookupError, TypeError, AttributeError):
         return  # there is none, or nothing that could be read again
     if held == [json.loads(json.dumps(plain["study"])).get(part) for part in _EXPERIMENT]:
         return
@@ -117,10 +117,10 @@ def _count_kept_seeds(file: Path, plain: Mapping[str, Any]) -> int:
     """Return how many seeds the same study, on the same data, has in the file; 0 if anything else is there."""
     asked = json.loads(json.dumps(plain))
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
+        stored = read_json_file(file, RunError)
         same = all(stored[key] == asked[key] for key in _SAME_CALL) and _runs_agree(stored["runs"], asked["runs"])
         return len(stored["seeds"]) if same else 0
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (RunError, LookupError, TypeError, AttributeError):
         return 0
 
 

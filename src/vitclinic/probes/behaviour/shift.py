@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vitclinic._core.errors import DataError, did_you_mean
-from vitclinic._core.io import fingerprint, read_json, read_yaml
+from vitclinic._core.io import expand_path, fingerprint, read_json, read_text, read_yaml
 from vitclinic._core.records import Scalar
 from vitclinic._core.registry import FigureSpec, KeyScalars
 from vitclinic.data import Batch
@@ -115,11 +114,11 @@ def find_mismatch(classes: tuple[str, ...], outputs: Outputs) -> str | None:
 
 def read_map(path: str) -> Any:
     """Return the content of a JSON or YAML file."""
-    file = Path(path).expanduser()
+    file = expand_path(path, DataError)
+    text = read_text(file, DataError)
     try:
-        text = file.read_text(encoding="utf-8")
         found = read_json(text) if file.suffix == ".json" else read_yaml(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise DataError(f"Cannot read '{path}': {' '.join(str(error).split())}.") from error
     if found is None:
         raise DataError(f"'{path}' is empty.")
