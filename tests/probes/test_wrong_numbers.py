@@ -257,3 +257,38 @@ def test_a_forward_without_gradients_is_a_sentence(loader):
     found = statuses(Frozen(), loader, "saliency", "sharpness")
     sentence = "the network's output has no gradient: its forward runs without (torch.no_grad, detach)."
     assert found == dict.fromkeys(("saliency", "sharpness"), ("failed", sentence))
+
+
+class LinearProbe(nn.Module):
+    """A classifier on the features of a backbone that runs without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.classifier = vit(num_classes=0), nn.Linear(24, CLASSES)
+
+    def forward(self, x):
+        with torch.no_grad():
+            features = self.backbone(x)
+        return self.classifier(features)
+
+
+def test_weights_without_a_gradient_have_no_curvature(loader):
+    data = {"train": loader, "test": loader}
+    network = LinearProbe()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    found = statuses(network, data, "sharpness", "hessian_spectrum", "ntk", "saliency", "flatness")
+    for name in ("sharpness", "hessian_spectrum", "ntk"):
+        status, reason = found[name]
+        assert status == "does_not_apply", name
+        assert "without gradients" in reason
+    assert found["saliency"][0] == "does_not_apply"
+    assert found["flatness"][0] in ("ok", "not_converged")  # it moves the weights and needs no gradient
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+def test_a_weight_that_nothing_uses_has_a_gradient_of_zero(loader):
+    network = vit()
+    network.unused = nn.Linear(3, 3)
+    found = statuses(network, {"train": loader, "test": loader}, "sharpness", "ntk")
+    assert {status for status, _ in found.values()} <= {"ok", "not_converged"}

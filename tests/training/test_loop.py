@@ -1,9 +1,11 @@
 """The loop against one written out by hand, and what each setting of a recipe does."""
 
+import functools
 import json
 
 import pytest
 import torch
+import torch._dynamo
 
 from vitclinic._core.callback import Callback
 from vitclinic.data import TrainingStream, open_data
@@ -211,3 +213,17 @@ def test_golden_losses(tiny):
     run = train(tiny(steps=5, data={"source": "digits", "limit": 200, "augment": "deit"}, workers=0))
     losses = [row["loss"] for row in run.metrics if row["kind"] == "train"]
     assert losses == pytest.approx([2.356809, 2.334483, 2.301966, 2.335607, 2.365018], rel=1e-4)
+
+
+def test_a_compiled_run_after_another_trains_its_own_treatments(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+
+    def losses(name, **settings):
+        run = train(tiny(steps=2, out=str(tmp_path / name), **settings))
+        return [row["loss"] for row in run.metrics if row["kind"] == "train"]
+
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):  # as in a new process
+        eager = losses("eager", treatments=["context_broadcasting"])
+        losses("before", compile=True)
+        assert losses("compiled", compile=True, treatments=["context_broadcasting"]) == pytest.approx(eager, abs=1e-5)

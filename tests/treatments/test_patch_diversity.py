@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
+from tests.anatomy.token_orders import SIDE, OrderedViT
 from tests.treatments.test_contract import ONE_EACH, TOKENS
 from vitclinic._core.callback import Callback
 from vitclinic._core.distributed import ALONE
@@ -52,6 +53,14 @@ def seen(network, images, labels):
     logits = getattr(output, "logits", output)
     losses = diversity(patch_targets)
     return diversity, patch_targets, {"task": F.cross_entropy(logits, targets), **losses}
+
+
+@pytest.mark.parametrize("order", ["columns", "class last"])
+def test_the_order_of_tokens_changes_nothing(order):
+    images = torch.rand(3, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+    found = [seen(OrderedViT(each), images, torch.arange(3)) for each in ("plain", order)]
+    for name, value in found[0][2].items():
+        torch.testing.assert_close(found[1][2][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("name", FITTING)

@@ -31,6 +31,18 @@ def eager() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
+def guard_hooks() -> None:
+    """Let compiled graphs hold only for networks with the hooks that they were made with.
+
+    By default torch does not look: a graph made of one network runs for all others of its class, whatever their hooks,
+    and treatments are hooks. Graphs made until now are forgotten.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.reset()
+
+
 _looking = threading.local()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitclinic._core.errors import RecipeError
+from vitclinic.anatomy.forward import guard_hooks
 from vitclinic.data import Batch
 from vitclinic.treatments import InputAscent, Losses, LossesAndGradients, StepRule, TakesInputAscent, Treatment
 from vitclinic.treatments.sam_core import average_over_processes, freeze, keep_buffers
@@ -39,6 +40,8 @@ class Passes:
         self.module, self.parameters, self.scaler = learner, parameters, scaler
         self.ddp = ddp
         outer = ddp or learner
+        if compiled:
+            guard_hooks()
         self.wrapped: nn.Module = torch.compile(outer) if compiled else outer  # type: ignore[assignment]
         self.alone: nn.Module = torch.compile(learner) if compiled and ddp else learner  # type: ignore[assignment]
         self.device = parameters[0].device

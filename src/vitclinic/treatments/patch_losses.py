@@ -10,7 +10,7 @@ Shapes: B images, N patches, D channels, K classes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic._core.precision import upcast
 from vitclinic._core.segmentation import VOID
-from vitclinic.anatomy import Anatomy, Site, out_of, taps
+from vitclinic.anatomy import Anatomy, Site, Unit, eval_mode, out_of, taps
 from vitclinic.anatomy.forward import Removable
 from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
@@ -211,11 +211,12 @@ class Patches:
         if not stems:
             raise AnatomyError("its patch embedding cannot be told from the rest")
         sites = {"first": stems[0].output, "block": state}
-        if head.norm is not None and state is head.input:
-            sites["norm"] = out_of(head.norm, head.input.layout)
+        normed = _find_normed(head, anatomy.network, spec) if state is head.input else None
+        if normed is not None:
+            sites["norm"] = normed
         with taps(sites) as seen:
             run_once(anatomy.network, spec)
-        last = "norm" if "norm" in seen and seen["norm"].shape == seen["block"].shape else "block"
+        last = "norm" if normed is not None else "block"
         rows, columns = anatomy.grid(state, seen["block"]).shape[2:]
         before, after = (patch_tokens(sites[end], seen[end]) for end in ("first", last))
         kept = before.shape == after.shape
@@ -231,6 +232,31 @@ class Patches:
                 " that divides, or switch the mixing loss off."
             )
         return self.size[0] // self.grid[0], self.size[1] // self.grid[1]
+
+
+def _find_normed(head: Unit, network: nn.Module, spec: ImageSpec) -> Site | None:
+    """Return where the last state leaves the final norm; None if that acts on something else, as on a class token.
+
+    Tokens that lie in an order of their own keep it in the norm, if not always their axes.
+    """
+    if head.norm is None:
+        return None
+    with taps({"state": head.input, "norm": out_of(head.norm)}) as seen:
+        run_once(network, spec, batch=2)
+    state, norm, given = seen["state"], seen["norm"], head.input.arrangement
+    if given is None:
+        return out_of(head.norm, head.input.layout) if norm.shape == state.shape else None
+    with torch.no_grad(), eval_mode(network):
+        expected = head.norm(state)
+    for way in (given, replace(given, axes=tuple(range(len(given.axes))))):
+        if norm.ndim == len(way.axes) and _is_close(way.apply(norm), expected):
+            return out_of(head.norm, head.input.layout, arrangement=way)
+    return None
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    near = max(1e-4, 8 * torch.finfo(one.dtype).eps)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=near, atol=near)
 
 
 def patch_tokens(site: Site, activation: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from vitclinic._core.errors import AnatomyError, RecipeError, TreatmentError
 from vitclinic.anatomy import eval_mode
+from vitclinic.anatomy.forward import guard_hooks
 from vitclinic.anatomy.wrappers import call_with_images, find_example, unwrap, weight_like
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.treatment import Treatment, parse_treatments
@@ -54,6 +55,8 @@ def treat(
                 f" docs/treatments/{treatment.name}.md for how to use it in your own loop."
             )
     core, before = _core(network), treatments_of(network)
+    if parsed:
+        guard_hooks()
     try:
         treated = operate(core, parsed, spec or image_spec(network))
     except TreatmentError as error:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.anatomy.networks import shaken
+from tests.anatomy.token_orders import OrderedViT
 from tests.probes.attention.networks import swin
 from tests.probes.behaviour import trained
 from tests.probes.subjects import CLASSES, SIZE, subject, vit
@@ -199,6 +200,16 @@ def test_torchvision_s_vit_and_a_frozen_network() -> None:
     expected = saliency(patient)
     patient.network.requires_grad_(False)
     np.testing.assert_array_equal(saliency(patient).arrays["all_grid_maps"], expected.arrays["all_grid_maps"])
+
+
+@pytest.mark.parametrize("method", ["gradient_attention", "rollout"])
+@pytest.mark.parametrize("other", [{"order": "columns"}, {"order": "class last"}, {"shuffled": True}])
+def test_the_order_of_tokens_changes_nothing(method: str, other: dict[str, Any]) -> None:
+    networks = OrderedViT().eval(), OrderedViT(**other).eval()
+    images = torch.rand(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(networks[0](images), networks[1](images), atol=1e-5, rtol=1e-5)
+    plain, moved = (saliency(subject(network), method=method).arrays["all_grid_maps"] for network in networks)
+    np.testing.assert_allclose(moved, plain, rtol=1e-3, atol=1e-6)
 
 
 def test_scores_are_areas_and_the_gain_is_paired() -> None:

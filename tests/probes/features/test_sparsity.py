@@ -7,11 +7,12 @@ from scipy import stats
 from torch import nn
 
 from tests.anatomy.networks import NETWORKS, shaken
+from tests.anatomy.zoo import ZOO
 from tests.probes.subjects import subject, vit
 from vitclinic._core.errors import AnatomyError
 from vitclinic.anatomy import Anatomy, taps
 from vitclinic.anatomy.families import recognise
-from vitclinic.probes import measure, parse_probes
+from vitclinic.probes import load_subject, measure, parse_probes
 from vitclinic.probes.features.sparsity import active_share
 
 
@@ -130,3 +131,25 @@ def _keep(kept, name):
         kept[name] = args[0].detach().clone()
 
     return hook
+
+
+def test_neurons_of_a_network_with_tokens_first_are_those_of_images():
+    network = ZOO["hand-written/sequence_first_vit"].awake().eval()
+    count = 12
+    images = torch.rand(count, *ZOO["hand-written/sequence_first_vit"].image)
+    hidden = {}
+    gelus = [module for module in network.modules() if isinstance(module, nn.GELU)]
+    handles = [gelu.register_forward_hook(lambda m, _, out: hidden.update({m: out})) for gelu in gelus]
+    with torch.no_grad():
+        network(images)
+    for handle in handles:
+        handle.remove()
+    (found,) = measure(load_subject(network, [(images, torch.arange(count) % 3)]), parse_probes(["sparsity"]))
+    assert found.status == "ok", found.reason
+    assert len(found.units) == len(gelus)
+    for row, gelu in zip(found.units, gelus, strict=True):
+        tokens_first = hidden[gelu]
+        shares = [(tokens_first[:, image] > 0).double().mean().item() for image in range(count)]
+        low, high = stats.t.interval(0.95, count - 1, np.mean(shares), stats.sem(shares))
+        scalar = row.values["active"]
+        assert (scalar.value, scalar.low, scalar.high) == pytest.approx((np.mean(shares), low, high), rel=1e-4)

@@ -11,6 +11,7 @@ from vitclinic.anatomy.observation.naming import Draft
 from vitclinic.anatomy.observation.stretch import ACTIVATIONS, Stretch, find_bypass, has_detour
 from vitclinic.anatomy.observation.trace import NORMS, Call, Trace, Value, has_cells
 from vitclinic.anatomy.removal import Silence
+from vitclinic.anatomy.sites import Site
 from vitclinic.anatomy.units import Unit
 
 
@@ -21,9 +22,15 @@ def complete(unit: Unit, stretch: Stretch, locator: Locator) -> Unit:
         unit,
         norm=stretch.norm(),
         attention=find_attention(stretch, locator) if unit.kind == "msa" else None,
-        activation=None if activation is None else locator.read(activation, layout=NO_GRID),
+        activation=None if activation is None else _read_neurons(activation, locator),
         parameters=stretch.parameters(),
     )
+
+
+def _read_neurons(activation: int, locator: Locator) -> Site | None:
+    """Return the site of hidden neurons, which need no grid; arranged, so that images come first in every network."""
+    site = locator.read(activation)
+    return None if site is None else replace(site, layout=NO_GRID)
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,6 +58,9 @@ def grad_cam(maps_bchw: Tensor, gradient_bchw: Tensor) -> Tensor:
     return torch.einsum("bc,bchw->bhw", weights_bc, maps_bchw).clamp_min(0)
 
 
+_CUT = "the network computes it without (no_grad, or a function without a derivative)"
+
+
 class Found(NamedTuple):
     """Saliency maps of a batch [B, h, w], in float64, and the unit they were read at, if it was one."""
 
@@ -77,7 +80,7 @@ def roll_attention(subject: Subject, images: Tensor) -> Found:
     with record_attention(_global_units(subject.anatomy), seen.append), torch.no_grad():
         subject.logits(images)
     _check_square(seen)
-    return Found(_of_output(attention_rollout([one.weights.double() for one in seen]), seen[-1]))
+    return Found(_of_output(attention_rollout([_row_by_row(one, one.weights.double()) for one in seen]), seen[-1]))
 
 
 def roll_gradients(subject: Subject, images: Tensor, classes: Tensor) -> Found:
@@ -89,10 +92,14 @@ def roll_gradients(subject: Subject, images: Tensor, classes: Tensor) -> Found:
     _check_square(seen)
     sources = [(one.source,) if isinstance(one.source, Tensor) else one.source or () for one in seen]
     flat = [source for group in sources for source in group]
+    if total.requires_grad and not all(source.requires_grad for source in flat):
+        raise DoesNotApply(f"attention maps have no gradient: {_CUT}; use method=rollout or method=grad_cam.")
     found = iter(torch.autograd.grad(total, flat, allow_unused=True, materialize_grads=True))
     gradients = [[next(found) for _ in group] for group in sources]
-    arranged = [one.arrange(gradient).double() for one, gradient in zip(seen, gradients, strict=True)]
-    return Found(_of_output(gradient_rollout([one.weights.double() for one in seen], arranged), seen[-1]))
+    pairs = list(zip(seen, gradients, strict=True))
+    arranged = [_row_by_row(one, one.arrange(gradient).double()) for one, gradient in pairs]
+    maps = [_row_by_row(one, one.weights.double()) for one in seen]
+    return Found(_of_output(gradient_rollout(maps, arranged), seen[-1]))
 
 
 def weigh_features(subject: Subject, images: Tensor, classes: Tensor, name: str | None) -> Found:
@@ -104,6 +111,11 @@ def weigh_features(subject: Subject, images: Tensor, classes: Tensor, name: str 
     with torch.enable_grad(), taps({unit.name: unit.output for unit in units}, grad=True) as states:
         total = score(subject, images.detach().requires_grad_(), classes).sum()
         tensors = [states[unit.name] for unit in units]
+    if total.requires_grad:
+        reached = [(unit, state) for unit, state in zip(units, tensors, strict=True) if state.requires_grad]
+        if not reached:
+            raise DoesNotApply(f"the output of {name or 'every unit'} has no gradient: {_CUT}.")
+        units, tensors = map(list, zip(*reached, strict=True))
     gradients = torch.autograd.grad(total, tensors, allow_unused=True, materialize_grads=True)
     for unit, state, gradient in reversed(list(zip(units, tensors, gradients, strict=True))):
         slope = anatomy.grid(unit.output, gradient)
@@ -126,8 +138,23 @@ def _global_units(anatomy: Anatomy) -> list[Unit]:
 
 def _check_square(seen: Sequence[AttentionMap]) -> None:
     shapes = {tuple(one.weights.shape[2:]) for one in seen}
-    if len(shapes) != 1 or len(set(next(iter(shapes)))) != 1:
+    tokens = {(one.prefix, one.prefix_queries, one.grid, one.query_grid) for one in seen}
+    alike = [queries == keys for keys, queries, *_ in tokens] + [grid == queries for *_, grid, queries in tokens]
+    if len(shapes) != 1 or len(set(next(iter(shapes)))) != 1 or len(tokens) != 1 or not all(alike):
         raise DoesNotApply("attention cannot be followed through layers with other tokens; use method=grad_cam.")
+
+
+def _row_by_row(one: AttentionMap, map_bhqk: Tensor) -> Tensor:
+    """Return a map, or its gradient, with the patches of both axes row by row: some networks order them otherwise."""
+    queries = _order(one.query_positions()[0], one.prefix_queries, one.query_grid[1])
+    keys = _order(one.positions()[0], one.prefix, one.grid[1])
+    return map_bhqk[:, :, queries.to(map_bhqk.device)][..., keys.to(map_bhqk.device)]
+
+
+def _order(cells_n2: Tensor, prefix: int, columns: int) -> Tensor:
+    """Return which token comes where: those off the grid, and then the cells of each row."""
+    cells = (cells_n2[:, 0] * columns + cells_n2[:, 1]).argsort(stable=True)
+    return torch.cat((torch.arange(prefix, device=cells.device), prefix + cells))
 
 
 def _of_output(relevance_bnn: Tensor, last: AttentionMap) -> Tensor:

@@ -18,6 +18,7 @@ from vitclinic._core.errors import ModelError
 from vitclinic._core.precision import upcast
 from vitclinic.anatomy import double_differentiable
 from vitclinic.data import Batch
+from vitclinic.probes.curvature.cut_graph import find_cut_weights, refuse_cut_weights
 from vitclinic.probes.curvature.pixels import sum_pixel_losses
 from vitclinic.probes.output import read_output
 from vitclinic.probes.probe import DoesNotApply
@@ -175,13 +176,26 @@ class LossSurface:
         pieces = torch.split(vector, [p.numel() for p in self.weights])
         return [piece.view_as(p) for piece, p in zip(pieces, self.weights, strict=True)]
 
-    @torch.no_grad()
     def check(self) -> float:
         """Return the loss at the present weights.
 
         Raises:
             ModelError: If it is not finite or not reproducible, or the processes hold different weights.
+            DoesNotApply: In `gradient_mode()`, if weights that it depends on have no gradient.
         """
+        loss = self._check_value()
+        if torch.is_grad_enabled():
+            found = self.distributed.gather(self._find_cut_weights)
+            refuse_cut_weights(next((names for names in found if names), []))
+        return loss
+
+    def _find_cut_weights(self) -> list[str]:
+        """Return the names of weights without a gradient on which the loss of an image depends."""
+        first = next(iter(self.batches), None)
+        return [] if first is None else find_cut_weights(lambda: self.total_loss(first), self.parameters)
+
+    @torch.no_grad()
+    def _check_value(self) -> float:
         if len(set(self.distributed.gather(self._checksum))) > 1:
             raise ModelError("the processes have different weights. Load the same network in all of them.")
         first, second = self.value(), self.value()

@@ -21,6 +21,7 @@ from vitclinic._core.time import Time
 from vitclinic.data import Split, evaluation_batches
 from vitclinic.data.randomness import generator
 from vitclinic.probes.curvature.clock import Clock
+from vitclinic.probes.curvature.cut_graph import find_cut_weights, refuse_cut_weights
 from vitclinic.probes.curvature.tangent_kernel import (
     GIBIBYTE,
     Conditioning,
@@ -167,10 +168,10 @@ def _unpack(arrays: Mapping[str, NDArray[Any]] | None) -> list[Conditioning]:
     return [Conditioning(eigenvalues, float(kappa), bool(resolved)) for eigenvalues, kappa, resolved in rows]
 
 
-@torch.no_grad()
 def _check(subject: Subject, images: Tensor) -> None:
-    """Raise a ModelError unless the outputs are finite and reproducible."""
-    first, second = subject.logits(images), subject.logits(images)
+    """Raise an error unless the outputs are finite and reproducible, with gradients for all weights."""
+    with torch.no_grad():
+        first, second = subject.logits(images), subject.logits(images)
     if not bool(first.isfinite().all()):
         raise ModelError("the network's outputs are not finite (NaN or infinity), so there is no kernel to measure.")
     if not torch.equal(first, second):
@@ -178,6 +179,15 @@ def _check(subject: Subject, images: Tensor) -> None:
             "the network's outputs differ between two passes of the same images. Remove the layer that is random in"
             " eval mode: it makes every number meaningless."
         )
+    weights = {name: p for name, p in subject.network.named_parameters() if p.is_floating_point()}
+    flags = [p.requires_grad for p in weights.values()]
+    try:
+        for p in weights.values():
+            p.requires_grad_()
+        refuse_cut_weights(find_cut_weights(lambda: subject.logits(images[:1]), weights))
+    finally:
+        for p, flag in zip(weights.values(), flags, strict=True):
+            p.requires_grad_(flag)
 
 
 def _result(found: list[Conditioning], wanted: int) -> Result:
