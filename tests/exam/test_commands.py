@@ -181,7 +181,9 @@ def test_of_images_that_are_normalized_the_command_says_so(tmp_path):
 @pytest.mark.slow
 def test_the_printed_commands_of_a_finding_train_and_measure_again(run):
     """What a reader copies from the terminal: every suggestion is trained, then all are measured beside the run."""
-    printed = run_command("examine", "my runs/a", "--probes", "accuracy,norms,attention_entropy", cwd=run.path.parents[1])
+    printed = run_command(
+        "examine", "my runs/a", "--probes", "accuracy,norms,attention_entropy", cwd=run.path.parents[1]
+    )
     assert printed.returncode == 0, printed.stderr
     lines = [line.strip() for line in printed.stdout.splitlines()]
     commands = list(dict.fromkeys(found[1] for line in lines if (found := re.search(r": (vitclinic .*)$", line))))

@@ -28,7 +28,9 @@ def export(
     to: Annotated[Form, typer.Option("--to", help="A folder for timm or Hugging Face, or a file.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", parser=named_path, metavar="PATH", help="The folder or file; default: export/ in the run."),
+        typer.Option(
+            "--out", "-o", parser=named_path, metavar="PATH", help="The folder or file; default: export/ in the run."
+        ),
     ] = None,
     push: Annotated[
         str | None, typer.Option("--push", metavar="USER/NAME", help="Also send a folder to the Hugging Face hub.")

@@ -94,7 +94,9 @@ def choose_temperature(logits: Tensor, targets: Tensor, name: str) -> dict[str, 
     temperature, kept = fit_temperature(logits, targets), {}
     before, after = (float(softmax_loss(logits / t, targets)) for t in (1.0, temperature))
     if after > before:  # the pseudo-count of a fit to few images, which are all right
-        kept["reason"] = f"at {temperature:.3g}, the loss of the val images would rise from {before:.3g} to {after:.3g}."
+        kept["reason"] = (
+            f"at {temperature:.3g}, the loss of the val images would rise from {before:.3g} to {after:.3g}."
+        )
         temperature, after = 1.0, before
         log.warning("%s keeps the temperature 1: %s", name, kept["reason"])
     ece_before, ece = (expected_calibration_error(logits / t, targets) for t in (1.0, temperature))

@@ -99,7 +99,9 @@ def _describe_data(run: Run) -> str:
     facts = run.data_facts
     counts = ", ".join(f"{count:,} {split}" for split, count in facts["counts"].items())
     skipped = f" {len(facts['skipped'])} images could not be read." if facts["skipped"] else ""
-    return f"## Data\n\n{_as_text(Path(facts['name']).name)}: {counts} images (digest {facts['digest'][:12]}).{skipped}\n"
+    return (
+        f"## Data\n\n{_as_text(Path(facts['name']).name)}: {counts} images (digest {facts['digest'][:12]}).{skipped}\n"
+    )
 
 
 def _recipe_text(run: Run) -> str:

@@ -113,7 +113,9 @@ def predict(
     task = _find_task(target)
     asks = task is not None and task.target == "questions"
     listed = [images] if isinstance(images, str | Path | Image.Image) else list(images)
-    inputs = [one for word in listed for one in ([word] if isinstance(word, Image.Image) else find_inputs([word], asks))]
+    inputs = [
+        one for word in listed for one in ([word] if isinstance(word, Image.Image) else find_inputs([word], asks))
+    ]
     predictor = open_predictor(
         target,
         ask=ask,

@@ -85,7 +85,9 @@ class Gate:
             why = "it was not measured" if measured is None else measured.reason or "it has no metrics"
             return GateResult(name, str(self), False, f"{self.probe}.{self.scalar} is unknown: {why.rstrip('.')}.")
         if math.isnan(scalar.value):  # no comparison with it holds
-            return GateResult(name, str(self), False, f"{self.probe}.{self.scalar}: what was measured is not a number (NaN).")
+            return GateResult(
+                name, str(self), False, f"{self.probe}.{self.scalar}: what was measured is not a number (NaN)."
+            )
         failed = bool(_OPERATORS[self.operator](scalar.value, self.number))
         interval = "" if scalar.low is None else f", 95% interval {scalar.low:.4g} to {scalar.high:.4g}"
         return GateResult(name, str(self), not failed, f"measured {scalar.value:.4g}{interval}.")

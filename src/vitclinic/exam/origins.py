@@ -65,8 +65,6 @@ def _read(folder: Path) -> list[dict[str, Any]]:
             row = read_json(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and all(
-            name in row and isinstance(row[name], kind) for name, kind in _KINDS.items()
-        ):
+        if isinstance(row, dict) and all(name in row and isinstance(row[name], kind) for name, kind in _KINDS.items()):
             rows.append(row)
     return rows
