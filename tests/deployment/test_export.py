@@ -279,10 +279,10 @@ def test_a_folder_or_nothing_in_the_place_of_a_file_is_a_mistake(run, tmp_path, 
 
 
 def test_a_folder_in_the_way_of_a_file_is_told_without_a_number(tmp_path):
-    with pytest.raises(RunError, match=r"it is a folder\. Files written so far are intact; choose another") as told:
-        with write_errors(tmp_path):
-            tmp_path.write_text("x")
-    assert "space" not in str(told.value)
+    told = pytest.raises(RunError, match=r"it is a folder\. Files written so far are intact; choose another")
+    with told as error, write_errors(tmp_path):
+        tmp_path.write_text("x")
+    assert "space" not in str(error.value)
 
 
 def test_the_card_has_names_as_text_and_what_a_user_of_the_logits_needs(tmp_path, capfd):

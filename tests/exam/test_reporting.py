@@ -70,7 +70,7 @@ def test_the_page_of_a_run_lies_in_it_and_shows_what_it_is(run):
     assert page.resolve() == run / "report.html"
     text = page.read_text()
     for shown in (
-        "Exam of runs/a",
+        "Report: runs/a",
         "vit_tiny_patch16_224",
         "shapes:60, 10 classes, 32 x 32",
         "Test accuracy",

@@ -16,6 +16,7 @@ from vitclinic._core.errors import RunError
 from vitclinic.experiments.watch.curves import Curves
 from vitclinic.experiments.watch.reading import WatchedFolder, find_runs, identify, stamp
 from vitclinic.experiments.watch.server import WatchServer
+from vitclinic.training import build_recipe
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -310,3 +311,21 @@ def test_the_page_beside_a_training_ends_with_it(tmp_path):
     time.sleep(0.2)
     with pytest.raises(ConnectionRefusedError):
         http.client.HTTPConnection("127.0.0.1", port, timeout=2).connect()
+
+
+@pytest.mark.parametrize(
+    ("changes", "samples"),
+    [
+        (["logging.tensorboard=true"], True),
+        (["logging={tensorboard: true}"], True),
+        (["logging.samples=0"], False),
+        (["logging={samples: 3}"], False),
+    ],
+)
+def test_a_watched_training_shows_samples_unless_it_says_how_many(changes, samples, tmp_path):
+    from vitclinic.cli.train import _watched
+
+    changes = [*changes, f"out={tmp_path}/a"]
+    with _watched(True, "shapes", changes, None, True) as given:
+        assert [change for change in given if change not in changes] == ["logging.samples=8"] * samples
+        assert build_recipe("shapes", given).logging.tensorboard == ("tensorboard" in changes[0])

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 import pytest
@@ -104,3 +105,32 @@ def test_the_live_page_as_a_user_meets_it(page, folder):
     assert "0.001" in page.evaluate(ticks, "learning rate")
     assert "0.5" in page.evaluate(ticks, "gradient norm")
     assert page.locator("#pulse[role]").count() == 0
+
+
+TICKS = """() => [...document.querySelectorAll('[data-panel="gradient norm"] .ytick text')]
+  .map((tick) => tick.getBoundingClientRect())"""
+
+
+@pytest.mark.parametrize("top", [2.3, 4, 9, 14, 60, 90, 300, 1e6])
+def test_the_ticks_of_gradient_norms_can_be_read_whatever_they_span(page, folder, top):
+    """From 2 up to `top`: less than a decade, about one, nearly two, many."""
+    norms = [2 * (top / 2) ** (step / 30) for step in range(31)]
+    rows = [row(step, grad_norm=norm) for step, norm in enumerate(norms[1:], 11)]
+    for run in folder.iterdir():
+        if run.name == HOSTILE:
+            (run / "metrics.jsonl").write_text("")
+            append(run, [row(10, grad_norm=2.0), *rows])
+    page.wait_for_function(f"({LAST_STEP})() === 40")
+    page.wait_for_timeout(300)
+    boxes = sorted(page.evaluate(TICKS), key=lambda box: box["top"])
+    assert len(boxes) >= 2
+    assert all(above["bottom"] <= below["top"] + 2 for above, below in pairwise(boxes))
+
+
+def test_a_run_whose_recipe_lacks_a_key_keeps_its_line(page, folder):
+    recipe = folder / "done-1" / "recipe.yaml"
+    recipe.write_text("".join(line for line in recipe.open() if "optimizer" not in line))
+    page.wait_for_function("document.querySelector('#parallel').textContent.includes('not set')")
+    lines = page.evaluate("document.querySelector('#parallel').data.map((trace) => trace.y)")
+    assert len(lines) == 3
+    assert all(isinstance(place, int | float) for line in lines for place in line)

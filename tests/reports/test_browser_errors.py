@@ -66,6 +66,16 @@ def is_narrow(page, width):
     return outside == [] and page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_a_cell_opens_its_images_again_after_they_were_closed(open_page):
+    page = open_page([exam(classes=("disc", "ring", "square"))])
+    cell = page.locator(".matrix td.wrong a").first
+    target = cell.get_attribute("href")
+    for _ in range(2):
+        cell.click()
+        page.wait_for_function("(id) => document.querySelector(id).open", arg=target)
+        page.evaluate("(id) => { document.querySelector(id).open = false; }", target)
+
+
 def test_a_cell_opens_its_images_by_keyboard(open_page):
     page = open_page([exam(classes=("disc", "ring", "square"))])
     cell = page.locator(".matrix td.wrong a").first

@@ -225,7 +225,7 @@ def test_figures_of_one_name_do_not_collide(monkeypatch):
 
 
 def test_the_title_is_the_networks_or_the_user_s():
-    assert "<title>Exam of runs/plain</title>" in render([vit()])
+    assert "<title>Report: runs/plain</title>" in render([vit()])
     assert "<title>runs/plain, runs/with-sam and &lt;script&gt;" in render(several())
     assert "<title>&lt;i&gt;Mine</title>" in render([vit()], title="<i>Mine")
 

@@ -131,7 +131,7 @@ def import_quickly() -> Iterator[None]:
 
 @contextmanager
 def resumable(kept: str = "what has been measured is stored", same: bool = True) -> Iterator[None]:
-    """End a command without a traceback on Ctrl-C or SIGTERM; the `same` command, or the one that `kept` names, goes on.
+    """End a command without a traceback on Ctrl-C or SIGTERM; the `same` command, or the one `kept` names, goes on.
 
     The exit code is that of the signal which the KeyboardInterrupt carries, or of Ctrl-C.
     """

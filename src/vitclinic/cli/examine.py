@@ -63,7 +63,9 @@ Page = Annotated[
 Curves = Annotated[
     Path | None,
     typer.Option(
-        parser=named_path, metavar="FILE", help="Training curves logged by another library: CSV, or TensorBoard's events."
+        parser=named_path,
+        metavar="FILE",
+        help="Training curves logged by another library: CSV, or TensorBoard's events.",
     ),
 ]
 NoPage = Annotated[bool, typer.Option("--no-report", help="Do not write a page.")]

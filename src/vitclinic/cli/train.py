@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,10 +158,8 @@ def _watched(
     out = resume or build_recipe(recipe, changes).out
     with watch_beside(Path(out).expanduser().absolute().parent if out else Path("runs")) as address:
         typer.echo(f"watch: {address} (while it trains)", err=as_json)
-        samples = (
-            [] if any("logging" in change.partition("=")[0] for change in changes) else [f"logging.samples={SAMPLES}"]
-        )
-        yield [*changes, *samples]
+        is_said = any(re.match(r"logging\.samples=|logging=.*\bsamples\b", change, re.DOTALL) for change in changes)
+        yield changes if is_said else [*changes, f"logging.samples={SAMPLES}"]
 
 
 def _plan(recipe: str | None, changes: list[str], console: Console, as_json: bool) -> None:

@@ -83,14 +83,14 @@ def _describe_input(folder: Path, run: Run, temperature: float | None) -> str:
     mean, std = (", ".join(f"{value:.4g}" for value in published[name]) for name in ("mean", "std"))
     sides = [f"{height} x {width}" for height, width in (way.framed, way.size)]
     lines = [
-        f"Images are {'RGB' if way.channels == 3 else 'grey'}, resized to cover {sides[0]} pixels (height x width), of",
-        f"which the network takes the center crop of {sides[1]}, scaled to [0, 1] and normalized: mean {mean}, standard",
-        f"deviation {std}. `config.json` has these numbers.",
+        f"Images are {'RGB' if way.channels == 3 else 'grey'}, resized to cover {sides[0]} pixels (height x width),",
+        f"of which the network takes the center crop of {sides[1]}, scaled to [0, 1] and normalized: mean {mean},",
+        f"standard deviation {std}. `config.json` has these numbers.",
     ]
     if temperature is not None:
         lines.append(
-            f"Probabilities are the softmax of the logits divided by {temperature:.4g}, the temperature that was fitted on"
-            " val images; the folder's network returns the logits themselves."
+            f"Probabilities are the softmax of the logits divided by {temperature:.4g}, the temperature that was fitted"
+            " on val images; the folder's network returns the logits themselves."
         )
     return "## Input and output\n\n" + " ".join(lines) + "\n"
 

@@ -188,11 +188,10 @@ def _refuse_strangers(target: Path, to: str) -> None:
 
 def _is_our_onnx(file: Path) -> bool:
     import onnx
-    from google.protobuf.message import DecodeError
 
     try:
         model = onnx.load(str(file), load_external_data=False)
-    except DecodeError:
+    except Exception:  # noqa: BLE001 (whatever protobuf raises: it is no file of ONNX)
         return False
     return {"classes", "resize_to_cover"} <= {entry.key for entry in model.metadata_props}
 
@@ -303,8 +302,9 @@ def write_folder(folder: Path, run: Run, network: Normalized, to: str) -> None:
 def _open_in_transformers(folder: Path) -> Any:
     """Return the folder's network; the bar that transformers draws while it loads would be noise."""
     from transformers import AutoModelForImageClassification
-    from transformers.utils import logging as theirs
+    from transformers.utils import logging as module
 
+    theirs: Any = module
     drawn = theirs.is_progress_bar_enabled()
     theirs.disable_progress_bar()
     try:

@@ -180,7 +180,9 @@ def write_junit(path: Path, results: Sequence[GateResult], errors: Mapping[str, 
     errors = errors or {}
     failures = sum(not result.passed for result in results)
     counts = {"tests": len(results) + len(errors), "failures": failures, "errors": len(errors)}
-    suite = ElementTree.Element("testsuite", name="vitclinic", **{name: str(count) for name, count in counts.items()})
+    suite = ElementTree.Element(
+        "testsuite", {"name": "vitclinic"} | {name: str(count) for name, count in counts.items()}
+    )
     for result in results:
         name = result.gate if " " in result.gate else f"fail-on {result.gate}"
         case = ElementTree.SubElement(suite, "testcase", classname=_printable(result.network), name=name)

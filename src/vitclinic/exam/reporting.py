@@ -113,7 +113,7 @@ class _Stored:
     @property
     def exams(self) -> Path:
         """The folder of the measurements."""
-        return self.folder if self.run is None and self.folder is not None else Path(self.run.path) / "exams"
+        return (self.folder or Path()) if self.run is None else Path(self.run.path) / "exams"
 
 
 def _open_stored(text: str) -> _Stored:

@@ -62,12 +62,15 @@ class Machines:
             raise RunError(f"The Ray of this machine is gone (its raylet was lost): {_GOES_ON}.")
         for place in gone:
             log.warning(
-                "A machine of the Ray cluster is gone (%s): its runs go on elsewhere, from their last checkpoints.", place
+                "A machine of the Ray cluster is gone (%s): its runs go on elsewhere, from their last checkpoints.",
+                place,
             )
         wanted = {"CPU": self.needed["num_cpus"], "GPU": self.needed["num_gpus"]}
         fits = any(all(node["Resources"].get(kind, 0) >= least for kind, least in wanted.items()) for node in nodes)
         if not fits and not self.told_of_none:
-            log.warning("No machine is left that a run fits on; waiting for one (Ctrl-C ends, and the same command goes on).")
+            log.warning(
+                "No machine is left that a run fits on; waiting for one (Ctrl-C ends, and the same command goes on)."
+            )
         self.told_of_none = not fits
 
 

@@ -125,8 +125,9 @@ def fit_temperature(logits: Tensor, targets: Tensor) -> float:
 
         T = argmin_T 1/n sum_i -sum_k t_i(k) log softmax(z_i / T)_k,   t_i(y_i) = (n + 1) / (n + 2)
 
-    The rest of t_i, 1 / (n + 2), is shared by the other classes: one pseudo-count in all, as in Platt 1999, however many
-    classes there are. A few images that are all right would otherwise make the network certain of everything. The loss
+    The rest of t_i, 1 / (n + 2), is shared by the other classes: one pseudo-count in all, as in Platt 1999, however
+    many classes there are. A few images that are all right would otherwise make the network certain of
+    everything. The loss
     is convex in 1/T, and its root is found by bisection.
 
     Args:

@@ -277,7 +277,7 @@ def _section(exams: Sequence[ExamView], probe: str, drawings: Drawings) -> dict[
 
 def _title(names: Sequence[str]) -> str:
     if len(names) == 1:
-        return f"Exam of {names[0]}"
+        return f"Report: {names[0]}"
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) <= 3 else f"{len(names)} networks compared"
 
 

@@ -238,6 +238,10 @@
     });
     for (const details of folds()) details.addEventListener("toggle", showFold);
     window.addEventListener("hashchange", reveal);
+    document.addEventListener("click", ({ target }) => { // the same link again changes no hash
+      const link = target.closest("a[href^='#']");
+      if (link && link.hash === location.hash) reveal();
+    });
     if (window.innerWidth < 980) document.querySelector(".contents details").open = false;
     reveal();
     showFold();

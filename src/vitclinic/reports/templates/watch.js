@@ -110,8 +110,19 @@
     const band = { x: [...curve.step, ...[...curve.step].reverse()], y: [...curve.high, ...[...curve.low].reverse()], fill: "toself", fillcolor: faded(tone, 0.15), line: { width: 0 }, mode: "lines", hoverinfo: "skip", showlegend: false };
     return [band, { ...common, mode: curve.step.length > 1 ? "lines" : "markers", line: { color: tone, width: 2 }, hovertemplate: hover }];
   });
-  const positive = (list, panel) => list.every((run) => Object.values(curves.get(run.id)?.panels[panel] ?? {})
-    .every(({ low }) => low.every((value) => value === null || value > 0)));
+  const decades = (list, panel) => { // that the values span; NaN if some are not above 0
+    const kinds = list.flatMap((run) => Object.values(curves.get(run.id)?.panels[panel] ?? {}));
+    const values = kinds.flatMap(({ low, high }) => [...low, ...high]).filter((value) => value !== null);
+    return Math.log10(Math.max(...values)) - Math.log10(Math.min(...values));
+  };
+  // Ticks in full. Plotly would write 2 and 5 between powers of ten; of few decades it would label all nine digits, one
+  // over another; and within one decade an ordinary axis reads better.
+  const axisOf = (list, panel) => {
+    if (panel !== "gradient norm") return { type: "linear", rangemode: panel === "learning rate" ? "tozero" : "normal" };
+    const span = decades(list, panel);
+    if (!Number.isFinite(span) || (span > 0 && span < 1)) return { type: "linear", rangemode: "normal" };
+    return { type: "log", tickformat: "~g", ...(span < 2 ? { dtick: "D2" } : {}) };
+  };
   const showCurves = (list) => {
     const box = element("curves");
     const names = new Set(list.flatMap((run) => Object.entries(curves.get(run.id)?.panels ?? {}).filter(([, kinds]) => Object.keys(kinds).length).map(([name]) => name)));
@@ -131,9 +142,7 @@
       const last = list.map((run) => [run.name, Object.values(curves.get(run.id)?.panels[panel] ?? {})[0]])
         .filter(([, curve]) => curve).map(([name, curve]) => `${name} ${written(curve.mean.at(-1))} at step ${curve.step.at(-1)}`);
       plot.setAttribute("aria-label", `${panel} over steps; last: ${last.join("; ")}`);
-      const log = panel === "gradient norm" && positive(list, panel);
-      // Ticks in full, where plotly would write 2 and 5 between powers of ten; a constant rate is not around zero.
-      const yaxis = log ? { type: "log", tickformat: "~g" } : { type: "linear", rangemode: panel === "learning rate" ? "tozero" : "normal" };
+      const yaxis = axisOf(list, panel);
       draw(plot, data, { margin: { l: 52, r: 10, t: 10, b: 40 }, xaxis: { title: { text: "step" } }, yaxis, hovermode: "closest" });
     }
     if (!figures.length && !box.childElementCount) box.append(make("p", "Nothing to draw yet.", { class: "none" }));
@@ -236,9 +245,16 @@
   };
 
   // ---- parallel coordinates ----
-  const scaleOf = (values) => {
-    const known = values.filter((value) => value !== null && value !== undefined);
-    if (known.every((value) => typeof value === "number")) {
+  const isMissing = (value) => value === null || value === undefined;
+  const scaleOf = (values) => { // what a recipe does not say stands below all values
+    const known = values.filter((value) => !isMissing(value));
+    const { place, ticks } = scaleOfKnown(known);
+    if (known.length === values.length) return { place, ticks };
+    const lift = (at) => 0.16 + 0.84 * at;
+    return { place: (value) => (isMissing(value) ? 0 : lift(place(value))), ticks: [[0, "not set"], ...ticks.map(([at, text]) => [lift(at), text])] };
+  };
+  const scaleOfKnown = (known) => {
+    if (known.length && known.every((value) => typeof value === "number")) {
       const [low, high] = [Math.min(...known), Math.max(...known)];
       const log = low > 0 && high / low > 50;
       const way = (value) => (log ? Math.log(value) : value);
@@ -278,10 +294,10 @@
       const value = scales.at(-1).place(run.scores[result]);
       const mine = ids.includes(run.id);
       return {
-        x: axes.map((_, at) => at), y: axes.map((axis, at) => (valueOf(run, axis) === null ? null : scales[at].place(valueOf(run, axis)))),
+        x: axes.map((_, at) => at), y: axes.map((axis, at) => scales[at].place(valueOf(run, axis))),
         mode: "lines+markers", showlegend: false, opacity: mine ? 1 : 0.55, marker: { size: 5 },
         line: { width: mine ? 3.5 : 1.5, color: mine ? colour(run.id) : `hsl(${215 - 175 * value}, 65%, 50%)` },
-        text: axes.map((axis) => label(`${axis} ${written(valueOf(run, axis))}`)), hovertemplate: `%{text}<extra>${label(run.name)}</extra>`,
+        text: axes.map((axis) => label(`${axis} ${isMissing(valueOf(run, axis)) ? "not set" : written(valueOf(run, axis))}`)), hovertemplate: `%{text}<extra>${label(run.name)}</extra>`,
       };
     });
     const annotations = axes.flatMap((axis, at) => [
