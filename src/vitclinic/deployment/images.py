@@ -131,7 +131,7 @@ def _expand(word: str, standard_input: IO[str]) -> list[str]:
 
 
 def _open_folder(name: str) -> list[str]:
-    """Return the images in and below a folder, also those of formats that nothing decodes; of anything else, its name."""
+    """Return the images in and below a folder, undecodable formats included; of anything else, its name."""
     try:
         is_folder = Path(name).is_dir()
     except (OSError, ValueError):  # a name that is too long is skipped as other unreadable images are
