@@ -147,7 +147,7 @@ def test_what_failed_is_there_with_its_reason_and_what_does_not_apply_in_one_lis
     assert re.search(r"Failed\s*: ValueError: it broke", text)
     assert text.count(reason) == 1
     assert "attention_entropy, attention_distance" in text
-    assert "Density of attention" not in text
+    assert "Attention entropy" not in text
 
 
 def test_what_was_not_measured_is_one_line_a_reason_for_all_networks():

@@ -21,7 +21,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a plain vision transformer and its cure on embedded images in the same time, and compare them in one page.
+    """Train a plain ViT and the recommended recipe on embedded images for the same time, and compare them in one page.
 
     Takes under five minutes on two cores. Open report.html in any browser.
     """

@@ -1,4 +1,4 @@
-"""The verb `demo`: train a plain ViT and its cure on embedded data in the same time, and compare them in one page."""
+"""The verb `demo`: train a plain ViT and the recommended recipe for the same time, and compare them in one page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DemoResult:
 
 
 def train_both(out: str | Path, *, callbacks: Sequence[Callback] = ()) -> tuple[Run, Run]:
-    """Train the plain network and its cure in `out`, or continue where that was stopped."""
+    """Train both networks in `out`, or continue where that was stopped."""
     plain, cured = (_train(Path(out) / Path(recipe).stem, recipe, callbacks) for recipe in RECIPES)
     return plain, cured
 

@@ -83,7 +83,7 @@ class AttentionDistance(StreamingProbe):
     name = "attention_distance"
     group = "Attention"
     rank = 100
-    title = "Reach of attention"
+    title = "Attention distance"
     question = "How far does attention look?"
     paper = "Hyeon-Woo et al. 2023, Fig. 7b (H2)"
     key_scalars: ClassVar[KeyScalars] = {"distance": None}

@@ -1,4 +1,4 @@
-"""Density of attention: the entropy of its rows [hyeonwoo2023 Fig. 4, 7a].
+"""Attention entropy: that of each row of the maps [hyeonwoo2023 Fig. 4, 7a].
 
 Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys.
 """
@@ -83,7 +83,7 @@ class AttentionEntropy(StreamingProbe):
     name = "attention_entropy"
     group = "Attention"
     rank = 90
-    title = "Density of attention"
+    title = "Attention entropy"
     question = "How close is attention to uniform?"
     paper = "Hyeon-Woo et al. 2023, Fig. 4, 7a (H1, H2)"
     key_scalars: ClassVar[KeyScalars] = {"ratio": None, "upper_ratio": None, "class_ratio": None}

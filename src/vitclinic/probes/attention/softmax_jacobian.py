@@ -1,4 +1,4 @@
-"""Steepness of attention's softmax: norms of its Jacobian at each query's attention [hyeonwoo2023 Sec. 3.1, Fig. 5].
+"""Softmax Jacobian: its norms at each query's attention [hyeonwoo2023 Sec. 3.1, Fig. 5].
 
 Shapes: B images, W windows (1 where attention is global), H heads, Q queries, K keys.
 """
@@ -84,7 +84,7 @@ class SoftmaxJacobian(StreamingProbe):
     name = "softmax_jacobian"
     group = "Attention"
     rank = 95
-    title = "Steepness of attention"
+    title = "Softmax Jacobian"
     question = "How steep is the softmax at the attention that was learned?"
     paper = "Hyeon-Woo et al. 2023, Sec. 3.1, Fig. 5 (H1)"
     key_scalars: ClassVar[KeyScalars] = {"ratio": None, "frobenius": None}
@@ -95,7 +95,7 @@ class SoftmaxJacobian(StreamingProbe):
             values={"ratio": "nuclear norm / maximum", "frobenius": "Frobenius norm"},
             axis="attention layer",
             table=["nuclear", "maximum"],
-            title="Steepness of attention's softmax by layer",
+            title="Norm of the softmax Jacobian by layer",
             reading="Each point is a norm of the softmax's Jacobian at the attention of a layer, mean over heads,"
             " queries and images. A nuclear norm near its maximum belongs to dense attention, which one step of"
             " training easily breaks; one near 0 to attention on single keys, which hardly any gradient passes.",
