@@ -266,7 +266,9 @@ def test_closed_streams_are_the_null_device(monkeypatch):
 @pytest.mark.slow
 def test_training_needs_no_streams(tmp_path):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text("{model: {name: vit_tiny_fitted, patch_size: 2, embed_dim: 16, depth: 1, num_heads: 2}, steps: 2}")
+    recipe.write_text(
+        "{model: {name: vit_tiny_fitted, patch_size: 2, embed_dim: 16, depth: 1, num_heads: 2}, steps: 2}"
+    )
     words = ["train", str(recipe), "data=digits", f"out={tmp_path / 'run'}"]
     shell = f"exec {shlex.join([sys.executable, '-m', 'vitclinic', *words])} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", shell], timeout=240).returncode == 0

@@ -36,7 +36,11 @@ class Checkpoints:
         self.folder = folder
 
     def save(
-        self, names: list[str], model: dict[str, Tensor], state: dict[str, Any], made_with: Mapping[str, str] | None = None
+        self,
+        names: list[str],
+        model: dict[str, Tensor],
+        state: dict[str, Any],
+        made_with: Mapping[str, str] | None = None,
     ) -> None:
         """Write one checkpoint under each of `names`; the old `last` becomes `previous`.
 

@@ -259,7 +259,9 @@ class Run:
         if not results:
             return {}
         if not are_results(results, _find_score_names(self.recipe)):
-            log.warning("'%s' is damaged ('results' are wrong); examine the run to score it.", self.path / "status.json")
+            log.warning(
+                "'%s' is damaged ('results' are wrong); examine the run to score it.", self.path / "status.json"
+            )
             return {}
         return results
 

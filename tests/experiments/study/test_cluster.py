@@ -139,11 +139,12 @@ class Killing(Callback):
 
 
 def test_a_lost_machine_is_told_and_its_run_goes_on_elsewhere(nodes, tmp_path, caplog):
+    asked = tiny_study(base={**LONG, "steps": 4000})  # Ray takes some seconds to notice
     killing = Killing(nodes, "raylet", own=False)
-    found = study(tiny_study(base=LONG), out=tmp_path / "ray", ray=nodes.address, seeds=1, callbacks=[killing])
+    found = study(asked, out=tmp_path / "ray", ray=nodes.address, seeds=1, callbacks=[killing])
     assert killing.killed
     assert "A machine of the Ray cluster is gone (127.0.0.1)" in caplog.text
-    assert table(found) == table(study(tiny_study(base=LONG), out=tmp_path / "here", seeds=1))
+    assert table(found) == table(study(asked, out=tmp_path / "here", seeds=1))
 
 
 @pytest.mark.parametrize(
