@@ -66,7 +66,7 @@ def console_for(verbose: bool, quiet: bool, stderr: bool = False) -> Console:
 
 
 def open_closed_streams() -> None:
-    """Put the null device in the place of standard streams that were closed (`>&-`): nothing else may get their numbers."""
+    """Put the null device in the place of closed standard streams (`>&-`), so that no file gets their numbers."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
             continue

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vitclinic._core.errors import LockedError, MissingExtraError, RunError
-from vitclinic.experiments.ray_machines import Machines, parse_address
+from vitclinic.experiments.ray_machines import OWN_RAY_GONE, Machines, parse_address
 from vitclinic.experiments.runner import LOOK_AGAIN, After, Outcome, Pool, Tally, attempt
 from vitclinic.training import Recipe, Run
 
@@ -119,7 +119,8 @@ def choose_resources(machines: Sequence[Mapping[str, float]], cores: int, gpus: 
     if not any(one.get("CPU", 0) >= cores and one.get("GPU", 0) >= gpus for one in machines):
         has = ", ".join(sorted({f"{one.get('CPU', 0):g} and {one.get('GPU', 0):g}" for one in machines})) or "none"
         raise RunError(
-            f"No machine of the Ray cluster has {cores} cores and {gpus} GPUs for a run (they have {has}); ask for fewer."
+            f"No machine of the Ray cluster has {cores} cores and {gpus} GPUs for a run (they have {has}): ask"
+            " for fewer."
         )
     return {"num_cpus": cores, "num_gpus": gpus}
 
@@ -135,6 +136,8 @@ def resolve_data(recipe: Recipe) -> Recipe:
 def _get_outcome(ray: Any, done: Any, recipe: Recipe) -> Outcome:
     try:
         outcome: Outcome = ray.get(done)
+    except ray.exceptions.LocalRayletDiedError as error:  # nothing else can be started either
+        raise RunError(OWN_RAY_GONE) from error
     except ray.exceptions.RayError as error:
         return Outcome(recipe, "failed", reason=f"its worker was lost: {str(error).splitlines()[0]}")
     return replace(outcome, recipe=recipe)

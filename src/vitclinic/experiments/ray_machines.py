@@ -21,6 +21,8 @@ _LOOK_EVERY = 2.0
 
 _GOES_ON = "each run is kept up to its last checkpoint, and the same command goes on once there is a cluster"
 
+OWN_RAY_GONE = f"The Ray of this machine is gone (its raylet was lost): {_GOES_ON}."
+
 
 class Machines:
     """The machines as they are known so far.
@@ -59,7 +61,7 @@ class Machines:
         now = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
         gone, self.alive = [place for name, place in self.alive.items() if name not in now], now
         if self.own not in now:
-            raise RunError(f"The Ray of this machine is gone (its raylet was lost): {_GOES_ON}.")
+            raise RunError(OWN_RAY_GONE)
         for place in gone:
             log.warning(
                 "A machine of the Ray cluster is gone (%s): its runs go on elsewhere, from their last checkpoints.",

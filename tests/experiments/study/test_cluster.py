@@ -104,6 +104,7 @@ def test_stopped_the_runs_are_saved(address, tmp_path):
 @pytest.fixture
 def nodes():
     """A cluster of this test alone, whose processes may be killed: a head without cores and two machines with one."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
     from ray.cluster_utils import Cluster
 
@@ -122,26 +123,28 @@ def nodes():
 class Killing(Callback):
     """Kills a process of the cluster once the runs are under way."""
 
-    def __init__(self, process):
-        self.process, self.killed = process, False
+    def __init__(self, cluster, name, own):
+        self.cluster, self.name, self.own, self.killed = cluster, name, own, False
 
     def on_progress(self, what, done, total):
         if done > 0.2 and not self.killed:
             self.killed = True
-            os.kill(self.process.pid, signal.SIGKILL)
+            import ray
 
-
-def process_of(cluster, machine, name):
-    [node] = [cluster.list_all_nodes()[machine]]
-    return node.all_processes[name][0].process
+            here = ray.get_runtime_context().get_node_id()
+            machines = [node for node in self.cluster.list_all_nodes() if self.name in node.all_processes]
+            if self.name == "raylet":
+                machines = [node for node in machines if (node.node_id == here) == self.own]
+            os.kill(machines[-1].all_processes[self.name][0].process.pid, signal.SIGKILL)
 
 
 def test_a_lost_machine_is_told_and_its_run_goes_on_elsewhere(nodes, tmp_path, caplog):
-    killing = Killing(process_of(nodes, 1, "raylet"))
-    found = study(tiny_study(base=LONG), out=tmp_path / "ray", ray=nodes.address, seeds=1, callbacks=[killing])
+    asked = tiny_study(base={**LONG, "steps": 4000})  # Ray takes some seconds to notice
+    killing = Killing(nodes, "raylet", own=False)
+    found = study(asked, out=tmp_path / "ray", ray=nodes.address, seeds=1, callbacks=[killing])
     assert killing.killed
     assert "A machine of the Ray cluster is gone (127.0.0.1)" in caplog.text
-    assert table(found) == table(study(tiny_study(base=LONG), out=tmp_path / "here", seeds=1))
+    assert table(found) == table(study(asked, out=tmp_path / "here", seeds=1))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_a_lost_machine_is_told_and_its_run_goes_on_elsewhere(nodes, tmp_path, c
 )
 def test_a_lost_head_is_one_sentence_and_the_same_command_goes_on(nodes, tmp_path, process, sentence):
     asked = tiny_study(base={**LONG, "steps": 4000})
-    killing = Killing(process_of(nodes, 0, process))
+    killing = Killing(nodes, process, own=True)
     with pytest.raises(RunError, match=sentence):
         study(asked, out=tmp_path, ray=nodes.address, seeds=1, callbacks=[killing])
     steps = [Run.open(file.parent).checkpoints.read("last")[1]["step"] for file in tmp_path.glob("pool/*/recipe.yaml")]
