@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.anatomy import Anatomy, Unit, eval_mode, taps
-from vitclinic.anatomy.forward import Removable
+from vitclinic.anatomy.forward import Removable, eager
 from vitclinic.anatomy.maps import MHA_SIGNATURE, SeenMap
 from vitclinic.anatomy.sites import Site, watch
 from vitclinic.anatomy.wrappers import call_with_images
@@ -36,8 +36,8 @@ def example_image(network: nn.Module, spec: ImageSpec, batch: int = 1) -> Tensor
 
 
 def run_once(network: nn.Module, spec: ImageSpec, batch: int = 1, *, grad: bool = False) -> Any:
-    """Return the network's output for noise, in eval mode and, unless `grad`, without gradients."""
-    with eval_mode(network), torch.set_grad_enabled(grad):
+    """Return the network's output for noise, in eval mode, uncompiled and, unless `grad`, without gradients."""
+    with eager(), eval_mode(network), torch.set_grad_enabled(grad):
         return call_with_images(network, example_image(network, spec, batch))
 
 
@@ -48,7 +48,8 @@ def examine(treatment: Treatment, network: nn.Module, spec: ImageSpec) -> Anatom
         TreatmentError: The network's parts cannot be told apart.
     """
     try:
-        return Anatomy.of(network, example_image(network, spec))
+        with eager():  # a network compiled in place
+            return Anatomy.of(network, example_image(network, spec))
     except AnatomyError as error:
         raise missing(treatment, network, str(error)) from error
 
