@@ -75,6 +75,8 @@ def find_class_token(treatment: Treatment, head: Unit, network: nn.Module, spec:
     prefix = head.input.layout.prefix
     if not prefix:
         raise missing(treatment, network, "this one has no class token")
+    if head.input.arrangement is not None and not head.input.arrangement.begins_with(prefix):
+        raise missing(treatment, network, "its class token is not the first of its tokens")
     place = _last_state(head, network, spec)
     if place is None:
         raise missing(treatment, network, "its last state is not one sequence of tokens")
@@ -90,10 +92,8 @@ def _last_state(head: Unit, network: nn.Module, spec: ImageSpec) -> Site | None:
         run_once(network, spec, batch=2)
     if seen["state"].ndim != 3 or len(seen["state"]) != 2:
         return None
-    given = head.input.arrangement
-    in_order = given is None or given.begins_with(head.input.layout.prefix)
-    whole = in_order and "norm" in seen and seen["norm"].shape == seen["state"].shape
-    return sites["norm"] if whole else head.input  # which is read, and written, with the class token first
+    whole = "norm" in seen and seen["norm"].shape == seen["state"].shape
+    return sites["norm"] if whole else head.input
 
 
 def _reads(prefix: int, place: Site, network: nn.Module, spec: ImageSpec) -> bool:
