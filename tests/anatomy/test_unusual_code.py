@@ -195,3 +195,42 @@ def test_colours_that_are_added_to_each_other_are_no_unit(images: Tensor) -> Non
             return super().tokens(colours)
 
     assert kinds(Anatomy.of(Chroma(Block()).eval(), images)) == ["stem", "msa", "mlp", "head"]
+
+
+class Summed(Attention):
+    """Values are weighed number by number and summed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        weights = (query @ key.mT).softmax(-1)
+        return self.out((weights[..., None] * value[:, :, None]).sum(-2).transpose(1, 2).flatten(2))
+
+
+class Twice(Attention):
+    """The map is applied two times."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        weights = (query @ key.mT).softmax(-1)
+        return self.out((weights @ (weights @ value)).transpose(1, 2).flatten(2))
+
+
+class Projected(Attention):
+    """Linformer: a fixed matrix makes a few keys and values of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.Parameter(torch.randn(3, 16) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        weights = (query @ (self.few @ key).mT).softmax(-1)
+        return self.out((weights @ (self.few @ value)).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("make", [Summed, Twice, Projected])
+def test_attention_without_one_map_is_attention_all_the_same_and_noted(make: type[Attention], images: Tensor) -> None:
+    anatomy = Anatomy.of(Net(Block(make())).eval(), images)
+    (unit,) = anatomy.of_kind("msa")
+    assert unit.attention is None
+    assert any("no map can be recorded" in note for note in anatomy.notes)

@@ -28,12 +28,12 @@ class Attention(nn.Module):
     def __init__(self, shuffled: bool) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        shuffle = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))
-        self.keys = shuffle if shuffled else torch.arange(TOKENS)
+        self.shuffle = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3)) if shuffled else None
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        k, v = k[:, :, self.keys], v[:, :, self.keys]
+        if self.shuffle is not None:
+            k, v = k[:, :, self.shuffle], v[:, :, self.shuffle]
         weights = (q @ k.transpose(-2, -1) * (WIDTH // HEADS) ** -0.5).softmax(-1)
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 

@@ -131,6 +131,22 @@ WRITERS = {
 }
 
 
+BESIDE = {
+    "an accuracy": lambda state: {"state_dict": state, "best_acc1": torch.tensor(76.1)},
+    "a random state": lambda state: {"model": state, "torch_rng_state": torch.get_rng_state()},
+    "an epoch": lambda state: {"model_state_dict": state, "epoch": torch.tensor(3), "loss": torch.tensor(0.3)},
+    "a counter": lambda state: {"net": state, "averaging": {"n_averaged": torch.tensor(3)}},
+    "in another": lambda state: {"checkpoint": {"model": state, "epoch": 3}, "optimizer": {"state": {}}},
+}
+
+
+@pytest.mark.parametrize("writer", BESIDE)
+def test_tensors_beside_a_state_dict_do_not_make_one(writer, tmp_path):
+    network = build()
+    torch.save(BESIDE[writer](network.state_dict()), tmp_path / "w.ckpt")
+    assert same(f"{TARGET}@{tmp_path}/w.ckpt", network)
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_names_with_a_prefix_and_tensors_beside(writer, tmp_path):
     network = build()
@@ -240,6 +256,8 @@ def test_a_hugging_face_encoder_has_a_drawn_classifier(tmp_path, caplog):
     hf.ViTForImageClassification(config).save_pretrained(tmp_path / "classifier")
     assert resolve(f"hf:{tmp_path}/classifier", CPU).drawn == ()
     assert resolve(f"hf:{tmp_path}/encoder", CPU).drawn == ("classifier.bias", "classifier.weight")
+    other = f"hf:{tmp_path}/classifier?num_labels=5&ignore_mismatched_sizes=true"
+    assert resolve(other, CPU).drawn == ("classifier.bias", "classifier.weight")
 
 
 def test_our_own_network_without_published_weights_says_so():

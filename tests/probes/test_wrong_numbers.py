@@ -292,3 +292,121 @@ def test_a_weight_that_nothing_uses_has_a_gradient_of_zero(loader):
     network.unused = nn.Linear(3, 3)
     found = statuses(network, {"train": loader, "test": loader}, "sharpness", "ntk")
     assert {status for status, _ in found.values()} <= {"ok", "not_converged"}
+
+
+class Changed(nn.Module):
+    """A network with a function behind it."""
+
+    def __init__(self, change):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.change = vit(), change
+
+    def forward(self, x):
+        return self.change(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda z: z.half().softmax(1).float(),
+        lambda z: z.softmax(1) + 1e-3,
+        lambda z: z.softmax(1) * 100,
+        lambda z: torch.cat((z, z[:, :1]), 1).softmax(1)[:, :-1],
+        lambda z: (z.softmax(1) + (2 * z).softmax(1)) / 2,
+    ],
+    ids=["half", "raised", "percent", "a class dropped", "two averaged"],
+)
+def test_probabilities_are_told_by_the_softmax_that_made_them(change, loader):
+    status, reason = statuses(Changed(change), loader, "accuracy")["accuracy"]
+    assert status == "does_not_apply"
+    assert "returns probabilities" in reason
+
+
+def test_sigmoids_written_by_hand_are_told(loader):
+    network = Changed(lambda z: 1 / (1 + (-z).exp()))
+    status, reason = statuses(network, loader, "accuracy")["accuracy"]
+    assert status == "does_not_apply"
+    assert "of each class by itself" in reason
+
+
+@pytest.mark.parametrize("change", [lambda z: z.log_softmax(1), lambda z: -z.log_softmax(1), lambda z: z.relu()])
+def test_what_a_softmax_did_not_make_is_logits(change, loader):
+    assert statuses(Changed(change), loader, "accuracy")["accuracy"][0] == "ok"
+
+
+def test_logits_of_a_frozen_layer_behind_a_sigmoid_are_logits(loader):
+    network = Changed(nn.Sequential(nn.Sigmoid(), nn.Linear(CLASSES, CLASSES)))
+    network.requires_grad_(False)
+    with torch.no_grad():
+        network.change[1].weight.abs_()
+        network.change[1].bias.abs_()
+    assert statuses(network, loader, "accuracy")["accuracy"][0] == "ok"
+
+
+class Int8(nn.Module):
+    """A linear layer with its weight as integers."""
+
+    def __init__(self, layer, register):
+        super().__init__()
+        scale = layer.weight.abs().max().detach() / 127
+        register(self, "weight", (layer.weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = layer.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def as_parameter(module, name, value):
+    module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+@pytest.mark.parametrize("register", [as_parameter, nn.Module.register_buffer])
+def test_integers_of_a_layers_own_have_no_norm_and_no_curvature_and_are_counted(register, loader):
+    torch.manual_seed(0)
+    network = vit().eval()
+    expected = Cost(repeats=1, batch=2)(network, loader).scalars["parameters"]
+    for name, module in list(network.named_modules()):
+        if isinstance(module, nn.Linear):
+            network.set_submodule(name, Int8(module, register))
+    found = statuses(network, loader, "sharpness", "ntk", "norms", "accuracy")
+    for name in ("sharpness", "ntk"):
+        assert found[name][0] == "does_not_apply"
+        assert "quantized" in found[name][1]
+    assert found["norms"][0] == "does_not_apply"
+    assert "integers" in found["norms"][1]
+    assert found["accuracy"][0] == "ok"
+    assert Cost(repeats=1, batch=2)(network, loader).scalars["parameters"] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8])
+def test_the_first_parameter_may_be_of_any_type(dtype, loader):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+            self.inner = vit()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    assert statuses(First(), loader, "accuracy")["accuracy"][0] == "ok"
+
+
+def test_a_network_that_answers_by_chance_is_called_by_its_name(loader):
+    class Chance(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.first, self.second = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.head = nn.Linear(8, CLASSES)
+
+        def forward(self, x):
+            x = self.stem(x).flatten(2).mT
+            x = x + self.first(x).relu()
+            x = x + self.second(x).relu()
+            return {"logits": nn.functional.dropout(self.head(x.mean(1)), 0.5, training=True)}
+
+    status, reason = statuses(Chance(), loader, "lesion")["lesion"]
+    assert status == "failed"
+    assert reason.startswith("Chance answers differently")

@@ -11,6 +11,7 @@ from torch._dynamo import config
 
 from tests.treatments.handwritten import SIZE, OwnViT
 from vitclinic.data import ImageSpec
+from vitclinic.probes import ProbeCollection
 from vitclinic.treatments import treat
 
 IMAGES = torch.rand(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
@@ -57,3 +58,33 @@ def test_a_network_that_ran_compiled_runs_treated_afterwards() -> None:
         treat(wrapped, "context_broadcasting", spec=SPEC)
         torch.testing.assert_close(wrapped(IMAGES), network(IMAGES))
         assert not torch.allclose(wrapped(IMAGES), before)
+
+
+def test_a_network_that_is_compiled_in_place_is_treated() -> None:
+    torch.manual_seed(0)
+    network, expected = OwnViT().eval(), OwnViT().eval()
+    expected.load_state_dict(network.state_dict())
+    network.compile(backend="eager")
+    with torch.no_grad():
+        network(IMAGES)
+        treat(network, "context_broadcasting", spec=SPEC)
+        torch.testing.assert_close(network(IMAGES), treat(expected, "context_broadcasting", spec=SPEC)(IMAGES))
+
+
+def test_probes_in_a_loop_read_a_network_that_is_compiled_in_place() -> None:
+    torch.manual_seed(0)
+    network = OwnViT().eval()
+    found = []
+    for compiled_in_place in (False, True):
+        if compiled_in_place:
+            network.compile(backend="eager")
+            network(IMAGES)
+        with torch.no_grad(), ProbeCollection(network, ["norms", "attention_entropy"]) as probes:
+            network(IMAGES)
+            probes.update(torch.arange(2))
+        found.append(probes.compute())
+    for name, plain in found[0].items():
+        other = found[1][name]
+        assert other.status == plain.status == "ok", other.reason
+        for scalar, value in plain.scalars.items():
+            assert other.scalars[scalar].value == pytest.approx(value.value, rel=1e-5)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from tests.anatomy.token_orders import CLASSES, HEADS, SIDE, WIDTH, OrderedViT
 from tests.anatomy.zoo import ZOO
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy
@@ -399,3 +400,40 @@ def test_an_extra_block_follows_the_blocks_that_see_all_tokens() -> None:
     treated = treat(ZOO[name].awake(), "extra_block", spec=spec_of(name))
     assert type(treated.blocks[-1]).__name__ == "MsaBlock"
     assert len(treated.blocks_token_only) == len(ZOO[name].build().blocks_token_only)
+
+
+class _OwnDerivative(torch.autograd.Function):
+    """Attention with a derivative written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT).softmax(-1)
+        ctx.save_for_backward(q, k, v, weights)
+        return weights @ v
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, weights = ctx.saved_tensors
+        slope = grad @ v.mT
+        scores = weights * (slope - (slope * weights).sum(-1, keepdim=True))
+        return scores @ k, scores.mT @ q, weights.mT @ grad
+
+
+class _OwnAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return self.out(_OwnDerivative.apply(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("treatment", ["talking_heads", "no_softmax", "uniform_heads"])
+def test_a_map_with_a_derivative_of_its_own_is_not_edited(treatment: str) -> None:
+    torch.manual_seed(0)
+    network = OrderedViT()
+    for block in network.blocks:
+        block.attention = _OwnAttention()
+    with pytest.raises(TreatmentError, match="computed without gradients"):
+        treat(network, treatment, spec=ImageSpec(CLASSES, 3, (SIDE, SIDE)))

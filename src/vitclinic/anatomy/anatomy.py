@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError, did_you_mean, first_line
+from vitclinic.anatomy.agreement import find_disagreement
 from vitclinic.anatomy.families import Family
 from vitclinic.anatomy.forward import eval_mode
 from vitclinic.anatomy.observation.observe import observe
@@ -103,10 +104,12 @@ class Anatomy:
         entrance = core if example is None else unwrap_parallel(network)
         if family is not None:
             try:
-                return cls._of_family(core, family, entrance, example)
+                found = cls._of_family(core, family, entrance, example)
             except AnatomyError:
                 if not family.built_in:
                     raise
+            else:
+                return found if family.built_in else found._compare(family, entrance, example)
         if example is None:
             example = find_example(core, family)
         return cls._by_observation(core, entrance, example)
@@ -125,6 +128,27 @@ class Anatomy:
                 f"{type(core).__name__} belongs to the family {family.name} but is not built like it"
                 f" ({first_line(error)}); if parts of it were replaced, register a family for it (docs/anatomy.md)."
             ) from error
+
+    def _compare(self, family: Family, entrance: nn.Module, example: Tensor | None) -> Anatomy:
+        """Return this anatomy of a family registered by hand, unless a recorded pass contradicts it.
+
+        A family need not know what treatments change: a treated network is then as observed.
+        """
+        core = self.network
+        example = find_example(core, family) if example is None else example
+        try:
+            observed = self._by_observation(core, entrance, example)
+        except AnatomyError:  # nothing can be seen of this network: what its user says counts
+            return self
+        image = example[:1].to(weight_like(core))
+        if found := find_disagreement(self.units, observed.units, entrance, image):
+            if getattr(core, "treated_with", ()):
+                return observed
+            raise AnatomyError(
+                f"the family {family.name} does not describe {type(core).__name__}: {found}; correct its units, or"
+                " leave the family out, since this network can be observed (docs/anatomy.md)."
+            )
+        return self
 
     @classmethod
     def _by_observation(cls, core: nn.Module, entrance: nn.Module, example: Tensor) -> Anatomy:

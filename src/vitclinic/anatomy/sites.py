@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from vitclinic._core.errors import AnatomyError
@@ -61,6 +62,10 @@ class Arrangement:
         """Return a tensor as [B, N, C]."""
         x_bnc = x.permute(self.axes).flatten(1, -2)
         return x_bnc if self.order is None else x_bnc[:, self.order.to(x.device)]
+
+    def begins_with(self, count: int) -> bool:
+        """Return True if so many tokens come first already, as in a network whose patches alone are in disorder."""
+        return self.order is None or bool((self.order[:count].cpu() == torch.arange(count)).all())
 
     def undo(self, x_bnc: Tensor, like: Tensor) -> Tensor:
         """Return [B, N, C] in the arrangement of another tensor."""

@@ -174,7 +174,7 @@ def from_hugging_face(name: str, keywords: dict[str, Any], pretrained: bool) -> 
         auto: Any = transformers.AutoModelForImageClassification if has_head else transformers.AutoModel
         if pretrained:
             backbone, report = auto.from_pretrained(name, output_loading_info=True, **only, **keywords)
-            lacking = sorted(report["missing_keys"])
+            lacking = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
         else:
             backbone = auto.from_config(config)
     if inside := [key for key in lacking if not re.match(r"(\w*classifier|head|fc)\.", key)]:

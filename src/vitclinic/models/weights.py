@@ -137,13 +137,14 @@ def missing(file: Path) -> ModelError:
 
 def _choose(content: Mapping[Any, Any], key: str | None, file: Path) -> Mapping[str, Any]:
     """Return the state dict in a checkpoint, or the checkpoint itself; `key` names it, or a prefix of its tensors."""
-    states: dict[str, Mapping[str, Any]] = {name: value for name, value in content.items() if _is_state(value)}
+    states = _find_states(content)
     if key in states:
         return states[key]
-    if _is_state(content) or not states:
+    if not states:
         chosen, state = None, content
     else:
-        known = [name for name in _PREFERRED if name in states] or (list(states) if len(states) == 1 else [])
+        last = {name.rpartition(".")[2]: name for name in states}
+        known = [last[name] for name in _PREFERRED if name in last] or (list(states) if len(states) == 1 else [])
         if not known:
             raise ModelError(
                 f"'{file}' has several state dicts ({', '.join(states)}); write FILE#{next(iter(states))}."
@@ -160,8 +161,33 @@ def _choose(content: Mapping[Any, Any], key: str | None, file: Path) -> Mapping[
     return state
 
 
-def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(each, Tensor) for each in value.values())
+def _find_states(content: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the state dicts in a checkpoint, or in what it holds; none if it is a state dict itself.
+
+    A few tensors beside them (the best accuracy, the state of a random generator) do not make it one.
+    """
+    found = {str(name): value for name, value in content.items() if _count_tensors(value)}
+    if not found and not _count_tensors(content):
+        inner = {name: value for name, value in content.items() if isinstance(value, Mapping) and name != "optimizer"}
+        return {f"{name}.{key}": state for name, value in inner.items() for key, state in _states_in(value).items()}
+    whole = max(map(_count_tensors, found.values()), default=0)
+    return {} if _count_tensors(content) > whole else _without_single(found)
+
+
+def _states_in(content: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
+    return _without_single(
+        {name: each for name, each in content.items() if isinstance(name, str) and _count_tensors(each)}
+    )
+
+
+def _without_single(states: dict[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Return the state dicts, without those of a single tensor (a counter, a decay) where there are larger ones."""
+    several = {name: state for name, state in states.items() if _count_tensors(state) > 1}
+    return several or states
+
+
+def _count_tensors(value: Any) -> int:
+    return sum(isinstance(each, Tensor) for each in value.values()) if isinstance(value, Mapping) else 0
 
 
 def metadata(file: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vitclinic._core.errors import ModelError, RecipeError
 from vitclinic._core.records import Measurement
 from vitclinic.anatomy import AttentionMap, Site, record_attention, stream
+from vitclinic.anatomy.forward import eager
 from vitclinic.data import Batch, Dataset, Split
 from vitclinic.data.loader import LoadedImages
 from vitclinic.probes.output import OutputFunction, observe_output, read_output
@@ -90,11 +91,14 @@ class ProbeCollection:
         self._autocast: str | None = None
 
     def __enter__(self) -> Self:
+        self._context = ExitStack()
+        self._context.enter_context(eager())  # a network compiled in place would compile our hooks, or not see them
         self._handle = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._context.callback(lambda: self._handle.remove())
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._handle.remove()
+        self._context.close()
 
     def update(self, labels: Tensor | None = None) -> None:
         """Add the batch that the network was just called with.

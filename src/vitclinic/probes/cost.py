@@ -17,8 +17,8 @@ from vitclinic._core.records import Scalar
 from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import median_interval
 from vitclinic.models.cost import count_flops, peak_bytes
-from vitclinic.probes.digest import find_packed_weights
-from vitclinic.probes.probe import Cheaper, OwningProbe, Result, register
+from vitclinic.probes.digest import find_integer_weights, find_packed_weights
+from vitclinic.probes.probe import Cheaper, DoesNotApply, OwningProbe, Result, register
 from vitclinic.probes.subject import Subject
 
 _ALONE = 8
@@ -80,6 +80,7 @@ class Cost(OwningProbe):
         rates = batch / seconds[:, 1]
         parameters = [*subject.network.parameters(), *find_packed_weights(subject.network)]
         held = sum(tensor.nbytes for tensor in (*parameters, *subject.network.buffers(), images))
+        parameters += _integer_buffers(subject)
         scalars = {
             "parameters": Scalar(value=float(sum(p.numel() for p in parameters))),
             "flops": Scalar(value=float(flops(subject, images[:1]))),
@@ -96,6 +97,19 @@ class Cost(OwningProbe):
         for some in sizes:
             _time(subject, some)
         return np.array([[_time(subject, some) for some in sizes] for _ in range(self.repeats)])
+
+
+def _integer_buffers(subject: Subject) -> list[Tensor]:
+    """Return the weights that are kept as int8 in buffers.
+
+    Raises:
+        DoesNotApply: Integers of another kind hold several weights each, nobody knows how many.
+    """
+    own = {id(parameter) for parameter in subject.network.parameters()}
+    found = find_integer_weights(subject.network)
+    if packed := [name for name, tensor in found.items() if tensor.dtype != torch.int8]:
+        raise DoesNotApply(f"the weights in {packed[0]} are packed into integers, so that they cannot be counted.")
+    return [tensor for tensor in found.values() if id(tensor) not in own]
 
 
 def flops(subject: Subject, images: Tensor) -> int:

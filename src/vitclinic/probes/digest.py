@@ -222,6 +222,25 @@ def find_packed_weights(network: nn.Module) -> list[Tensor]:
     return [tensor for module in network.modules() for tensor in unpack_weights(module)]
 
 
+def find_integer_weights(network: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that layers keep as plain integers, with a scale of which nothing is known, by name.
+
+    They are tensors of int8, and of other small integers if their name says that they are weights.
+
+    Example:
+        >>> find_integer_weights(nn.Linear(2, 2))
+        {}
+    """
+    named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if _holds_integer_weights(name, tensor)}
+
+
+def _holds_integer_weights(name: str, tensor: Tensor) -> bool:
+    if tensor.dtype == torch.int8:
+        return tensor.ndim > 1 or "weight" in name
+    return tensor.dtype in (torch.uint8, torch.int16, torch.int32) and "weight" in name
+
+
 def unpack_weights(module: nn.Module) -> list[Tensor]:
     """Return the weight and the bias of a quantized layer; nothing for any other module."""
     # Recognised by name: importing torch.ao takes a second, and it is being retired.

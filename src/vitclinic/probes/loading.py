@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vitclinic._core.errors import RecipeError
+from vitclinic.anatomy.wrappers import weight_like
 from vitclinic.data import DataConfig, Dataset, Normalization, load_batches, open_data
 from vitclinic.data.loader import LOADER
 from vitclinic.models import Normalized
@@ -125,7 +126,7 @@ def name_classes(dataset: Dataset, network: nn.Module, output: OutputFunction | 
     if dataset.classes != tuple(map(str, range(len(dataset.classes)))) or not len(dataset.classes):
         return dataset
     example = torch.from_numpy(next(part for part in dataset.splits.values() if len(part)).read([0]))  # type: ignore[arg-type]
-    like = next(network.parameters(), torch.empty(0))
+    like = weight_like(network)
     found = observe_output(network, example.permute(0, 3, 1, 2).to(like.device, like.dtype), output)
     if found.features is not None or found.count <= len(dataset.classes):
         return dataset

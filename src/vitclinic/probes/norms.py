@@ -15,8 +15,17 @@ from vitclinic._core.registry import KeyScalars
 from vitclinic._core.statistics import RunningMean
 from vitclinic.anatomy import Anatomy, Site
 from vitclinic.anatomy.table import parameters_by_unit
-from vitclinic.probes.digest import find_packed_weights
-from vitclinic.probes.probe import Result, StreamingProbe, Tally, check_finite, mean_scalar, register, unit_row
+from vitclinic.probes.digest import find_integer_weights, find_packed_weights
+from vitclinic.probes.probe import (
+    DoesNotApply,
+    Result,
+    StreamingProbe,
+    Tally,
+    check_finite,
+    mean_scalar,
+    register,
+    unit_row,
+)
 from vitclinic.probes.subject import Subject
 
 
@@ -45,6 +54,11 @@ class Norms(StreamingProbe):
     key_scalars: ClassVar[KeyScalars] = {"weight_norm": None, "activation_norm_last": None}
 
     def begin(self, subject: Subject) -> Tally:
+        if found := find_integer_weights(subject.network):
+            raise DoesNotApply(
+                f"{next(iter(found))} holds integers with a scale of their layer's own ({len(found)} such tensors), so"
+                " that the norm of the weights is not known."
+            )
         return _Tally(subject)
 
 

@@ -33,7 +33,15 @@ FEATURES = ("pooler_output", "last_hidden_state")
 """Names of an encoder's features, the first that is there being taken."""
 _MANY = 16
 """Logits of this many classes do not all lie in [0, 1] by accident."""
-_RESHAPING = ("View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone", "ToCopy", "Permute")
+_AVERAGING = frozenset(("Add", "Stack", "Cat"))
+_RESHAPING = frozenset(
+    (
+        *("View", "Reshape", "ReshapeAlias", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Clone"),
+        *("ToCopy", "Permute", "Transpose", "T", "Alias", "Expand", "Index"),
+    )
+)
+_ROUGHENING = _AVERAGING | _RESHAPING | {"Sub", "Mul", "Div", "Clamp", "ClampMin", "ClampMax", "Round", "Mean"}
+"""Operations with constants behind which the results of a softmax still are no logits."""
 _ADVICE = "Pass output=, a function from what the network returns to its class scores [B, K], to choose."
 
 
@@ -71,7 +79,7 @@ class Output:
     """Number of class scores, or of features, K."""
     features: str | None
     """The name of the features if the network returns no class scores."""
-    in_unit_interval: bool
+    may_be_probabilities: bool
     """True if the scores of the image may be probabilities, of one class or of each; several images must tell."""
 
 
@@ -114,7 +122,7 @@ def observe_output(
     if output is None:
         _warn_of_choice(returned, name)
         features = _find_features(network, returned)
-    return Output(adapted, tensor.shape[1], features, lie_in_unit_interval(tensor))
+    return Output(adapted, tensor.shape[1], features, bool((tensor >= 0).all()))
 
 
 def _without_head(network: nn.Module) -> nn.Module:
@@ -160,14 +168,17 @@ def _read_any(returned: Any) -> Tensor:
 
 
 def are_probabilities(scores_bk: Tensor) -> bool:
-    """Return True if every row is in [0, 1] and sums to 1, to the rounding error of its dtype.
+    """Return True if every row is in [0, 1] and sums to 1, to the rounding error of its dtype, or a softmax made it.
 
-    Logits may be so for one image by accident, hardly for several.
+    Logits may be so for one image by accident, hardly for several. Computed with gradients, scores show a softmax also
+    where they are rounded, scaled, raised, or without one of the classes.
 
     Example:
         >>> are_probabilities(torch.rand(4, 10).softmax(1)), are_probabilities(torch.rand(4, 10))
         (True, False)
     """
+    if bool((scores_bk >= 0).all()) and _ends_in(scores_bk.grad_fn, _is_softmax, _ROUGHENING):
+        return True
     tolerance = max(1e-5, 4 * torch.finfo(scores_bk.dtype).eps)
     return lie_in_unit_interval(scores_bk) and bool(((scores_bk.double().sum(1) - 1).abs() <= tolerance).all())
 
@@ -186,9 +197,9 @@ def are_sigmoids(scores_bk: Tensor) -> bool:
         >>> are_sigmoids(logits.sigmoid()), are_sigmoids(logits.softmax(1)), are_sigmoids(logits)
         (True, False, False)
     """
-    if not lie_in_unit_interval(scores_bk) or are_probabilities(scores_bk.detach()):
+    if not lie_in_unit_interval(scores_bk) or are_probabilities(scores_bk):
         return False
-    return _ends_in_sigmoid(scores_bk) or scores_bk.shape[1] >= _MANY
+    return _ends_in(scores_bk.grad_fn, _is_sigmoid, _RESHAPING) or scores_bk.shape[1] >= _MANY
 
 
 def lie_in_unit_interval(scores_bk: Tensor) -> bool:
@@ -196,12 +207,36 @@ def lie_in_unit_interval(scores_bk: Tensor) -> bool:
     return bool(((scores_bk >= 0) & (scores_bk <= 1)).all())
 
 
-def _ends_in_sigmoid(scores: Tensor) -> bool:
-    """Return True if a tensor is the result of a sigmoid, but for its shape and type."""
-    node: Any = scores.grad_fn
-    while node is not None and node.name().startswith(_RESHAPING):
+def _ends_in(node: Any, is_end: Callable[[Any], bool], through: frozenset[str]) -> bool:
+    """Return True if the graph leads from a result to such ends alone, through these operations.
+
+    Several results may be averaged or put side by side.
+    """
+    if node is None or is_end(node):
+        return node is not None
+    inputs = [inner for inner, _ in node.next_functions if inner is not None]
+    passing = _operation(node) in (through if len(inputs) < 2 else through & _AVERAGING)
+    return bool(inputs) and passing and all(_ends_in(inner, is_end, through) for inner in inputs)
+
+
+def _operation(node: Any) -> str:
+    """Return the name of the operation whose derivative a node is."""
+    return "" if node is None else str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+def _is_softmax(node: Any) -> bool:
+    return _operation(node) in ("Softmax", "SafeSoftmax")
+
+
+def _is_sigmoid(node: Any) -> bool:
+    """Return True for a sigmoid: torch's, or one written as 1 / (1 + exp(-x))."""
+    if _operation(node) in ("Sigmoid", "Hardsigmoid"):
+        return True
+    for operation in ("Mul", "Reciprocal", "Add"):
+        if _operation(node) != operation:
+            return False
         node = node.next_functions[0][0]
-    return node is not None and "Sigmoid" in node.name()
+    return _operation(node) == "Exp"
 
 
 def _select(returned: Any) -> tuple[str | None, Tensor]:

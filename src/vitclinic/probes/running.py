@@ -10,13 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from vitclinic._core.config import validate
 from vitclinic._core.errors import EmptySplitError, NoAttentionMapError, UnknownStructureError, VitclinicError
 from vitclinic._core.records import Measurement, Status, plain_data
-from vitclinic.probes.digest import find_packed_weights
+from vitclinic.probes.digest import find_integer_weights, find_packed_weights
 from vitclinic.probes.guards import halving, preserve_state
 from vitclinic.probes.loading import Data, load_subject
 from vitclinic.probes.probe import DoesNotApply, OwningProbe, Probe, Result, StreamingProbe
@@ -173,10 +172,7 @@ def _check_applies(probe: Probe, subject: Subject) -> None:
 
 def _check_gradients(subject: Subject) -> None:
     parameters = list(subject.network.parameters())
-    quantized = [
-        *find_packed_weights(subject.network),
-        *(p for p in parameters if p.dtype in (torch.int8, torch.uint8)),
-    ]
+    quantized = [*find_packed_weights(subject.network), *find_integer_weights(subject.network).values()]
     if quantized:
         count = sum(weight.numel() for weight in quantized)
         raise DoesNotApply(f"{count:,} of the network's weights are quantized and have no gradient.")

@@ -268,12 +268,12 @@ class Subject:
     @cached_property
     def _judged(self) -> tuple[bool, bool]:
         """Whether the scores of several images are probabilities, and whether they are sigmoids."""
-        if not self._output.in_unit_interval:
+        if not self._output.may_be_probabilities:
             return False, False
         images = next(evaluation_batches(self.dataset, self.split, _JUDGED)).to(self.device, self.dtype).images
         with preserve_state(self.network, self.seed), torch.enable_grad():
             scores = self.logits(images.requires_grad_())
-            return are_probabilities(scores.detach()), are_sigmoids(scores)
+            return are_probabilities(scores), are_sigmoids(scores)
 
     @property
     def anatomy(self) -> Anatomy:

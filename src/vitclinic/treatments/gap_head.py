@@ -75,7 +75,7 @@ def find_class_token(treatment: Treatment, head: Unit, network: nn.Module, spec:
     prefix = head.input.layout.prefix
     if not prefix:
         raise missing(treatment, network, "this one has no class token")
-    if head.input.arrangement is not None and head.input.arrangement.order is not None:
+    if head.input.arrangement is not None and not head.input.arrangement.begins_with(prefix):
         raise missing(treatment, network, "its class token is not the first of its tokens")
     place = _last_state(head, network, spec)
     if place is None:

@@ -10,7 +10,7 @@ from vitclinic._core.errors import TreatmentError
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import edit_attention
 from vitclinic.treatments.neighbourhood import seams_of
-from vitclinic.treatments.parts import examine, find_attentions
+from vitclinic.treatments.parts import check_differentiable, examine, find_attentions
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -32,7 +32,9 @@ class NoSoftmax(Treatment):
                 " without it, both mixes are one; leave out one of the two."
             )
         anatomy = examine(self, network, spec)
-        for found in find_attentions(self, anatomy, spec):
+        attentions = find_attentions(self, anatomy, spec)
+        check_differentiable(self, network, attentions)
+        for found in attentions:
             attention = edit_attention(found.module, found.heads, found.unit.attention)
             attention.seams = seams_of(anatomy, found.unit)
             attention.softmax_free = True

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitclinic._core.errors import AnatomyError, TreatmentError
 from vitclinic.anatomy import Anatomy, Unit, eval_mode, taps
-from vitclinic.anatomy.forward import Removable
+from vitclinic.anatomy.forward import Removable, eager
 from vitclinic.anatomy.maps import MHA_SIGNATURE, SeenMap
 from vitclinic.anatomy.sites import Site, watch
 from vitclinic.anatomy.wrappers import call_with_images
@@ -35,10 +35,9 @@ def example_image(network: nn.Module, spec: ImageSpec, batch: int = 1) -> Tensor
     return noise.to(like.device, like.dtype)
 
 
-@torch.no_grad()
-def run_once(network: nn.Module, spec: ImageSpec, batch: int = 1) -> Any:
-    """Return the network's output for noise, in eval mode and without gradients."""
-    with eval_mode(network):
+def run_once(network: nn.Module, spec: ImageSpec, batch: int = 1, *, grad: bool = False) -> Any:
+    """Return the network's output for noise, in eval mode, uncompiled and, unless `grad`, without gradients."""
+    with eager(), eval_mode(network), torch.set_grad_enabled(grad):
         return call_with_images(network, example_image(network, spec, batch))
 
 
@@ -49,7 +48,8 @@ def examine(treatment: Treatment, network: nn.Module, spec: ImageSpec) -> Anatom
         TreatmentError: The network's parts cannot be told apart.
     """
     try:
-        return Anatomy.of(network, example_image(network, spec))
+        with eager():  # a network compiled in place
+            return Anatomy.of(network, example_image(network, spec))
     except AnatomyError as error:
         raise missing(treatment, network, str(error)) from error
 
@@ -200,6 +200,8 @@ class Attention:
         self.unit, self.module = unit, module
         self.heads: int = getattr(module, "map_heads", 0)  # of an attention that was edited before
         self.maps = 1 if is_edited(module) else 0
+        self.cut = False
+        """True if a pass with gradients computes the map without."""
 
 
 def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec, *, mixed: bool = False) -> list[Attention]:
@@ -229,12 +231,19 @@ def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec, *, 
         for attention in found.values():
             if not is_edited(attention.module):
                 stack.enter_context(_witnessed(attention))
-        run_once(anatomy.network, spec)
+        run_once(anatomy.network, spec, grad=True)
     for attention in found.values():
         if (why := _obstacle(attention)) is not None:
             kind = type(attention.module).__name__
             raise missing(treatment, anatomy.network, f"{attention.unit.name} is a {kind}, which {why}")
     return list(found.values())
+
+
+def check_differentiable(treatment: Treatment, network: nn.Module, attentions: Sequence[Attention]) -> None:
+    """Raise a TreatmentError if the derivative of an attention is written by hand: an edited map has another one."""
+    if cut := next((attention for attention in attentions if attention.cut), None):
+        why = f"that of {cut.unit.name} is computed without gradients (an autograd.Function, no_grad, or a reentrant"
+        raise missing(treatment, network, f"{why} checkpoint), so that its edit could not be trained")
 
 
 def _attention_module(anatomy: Anatomy, unit: Unit, mixed: bool) -> nn.Module | None:
@@ -325,4 +334,5 @@ class _Witness(TorchFunctionMode):
 
     def _note(self, heads: int) -> None:
         self._attention.maps += 1
+        self._attention.cut |= not torch.is_grad_enabled()
         self._attention.heads = heads

@@ -129,7 +129,7 @@ class RegistersTreatment(Treatment):
         width = check_tokens(self, network, inside, spec)
         entry = inside[0].input
         axes = (0, 1, 2) if entry.arrangement is None else entry.arrangement.axes
-        if entry.arrangement is not None and entry.arrangement.order is not None:
+        if entry.arrangement is not None and not entry.arrangement.begins_with(entry.layout.prefix):
             raise missing(self, network, "its class token is not the first of its tokens")
         ends = _find_ends(network, inside, spec)
         shape = scores_of(run_once(network, spec, batch=2)).shape

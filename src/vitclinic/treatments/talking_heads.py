@@ -10,7 +10,7 @@ from torch import nn
 from vitclinic._core.errors import TreatmentError
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import edit_attention
-from vitclinic.treatments.parts import examine, find_attentions
+from vitclinic.treatments.parts import check_differentiable, examine, find_attentions
 from vitclinic.treatments.surgery import treatments_of
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -32,7 +32,9 @@ class TalkingHeads(Treatment):
                 " both mixes are one; leave out one of the two."
             )
         like = next(parameter for parameter in network.parameters() if parameter.is_floating_point())
-        for found in find_attentions(self, examine(self, network, spec), spec):
+        attentions = find_attentions(self, examine(self, network, spec), spec)
+        check_differentiable(self, network, attentions)
+        for found in attentions:
             edit_attention(found.module, found.heads, found.unit.attention)
             for name in ("logits_mix", "weights_mix"):
                 identity = torch.eye(found.heads, dtype=like.dtype, device=like.device)

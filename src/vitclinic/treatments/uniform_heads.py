@@ -21,7 +21,7 @@ from vitclinic.anatomy import Anatomy, Unit
 from vitclinic.data import ImageSpec
 from vitclinic.treatments.attention_edit import edit_attention, is_edited
 from vitclinic.treatments.neighbourhood import seams_of
-from vitclinic.treatments.parts import examine, find_attentions, missing
+from vitclinic.treatments.parts import check_differentiable, examine, find_attentions, missing
 from vitclinic.treatments.surgery import check_untouched
 from vitclinic.treatments.treatment import Treatment, register
 
@@ -252,6 +252,7 @@ class UniformHeads(Treatment):
             other = f"{others[0].name} is a {type(others[0].module).__name__} of another kind"
             why = f"variant {self.variant} rebuilds timm's plain Attention, and {other}; use variant replace"
             raise missing(self, anatomy.network, why)
+        check_differentiable(self, anatomy.network, found)
         for attention in found:
             self._check(attention.unit, attention.heads)
             if is_edited(attention.module):

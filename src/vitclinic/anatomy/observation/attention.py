@@ -63,7 +63,9 @@ def find_attention(stretch: Stretch, locator: Locator) -> AttentionSpec | None:
     Several maps are groups of heads if they have the same queries and keys and work side by side.
     """
     maps = _find_maps(stretch)
-    if not maps or not all(_are_side_by_side(one, other, stretch) for one in maps for other in maps):
+    if not maps or _are_applied_in_turn(stretch):
+        return None
+    if not all(_are_side_by_side(one, other, stretch) for one in maps for other in maps):
         return None
     if not all(_have_same_cells(maps[0].places, one.places) for one in maps):
         return None  # pieces of the queries, or windows, one after the other
@@ -76,6 +78,14 @@ def find_attention(stretch: Stretch, locator: Locator) -> AttentionSpec | None:
     has_class = bool(maps[0].places.keys is None or locator.layouts.has_class(maps[0].places.keys))
     layout = Layout(prefix=found.prefix[1], size=found.grids[1], has_class=has_class)
     return AttentionSpec(call.module, layout, seen=found)
+
+
+def _are_applied_in_turn(stretch: Stretch) -> bool:
+    """Return True if weights apply to what the same weights have mixed, as in w (w v): they are not the whole map."""
+    record = stretch.record
+    applied = {(_behind(record, one.parent), one.product.index) for one in _applications(stretch)}
+    pairs = ((one, other) for one in applied for other in applied if one != other)
+    return any(one[0] == other[0] and record.depends(one[1], other[1]) for one, other in pairs)
 
 
 def _find_maps(stretch: Stretch) -> list[_Map]:

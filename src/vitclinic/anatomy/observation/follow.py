@@ -250,7 +250,15 @@ def _reduce(step: Step) -> Outcome:
     low, high = places.cells.amin(axes, keepdim=True), places.cells.amax(axes, keepdim=True)
     cells = torch.where(low == high, low, MIXED).reshape(output)
     several = len(torch.unique(torch.stack((low, high))[:, (low != high) & (high >= 0)], dim=1).mT) > step.images
-    return [Places(cells, places.grid), *rest], "join" if several and places.keys is None else None
+    return [Places(cells, places.grid), *rest], _joining(step, places, axes, several)
+
+
+def _joining(step: Step, places: Places, axes: list[int], several: bool) -> Mixing | None:
+    """Return how a reduction mixes cells: weighted values that are summed over their keys are attention, of no map."""
+    if places.keys is None:
+        return "join" if several else None
+    over_keys = bool((places.keys.amin(axes) != places.keys.amax(axes)).any())
+    return "context" if over_keys and step.name in ("sum", "mean") else None
 
 
 def _pool_cells(places: Places, axes: list[int]) -> Places | None:

@@ -298,10 +298,11 @@ def _score(left: Places, right: Places, output: Tensor) -> Outcome:
     """Return the places of a product along channels: scores of queries and keys, if both have cells."""
     rows, columns = joined(left.cells, -1).expand(output.shape), joined(right.cells, -2).expand(output.shape)
     mixed = [bool((cells == MIXED).all()) for cells in (rows, columns)]
+    mixing: Mixing = "context" if 1 in output.shape[-2:] else "attention"
     if mixed[0] and mixed[1]:
-        return [Places(rows, left.grid)], "context" if 1 in output.shape[-2:] else "attention"
-    if mixed[0] or mixed[1]:
-        return [Places(columns, right.grid) if mixed[0] else Places(rows, left.grid)], None
+        return [Places(rows, left.grid)], mixing
+    if mixed[0] or mixed[1]:  # keys and values that a fixed matrix has mixed (Linformer), or a mean
+        return [Places(columns, right.grid) if mixed[0] else Places(rows, left.grid)], mixing
     return [Places(rows, left.grid, columns, right.grid)], None
 
 

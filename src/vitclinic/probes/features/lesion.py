@@ -133,8 +133,8 @@ def _check_repeatable(subject: Subject, batch: Batch) -> None:
     first, second = (subject.logits(batch.images) for _ in range(2))
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True):
         raise ModelError(
-            f"{type(subject.network).__name__} answers differently each time it sees the same images in eval mode (a"
-            " dropout that stays on?), so that the effect of a lesion cannot be told from chance."
+            f"{type(subject.anatomy.network).__name__} answers differently each time it sees the same images in eval"
+            " mode (a dropout that stays on?), so that the effect of a lesion cannot be told from chance."
         )
 
 
