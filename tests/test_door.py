@@ -148,7 +148,8 @@ def test_what_fits_no_memory_is_no_bug(problem, tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(copies, "corrupt_data", refuse)
-    code, error = command(monkeypatch, capsys, tmp_path, "corrupt", "digits", "--out", "copies", "--size", "1000000")
+    words = ("corrupt", "digits", "--out", "copies", "--size", "1000000")
+    code, error = command(monkeypatch, capsys, tmp_path.parent, *words)
     assert code == 2
     assert error.startswith("error: There is not enough memory (")
     assert "allocate" in error

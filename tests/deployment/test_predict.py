@@ -225,3 +225,22 @@ def test_an_interruption_leaves_no_file(run, tmp_path, command, monkeypatch):
     code, _, told = command("predict", run.path, images_of(run), "-o", tmp_path / "x.csv")
     assert (code, list(tmp_path.iterdir())) == (130, [])
     assert "interrupted; no table was written" in told
+
+
+def test_images_that_nothing_decodes_are_told_and_counted(run, tmp_path, command):
+    folder = tmp_path / "new"
+    shutil.copytree(images_of(run) / "cat", folder)
+    for name in ("a.heic", "b.AVIF", "c.jp2", ".hidden.heic", "notes.txt"):
+        (folder / name).write_bytes(b"x")
+    code, out, err = command("predict", run.path, folder)
+    assert code == 8
+    assert out.count("\n") == 1 + len(list((images_of(run) / "cat").iterdir()))
+    for name in ("a.heic", "b.AVIF", "c.jp2"):
+        assert name in err
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"image": "a.png"}', b"\xff\xfe", b"[1]"])
+def test_a_damaged_table_of_questions_is_a_sentence(content, tmp_path, command, run):
+    (tmp_path / "q.jsonl").write_bytes(content)
+    code, _, err = command("predict", run.path, tmp_path / "q.jsonl")
+    assert (code, err.count("error: ")) == (3, 1)
