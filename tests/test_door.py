@@ -1,8 +1,10 @@
 """Everything that comes from outside, at the command line: one sentence and an exit code, never the last resort."""
 
+import json
 import os
 import re
 import stat
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -341,6 +343,31 @@ def test_work_goes_on_when_nobody_reads(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Closed())
     console_for(verbose=False, quiet=False).print("step 1")
+
+
+TRAIN = ("digits", "steps=2", "model.depth=1", "model.embed_dim=16", "model.num_heads=2", "data.limit=50", "workers=0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["| head -1", "> /dev/full"])
+def test_training_goes_on_when_its_output_is_gone_or_full(end, tmp_path):
+    line = f"{sys.executable} -m vitclinic train {' '.join(TRAIN)} data.augment=none out=run {end}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="only root makes device nodes")
+def test_a_device_node_is_still_one_after_a_report_onto_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        os.mknod("node", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("this container makes no device nodes")
+    for words in (["report", "run", "--out", "node"], ["examine", "timm:resnet18", "--report", "node"]):
+        code, error = command(monkeypatch, capsys, tmp_path.parent, *words)
+        assert (code, "it is a device or a pipe" in error) == (4, True)
+    assert stat.S_ISCHR(Path("node").stat().st_mode)
 
 
 @pytest.mark.parametrize(("reasons", "code"), [((), 130), ((2,), 130), ((15,), 143), (("a text",), 130)])
