@@ -7,6 +7,7 @@ them the same on all, and is read when torch is imported."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,20 @@ def _forget_modules_of_the_test(tmp_path_factory: pytest.TempPathFactory) -> Ite
     for name in set(sys.modules) - before:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
             del sys.modules[name]
+
+
+@pytest.fixture
+def ends_soon() -> Iterator[None]:
+    """Fails a test that waits, as for a pipe that nobody writes to."""
+
+    def ring(number: int, frame: object) -> None:
+        pytest.fail("it waits")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

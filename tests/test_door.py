@@ -53,6 +53,13 @@ def command(monkeypatch, capsys, scratch, *words):
         ["study", "C6", "--data", "{}"],
         ["report", "{}"],
         ["corrupt", "{}", "--out", "copies"],
+        ["predict", "{}", "photos"],
+        ["features", "{}", "-o", "f.parquet"],
+        ["features", "timm:resnet18", "--data", "{}", "-o", "f.parquet"],
+        ["export", "{}", "--to", "onnx"],
+        ["transfer", "{}", "--data", "digits", "--out", "transferred"],
+        ["transfer", "timm:resnet18", "--data", "{}"],
+        ["train", "data=torchvision:CIFAR10@{}", "--dry-run"],
     ],
     ids=lambda words: " ".join(words),
 )
@@ -63,10 +70,112 @@ def test_a_place_that_cannot_be_used(words, place, tmp_path, monkeypatch, capsys
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("place", ["/dev/null", LONG, "~nobody-of-this-name/x", "/etc/passwd", "a\0b", ""])
+def test_a_place_that_cannot_be_watched(place, tmp_path, monkeypatch, capsys, ends_soon):
+    code, error = command(monkeypatch, capsys, tmp_path, "watch", place)
+    assert code in (2, 3, 4), error
+
+
+@pytest.mark.parametrize("place", ["", "/", LONG, "a\0b", "~nobody-of-this-name/x", "node", "pipe"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["examine", "timm:resnet18", "--random-weights", "--data", "digits", "--report", "{}"],
+        ["examine", "timm:resnet18", "--random-weights", "--data", "digits", "--fail-on", "a.b<1", "--junit", "{}"],
+        ["report", "run", "--out", "{}"],
+        ["features", "timm:resnet18", "--data", "digits", "-o", "{}.parquet"],
+        ["predict", "timm:resnet18", "photos", "-o", "{}.csv"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-2]}",
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_work(words, place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for suffix in ("", ".parquet", ".csv"):
+        os.mkfifo(tmp_path / f"pipe{suffix}")
+        (tmp_path / f"node{suffix}").symlink_to("/dev/null")
+    code, error = command(monkeypatch, capsys, tmp_path.parent, *(word.replace("{}", place) for word in words))
+    assert code in (2, 3, 4), error
+    assert len(list(tmp_path.iterdir())) == 7
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+@pytest.mark.parametrize("place", ["", LONG, "a\0b", "~nobody-of-this-name/x"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["corrupt", "digits", "--corruption", "fog", "--severity", "1", "--out", "{}"],
+        ["transfer", "timm:resnet18", "--data", "digits", "--out", "{}"],
+        ["study", "C6", "--data", "digits", "--out", "{}"],
+        ["prescribe", "--data", "digits", "--out", "{}"],
+        ["export", "run", "--to", "onnx", "--out", "{}"],
+        ["demo", "--out", "{}"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_that_cannot_be_made_is_told_before_the_work(words, place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, error = command(monkeypatch, capsys, tmp_path.parent, *(word.replace("{}", place) for word in words))
+    assert code in (2, 3, 4), error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("VITCLINIC_CACHE", "~nobody-of-this-name", "no such user"),
+        ("XDG_CACHE_HOME", "~nobody-of-this-name", "no such user"),
+        ("VITCLINIC_CACHE_SIZE", "9e400T", "set it to a size such as 5G"),
+        ("VITCLINIC_CACHE_SIZE", "-5G", "set it to a size such as 5G"),
+        ("VITCLINIC_CACHE_SIZE", "nan", "set it to a size such as 5G"),
+    ],
+)
+def test_a_variable_that_cannot_be_meant(variable, value, message, monkeypatch):
+    from vitclinic._core.errors import DataError
+    from vitclinic.data.cache import cache_folder, cache_limit
+
+    monkeypatch.delenv("VITCLINIC_CACHE")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(DataError, match=message):
+        cache_limit() if variable.endswith("SIZE") else cache_folder()
+
+
+@pytest.mark.parametrize(
+    "problem", [MemoryError("Unable to allocate 2.73 TiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_what_fits_no_memory_is_no_bug(problem, tmp_path, monkeypatch, capsys):
+    from vitclinic.data.corruptions import copies
+
+    def refuse(*given, **more):
+        raise problem
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(copies, "corrupt_data", refuse)
+    words = ("corrupt", "digits", "--out", "copies", "--size", "1000000")
+    code, error = command(monkeypatch, capsys, tmp_path.parent, *words)
+    assert code == 2
+    assert error.startswith("error: There is not enough memory (")
+    assert "allocate" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["corrupt", "digits", "--out", ""], "it is empty"),
+        (["features", "timm:resnet18", "--data", "", "-o", "f.parquet"], "data.source"),
+        (["transfer", "timm:resnet18", "--data", ""], "data.source"),
+        (["study", "C6", "--data", ""], "data.source"),
+        (["study", "C6", "--data", "\udcff"], "data.source"),
+        (["features", "timm:resnet18", "--data", "\udcff", "-o", "f.parquet"], "data.source"),
+        (["train", "digits", "max_time=99999999999999999999h"], "at most 10 years"),
+        (["examine", "timm:resnet18", "--data", "digits", "--budget", "99999999999999999999h"], "at most 10 years"),
+        (["train", "digits", "model.depth=10000000"], "'depth' must be at most"),
+        (["train", "digits", "model.embed_dim=60000", "model.depth=1000"], "no machine holds"),
+        (["train", "digits", "model.img_size=1000000"], "model.img_size"),
+        (["train", "digits", "model.mlp_ratio=0"], "'mlp_ratio' must be above 0"),
+        (["train", "digits", "model.mlp_ratio=-1"], "'mlp_ratio' must be above 0"),
+        (["train", "digits", "model.mlp_ratio=0.01", "model.embed_dim=64"], "no hidden neuron"),
         (["report", "x", "--out", ""], "it is empty"),
         (["examine", "x", "--out", " "], "it is empty"),
         (["examine", "timm:resnet18", "--data", "digits", "--seed", "-1"], "--seed"),
@@ -235,6 +344,31 @@ def test_work_goes_on_when_nobody_reads(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Closed())
     console_for(verbose=False, quiet=False).print("step 1")
+
+
+TRAIN = ("digits", "steps=2", "model.depth=1", "model.embed_dim=16", "model.num_heads=2", "data.limit=50", "workers=0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["| head -1", "> /dev/full"])
+def test_training_goes_on_when_its_output_is_gone_or_full(end, tmp_path):
+    line = f"{sys.executable} -m vitclinic train {' '.join(TRAIN)} data.augment=none out=run {end}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="only root makes device nodes")
+def test_a_device_node_is_still_one_after_a_report_onto_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        os.mknod("node", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("this container makes no device nodes")
+    for words in (["report", "run", "--out", "node"], ["examine", "timm:resnet18", "--report", "node"]):
+        code, error = command(monkeypatch, capsys, tmp_path.parent, *words)
+        assert (code, "it is a device or a pipe" in error) == (4, True)
+    assert stat.S_ISCHR(Path("node").stat().st_mode)
 
 
 @pytest.mark.parametrize(("reasons", "code"), [((), 130), ((2,), 130), ((15,), 143), (("a text",), 130)])

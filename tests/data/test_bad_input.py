@@ -1,5 +1,7 @@
 """What users' folders hold: each thing is converted properly or gets one sentence that names the file."""
 
+import os
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -295,3 +297,26 @@ def test_class_names_that_are_none(tmp_path, names):
     features = '{"info": {"features": {"label": {"names": NAMES}}}}'.replace("NAMES", names)
     _parquet(tmp_path, metadata={"huggingface": features})
     assert open_data(str(tmp_path)).classes == ("0", "1")
+
+
+def test_a_folder_around_a_train_folder_has_the_classes_of_the_train_folder(photo_folder, tmp_path):
+    (tmp_path / "wrap").mkdir()
+    photo_folder.rename(tmp_path / "wrap" / "train")
+    assert open_data(str(tmp_path / "wrap")).classes == ("cat", "dog")
+
+
+def test_a_class_that_cannot_be_listed_is_noted_and_leaves_one(photo_folder, monkeypatch):
+    """As for an ordinary user without the right to list it; what `train` says of one class is in test_damage."""
+    closed, listing = str(photo_folder / "dog"), os.scandir
+
+    def refuse(path="."):
+        if os.fspath(path) == closed:
+            raise PermissionError(13, "Permission denied", closed)
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="dog"):
+        open_data(str(photo_folder))
+    data = open_data(DataConfig(source=str(photo_folder), on_error="skip"))
+    assert data.classes == ("cat",)
+    assert any("dog" in note for note in data.skipped)

@@ -224,6 +224,20 @@ def test_a_copy_that_has_lost_a_file_is_not_taken_for_whole(source, tmp_path, fo
         corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1, form=form)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "deep", "device"])
+def test_a_description_that_cannot_be_read_is_not_waited_for(source, tmp_path, kind, ends_soon):
+    file = tmp_path / "c" / "fog-1" / "corruption.json"
+    file.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text("[" * 200_000)
+    with pytest.raises(RecipeError, match="already exists and is not this copy"):
+        corrupt_data(str(source), tmp_path / "c", corruptions="fog", severities=1)
+
+
 def test_copies_do_not_go_into_the_data_itself(photo_folder):
     before = sorted(photo_folder.rglob("*"))
     for out in (photo_folder, photo_folder / "cat", photo_folder / "new"):

@@ -1,9 +1,11 @@
+import io
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from vitclinic._core.errors import DataError
-from vitclinic.data.decoding import decode_and_fit, pixels
+from vitclinic.data.decoding import UNREADABLE, decode_and_fit, pixels
 
 
 def test_sixteen_bits_scale_to_eight():
@@ -77,3 +79,15 @@ def test_a_large_jpeg_is_decoded_small_and_right(tmp_path):
 def test_floating_point_pixels_are_refused():
     with pytest.raises(DataError, match="8 or 16 bits"):
         pixels(Image.new("F", (2, 2)), 3)
+
+
+@pytest.mark.parametrize("field", ["11010200010000008c000000", "110105000100000008000000"])
+def test_a_tiff_with_a_field_of_another_type_is_unreadable(field):
+    """Pillow raises a TypeError where the place of the pixels is a text or a fraction."""
+    file = io.BytesIO()
+    Image.new("RGB", (6, 5), "red").save(file, "TIFF")
+    content = file.getvalue()
+    at = content.index(bytes.fromhex("1101"))
+    damaged = io.BytesIO(content[:at] + bytes.fromhex(field) + content[at + 12 :])
+    with pytest.raises(UNREADABLE), Image.open(damaged) as image:
+        decode_and_fit(image, 3, (8, 8))

@@ -1,8 +1,10 @@
 """Every kind of `data=`, on small sets made here."""
 
+import errno
 import hashlib
 import io
 import json
+import os
 import struct
 import sys
 
@@ -106,6 +108,78 @@ def test_large_parquet_is_read_through_a_memory_mapped_copy(tmp_path, picture, m
     assert mapped.classes == small.classes
     assert mapped.splits["train"].labels.tolist() == [i % 3 for i in range(30)]
     assert np.array_equal(np.asarray(mapped.splits["train"].read(7)), np.asarray(picture(7, (8, 8))))
+
+
+@pytest.fixture
+def mapped(tmp_path, picture, monkeypatch):
+    """A table that is read through its copy in the cache, and that copy."""
+    from vitclinic.data import parquet
+
+    monkeypatch.setenv("VITCLINIC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(parquet, "IN_MEMORY_BYTES", 0)
+    (tmp_path / "data").mkdir()
+    images = [png(picture(i, (8, 8))) for i in range(30)]
+    write_parquet(tmp_path / "data" / "train.parquet", images, [i % 3 for i in range(30)], ["x", "y", "z"])
+
+    def labels():
+        return parquet.open_parquet(tmp_path / "data").splits["train"].labels.tolist()
+
+    assert labels() == [i % 3 for i in range(30)]
+    (copy,) = (tmp_path / "cache" / "tables").glob("*.arrow")
+    return copy, labels
+
+
+@pytest.mark.parametrize("damage", ["labels", "cut", "empty", "vouched for by nothing", "pipe"])
+def test_a_damaged_copy_of_a_table_is_made_again(mapped, damage, ends_soon):
+    copy, labels = mapped
+    content = copy.read_bytes()
+    if damage == "labels":
+        plain = np.array([i % 3 for i in range(30)], np.int64).tobytes()
+        assert content.count(plain) == 1
+        copy.write_bytes(content.replace(plain, bytes(len(plain))))
+    elif damage == "pipe":
+        copy.unlink()
+        os.mkfifo(copy)
+    elif damage == "vouched for by nothing":  # as an earlier version left it
+        copy.with_suffix(".json").unlink()
+    else:
+        copy.write_bytes(content[: len(content) // 2 if damage == "cut" else 0])
+    assert labels() == [i % 3 for i in range(30)]
+    assert copy.read_bytes() == content
+    assert len(list(copy.parent.iterdir())) == 2
+
+
+def test_a_copy_of_a_table_that_cannot_be_written_is_a_sentence(mapped, monkeypatch):
+    from vitclinic.data import parquet
+
+    copy, labels = mapped
+    copy.unlink()
+
+    def refuse(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(parquet, "_copy_as_arrow", refuse)
+    with pytest.raises(DataError, match=r"Cannot use the cache .*No space left"):
+        labels()
+
+
+def test_two_names_of_one_split_are_an_error_and_others_are_told(tmp_path, picture, caplog):
+    images = [png(picture(i, (8, 8))) for i in range(6)]
+    for name in ("train-0", "train-1", "val-0", "extra"):
+        write_parquet(tmp_path / f"{name}.parquet", images, [0, 1] * 3, ["x", "y"])
+    assert len(open_data(DataConfig(source=str(tmp_path), held_out=0)).train) == 12
+    assert "left out extra.parquet" in caplog.text
+    write_parquet(tmp_path / "validation-0.parquet", images, [0, 1] * 3, ["x", "y"])
+    with pytest.raises(DataError, match=r"two names of its val split, 'val-0\.parquet' and 'validation-0\.parquet'"):
+        open_data(str(tmp_path))
+
+
+def test_deep_metadata_of_parquet_names_no_classes(tmp_path, picture):
+    images = [png(picture(i, (8, 8))) for i in range(6)]
+    write_parquet(tmp_path / "p.parquet", images, [0, 1] * 3, ["x", "y"])
+    table = pq.read_table(tmp_path / "p.parquet")
+    pq.write_table(table.replace_schema_metadata({"huggingface": "[" * 200_000}), tmp_path / "p.parquet")
+    assert open_data(str(tmp_path / "p.parquet")).classes == ("0", "1")
 
 
 def test_parquet_label_out_of_range_names_the_row(tmp_path, picture):

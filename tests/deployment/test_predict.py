@@ -22,7 +22,7 @@ from vitclinic._core.errors import DataError, ModelError, RecipeError
 from vitclinic.data import dataset as dataset_module
 from vitclinic.data import evaluation_batches, open_data
 from vitclinic.deployment.calibration import choose_temperature
-from vitclinic.deployment.images import find_images
+from vitclinic.deployment.images import find_images, find_inputs
 from vitclinic.deployment.predict import Predictor
 from vitclinic.deployment.predictor import ImageStream
 from vitclinic.models import create_model
@@ -316,3 +316,22 @@ def test_the_rate_is_that_of_the_predictions_without_the_calibration(run, comman
     assert clock[0]
     rate = re.search(r"16 predictions written to .*new\.csv \(.*, (\d+) images/s\)", error.replace("\n", ""))
     assert int(rate[1]) > 0
+
+
+def test_images_that_nothing_decodes_are_told_and_counted(run, tmp_path, command):
+    folder = tmp_path / "new"
+    shutil.copytree(images_of(run) / "cat", folder)
+    for name in ("a.heic", "b.AVIF", "c.jp2", ".hidden.heic", "notes.txt"):
+        (folder / name).write_bytes(b"x")
+    code, out, err = command("predict", run.path, folder)
+    assert code == 8
+    assert out.count("\n") == 1 + len(list((images_of(run) / "cat").iterdir()))
+    for name in ("a.heic", "b.AVIF", "c.jp2"):
+        assert name in err
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"image": "a.png"}', b"\xff\xfe", b"[1]"])
+def test_a_damaged_table_of_questions_is_a_sentence(content, tmp_path):
+    (tmp_path / "q.jsonl").write_bytes(content)
+    with pytest.raises(DataError):
+        find_inputs([tmp_path / "q.jsonl"], True)

@@ -1,5 +1,8 @@
 """`features`: the embeddings of images, with labels and paths, in memory and in a file."""
 
+import os
+import stat
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from PIL import Image
 
 import vitclinic
 from tests.probes.subjects import vit
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import RecipeError, RunError
 
 
 @pytest.fixture
@@ -49,3 +52,21 @@ def test_a_split_a_limit_a_loader_and_a_wrong_file(photos, tmp_path):
     assert vitclinic.features(vit(), loader).embeddings.shape == (5, 24)
     with pytest.raises(RecipeError, match=r"ends in \.parquet"):
         vitclinic.features(vit(), photos, out=tmp_path / "f.csv")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_a_file_is_replaced(photos, tmp_path, kind):
+    pytest.importorskip("pyarrow")
+    path = tmp_path / "f.parquet"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/null")
+    else:
+        path.mkdir()
+    found = vitclinic.features(vit(), photos, split="test")
+    for write in (lambda: found.write(path), lambda: vitclinic.features(vit(), photos, out=path)):
+        with pytest.raises(RunError, match=r"it is a (device or a pipe|folder), not a file"):
+            write()
+    assert stat.S_ISFIFO(path.stat().st_mode) == (kind == "pipe")
+    assert path.is_symlink() == (kind == "device")

@@ -181,9 +181,11 @@ def test_a_damaged_plan_is_made_anew(monkeypatch: pytest.MonkeyPatch, caplog: py
     vitclinic.examine(network(), noise(), probes=["norms"], budget=9)
     (path,) = Path().rglob("*.plan")
     assert json.loads(path.read_text())["entries"][0]["probe"] == "norms"
-    path.write_text("{")
-    assert vitclinic.examine(network(), noise(), probes=["norms"], budget=9).reused == {"norms"}
-    assert "planned anew" in caplog.text
+    for content in ("{", "[" * 200_000, '{"entries": ' + "[" * 70 + "]" * 70 + "}", "[]"):
+        path.write_text(content)
+        caplog.clear()
+        assert vitclinic.examine(network(), noise(), probes=["norms"], budget=9).reused == {"norms"}
+        assert "planned anew" in caplog.text
 
 
 def test_a_network_that_fails_in_being_timed_fails_its_probes_once_each() -> None:

@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from tests.fuzz.damage import STRANGE, damage
+from tests.fuzz.damage import STRANGE, damage, edit_json
 from tests.fuzz.holding import Ended, find_losses, photograph, run_command
 from tests.fuzz.world import final_weights
 from vitclinic._core.config import section
@@ -409,6 +410,66 @@ def studies(place: Place, draw: random.Random) -> Ended:
     return place.check(ended, lambda name: name == file or name.startswith(("studies", "cache")))
 
 
+def edits(place: Place, draw: random.Random) -> Ended:
+    """Edit a JSON file of ours such that it is JSON still, and use it."""
+    commands = {
+        "studies/*.json": [["report", "--all"], ["study", "study.yaml"]],
+        "run/exams/*/*.plan": [["examine", "run", "--probes", "norms", "--budget", "60", "--device", "cpu"]],
+        "made/*/corruption.json": [
+            ["corrupt", "photos", "--out", "made", "--corruption", "fog", "--severity", "1"],
+            ["predict", "run", "photos/cat"],
+        ],
+        "photos/classes.json": [["train", "recipe.yaml", "--dry-run"]],
+        "run/data.json": [["report", "run"], ["train", "--resume", "run"]],
+        "cache/surveys/*.json": [["train", "recipe.yaml", "--dry-run"]],
+    }
+    pattern = draw.choice([pattern for pattern in commands if any(place.folder.glob(pattern))])
+    file = draw.choice(sorted(place.folder.glob(pattern)))
+    place.done = f"{file.relative_to(place.folder)}: {edit_json(file, draw)}"
+    ended = place.run(*draw.choice(commands[pattern]))
+    return place.check(
+        ended,
+        lambda name: name == str(file.relative_to(place.folder)) or name.startswith(("cache", "studies", *WRITTEN)),
+    )
+
+
+def outputs(place: Place, draw: random.Random) -> Ended:
+    """Name a device, a pipe, a folder or what no name can be as the file to write; what was there is there still."""
+    suffix, *words = draw.choice(
+        [
+            [".parquet", "features", "run", "-o"],
+            [".csv", "predict", "run", "photos/cat", "-o"],
+            [".html", "report", "run", "--out"],
+            [".html", "examine", "run", "--probes", "norms", "--device", "cpu", "--report"],
+            [".xml", *("examine", "run", "--probes", "norms", "--fail-on", "norms.weight_norm<0", "--junit")],
+            ["", "corrupt", "photos", "--corruption", "fog", "--severity", "1", "--out"],
+            ["", "study", "study.yaml", "--dry-run", "--out"],
+            ["", "train", "recipe.yaml", "steps=1", "--dry-run"],
+        ]
+    )
+    path = place.folder / f"target{suffix}"
+    kind = draw.choice(["pipe", "device", "full device", "folder", "socket", "broken link", "name"])
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("device", "full device"):
+        path.symlink_to("/dev/null" if kind == "device" else "/dev/full")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    elif kind == "broken link":
+        path.symlink_to("nowhere/at/all")
+    strange = [value for value in STRANGE if isinstance(value, str)]
+    name = f"{draw.choice(strange)}{suffix}" if kind == "name" else path.name
+    place.done = f"{kind} {name!r}"
+    before = path.lstat().st_mode if os.path.lexists(path) else None
+    ended = place.run(*words, f"out={name}" if words[0] == "train" else name)
+    if kind in ("pipe", "device", "full device", "folder", "socket") and path.lstat().st_mode != before:
+        ended.faults.append(f"loss: a {kind} was replaced")
+    return place.check(ended, lambda name: name.startswith(("cache", *WRITTEN)))
+
+
 KINDS: dict[str, Kind] = {
     "strange values of recipe keys": values,
     "words in any order": words,
@@ -422,6 +483,8 @@ KINDS: dict[str, Kind] = {
     "files that cannot grow": full_disks,
     "strange environment variables": environments,
     "damaged results and runs of a study": studies,
+    "JSON files of ours, edited and still JSON": edits,
+    "devices, pipes and impossible names as outputs": outputs,
 }
 
 

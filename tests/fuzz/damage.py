@@ -156,6 +156,44 @@ def change_value(plain: Any, draw: random.Random) -> Any:
     return draw.choice(STRANGE)
 
 
+def nudge(plain: Any, draw: random.Random) -> Any:
+    """Return nested plain data with one value replaced by one of its own kind: valid, and wrong."""
+    if isinstance(plain, dict) and plain:
+        key = draw.choice(list(plain))
+        return {**plain, key: nudge(plain[key], draw)}
+    if isinstance(plain, list) and len(plain) > 1 and draw.random() < 0.5:
+        return plain[::-1]
+    if isinstance(plain, list) and plain:
+        index = draw.randrange(len(plain))
+        return [*plain[:index], nudge(plain[index], draw), *plain[index + 1 :]]
+    if isinstance(plain, bool):
+        return not plain
+    if isinstance(plain, int | float):
+        return draw.choice([plain + 1, -plain, 2 * plain, 0 * plain, plain + 10**9])
+    return f"{plain}x" if isinstance(plain, str) else plain
+
+
+def deepen(plain: Any, draw: random.Random) -> Any:
+    """Return nested plain data with one value a hundred levels deep: more than is meant, less than a parser refuses."""
+    if isinstance(plain, dict) and plain:
+        key = draw.choice(list(plain))
+        return {**plain, key: deepen(plain[key], draw)}
+    for _ in range(100):
+        plain = draw.choice([[plain], {"x": plain}])
+    return plain
+
+
+EDITS: dict[str, Callable[[Any, random.Random], Any]] = {"nudged": nudge, "deepened": deepen}
+
+
+def edit_json(path: Path, draw: random.Random) -> str:
+    """Change one value of a JSON file such that it is JSON still; return in words how."""
+    kind = draw.choice([*EDITS, "a hundred thousand brackets"])
+    changed = None if kind not in EDITS else EDITS[kind](json.loads(path.read_bytes()), draw)
+    path.write_text("[" * 100_000 if kind not in EDITS else json.dumps(changed))
+    return kind
+
+
 def change_text(path: Path, content: bytes, draw: random.Random) -> bytes:
     """Return a JSON or YAML file with one value changed, as an edit by hand does."""
     if path.suffix == ".yaml":

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from vitclinic._core.callback import Callback
+from vitclinic.data.corruptions.copies import corrupt_data
 from vitclinic.deployment import predict
 from vitclinic.exam import examine
 from vitclinic.experiments.study.conduct import study
@@ -64,6 +65,8 @@ def build(folder: Path) -> None:
     train({**RECIPE, "out": "run"})
     examine("run", probes=["norms", "accuracy"], device="cpu")
     predict("run", ["photos/cat"])  # which stores its calibration
+    examine("run", probes=["norms"], budget=60, device="cpu")  # which stores its plan
+    corrupt_data("photos", "made", corruptions="fog", severities=1)
     save_file(load_file("run/checkpoints/last/model.safetensors"), "weights.safetensors")
     study("study.yaml", seeds=1)
     try:

@@ -430,3 +430,14 @@ def test_what_is_wrong_with_masks_is_one_sentence(folder):
         open_data(folder.config)
     with pytest.raises(DataError, match=r"has no folder 'images'; expected 'images' and 'masks' with equal names"):
         open_data(DataConfig(source=str(masks), target="mask"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "x", '"5"', "1", "99999999", '{"largest": 1}', "[" * 200_000])
+def test_a_damaged_number_of_labels_is_looked_for_again(folder, content, monkeypatch, tmp_path):
+    monkeypatch.setenv("VITCLINIC_CACHE", str(tmp_path / "labels"))
+    classes = open_data(DataConfig(source=str(folder.path), target="mask")).classes
+    (stored,) = (tmp_path / "labels" / "labels").iterdir()
+    kept = stored.read_text()
+    stored.write_text(content if content[:1] != "{" else json.dumps({**json.loads(kept), "largest": 0}))
+    assert open_data(DataConfig(source=str(folder.path), target="mask")).classes == classes
+    assert stored.read_text() == kept

@@ -341,7 +341,7 @@ def read_json(text: str | bytes) -> Any:
 def _refuse_depth(value: Any) -> None:
     """Raise a ValueError for what the parser can follow, and code that walks it perhaps not."""
     level = [value]
-    for _ in range(_DEEPEST + 1):
+    for _ in range(_DEEPEST):
         level = [inner for outer in level for inner in _inner(outer) if isinstance(inner, dict | list)]
         if not level:
             return

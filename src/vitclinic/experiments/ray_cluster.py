@@ -6,7 +6,6 @@ continues from its last checkpoint. Progress is read from the folders of the run
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import sys
@@ -21,6 +20,7 @@ from vitclinic._core.errors import LockedError, MissingExtraError, RunError
 from vitclinic.experiments.ray_machines import OWN_RAY_GONE, Machines, parse_address
 from vitclinic.experiments.runner import LOOK_AGAIN, After, Outcome, Pool, Tally, attempt
 from vitclinic.training import Recipe, Run
+from vitclinic.training.rows import parse_row
 
 _ATTEMPTS_AFTER_A_LOSS = 5
 _LOOK_EVERY = 0.5
@@ -158,9 +158,9 @@ def read_progress(run: Run) -> float | None:
         total = run.status["total_steps"]
         with (run.path / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 4096))
-            rows = file.read().split(b"\n")
-        return float(json.loads(rows[-2])["step"] / total)
-    except (OSError, RunError, KeyError, IndexError, ValueError):
+            row = parse_row(file.read().split(b"\n")[-2])
+        return None if row is None else float(row["step"] / total)
+    except (OSError, RunError, LookupError, TypeError, ArithmeticError):
         return None
 
 

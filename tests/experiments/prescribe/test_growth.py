@@ -6,7 +6,7 @@ import json
 import pytest
 
 from vitclinic._core.callback import Callback
-from vitclinic._core.errors import RunError
+from vitclinic._core.errors import DamagedFileError, RunError
 from vitclinic.experiments.prescribe import arms, ledger, plan
 from vitclinic.experiments.prescribe.conduct import prescribe
 from vitclinic.training import build_recipe
@@ -261,6 +261,31 @@ def test_a_ledger_of_an_older_version_is_a_sentence(asked, tmp_path):
         asked({"wide": 0.2}, remedies=[WIDE])
     file.write_text(json.dumps({**stored, "schema": 1, "decided": []}))
     assert asked({"wide": 0.2}, remedies=[WIDE])[0].winner.name == "wide"  # nothing was tried: nothing is lost
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"used": "x"},
+        {"used": -1.0},
+        {"costs": []},
+        {"costs": {"plain": {"step": "x", "image": 1.0}}},
+        {"candidates": [[{"name": "wide"}]]},
+        {"plan": [{"name": 1}]},
+        {"decided": [{}]},
+        {"reasons": {"a": 1}},
+        "[" * 200_000,
+        "[]",
+    ],
+    ids=str,
+)
+def test_a_damaged_ledger_is_a_sentence(asked, tmp_path, change):
+    asked({"wide": 0.2}, remedies=[WIDE])
+    file = tmp_path / "out" / "plan.json"
+    stored = json.loads(file.read_text())
+    file.write_text(change if isinstance(change, str) else json.dumps({**stored, **change}))
+    with pytest.raises(DamagedFileError, match=r"is damaged.*remove it, or choose another `out`"):
+        asked({"wide": 0.2}, remedies=[WIDE])
 
 
 def test_it_explains_itself_by_the_exam(asked, monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """A recipe is trained once, whoever asks for it."""
 
 import json
+import os
 
 import pytest
 
@@ -79,6 +80,19 @@ def test_a_run_without_its_weights_is_still_found(tmp_path):
     drop_weights(run)
     assert not list(run.path.rglob("*.safetensors"))
     assert pool.find(tiny()).results == results
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "[]", '{"study": 1, "runs": []}', ""])
+def test_what_is_no_result_is_replaced_by_one(tmp_path, content):
+    (tmp_path / "C6.json").write_text(content)
+    keep_result(tmp_path / "C6.json", stored())
+    assert read_result(tmp_path / "C6.json").claim == "C6"
+
+
+def test_a_pipe_in_place_of_a_result_is_not_waited_for(tmp_path, ends_soon):
+    os.mkfifo(tmp_path / "C6.json")
+    with pytest.raises(RunError, match="it is a device or a pipe"):
+        keep_result(tmp_path / "C6.json", stored())
 
 
 def test_the_result_of_another_study_with_the_same_claim_is_kept(tmp_path, caplog):

@@ -1,6 +1,7 @@
 """Accuracy on other classes than the network's own: subsets, several for one, several right for one image."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -182,7 +183,7 @@ def test_what_is_wrong_is_said(folder):
     assert "There is no data at" in shifted(patient, data=str(folder / "nowhere")).reason
     nothing = shifted(patient, data=str(folder), classes=dict.fromkeys(MAP))
     assert nothing.reason == "The class map leaves out all images."
-    assert "Cannot read" in shifted(patient, classes=str(folder / "map.json")).reason
+    assert "cannot be read" in shifted(patient, classes=str(folder / "map.json")).reason
 
 
 def test_a_network_of_other_classes_is_no_failure_unless_something_was_asked_for():
@@ -257,3 +258,11 @@ def test_a_network_without_names_is_told_numbers():
     found = shifted(patient, classes=[0] * 5 + [1] * 5)
     assert found.status == "ok", found.reason
     assert found.scalars["accuracy"].value > 0.9
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe.json", "~nobody-of-this-name", "a\0b"])
+def test_a_map_that_is_no_file_is_told_at_once(path, tmp_path, monkeypatch, ends_soon):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.json")
+    with pytest.raises(DataError):
+        read_map(path)
