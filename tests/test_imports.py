@@ -98,7 +98,7 @@ def test_subpackages_need_no_import_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "package", ["", *(name for name in PUBLIC if isinstance(getattr(vitclinic, name), ModuleType))]
+    "package", ["", *(name for name in sorted(PUBLIC) if isinstance(getattr(vitclinic, name), ModuleType))]
 )
 def test_public_functions_say_what_they_take(package):
     module = importlib.import_module(f"vitclinic.{package}".rstrip("."))
