@@ -257,7 +257,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'vitclinic\[parquet\]'"):
         open_data(str(tmp_path))
-    with pytest.raises(MissingExtraError, match=r"png does not"):
+    with pytest.raises(MissingExtraError, match=r"unlike png"):
         corrupt_data("shapes:20", tmp_path / "copies")
 
 

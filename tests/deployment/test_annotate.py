@@ -176,8 +176,8 @@ def test_tables_of_questions_are_read_with_care(trained, run, tmp_path):
     with pytest.raises(DataError, match="row 1 has no 'question'"):
         vitclinic.predict(trained("questions")[0], table)
     table.write_text("image,question\na.png,is it\n")
-    with pytest.raises(RecipeError, match="table of questions is for runs of the task vqa"):
-        vitclinic.predict(run, table)
+    with pytest.raises(DataError, match=r"None of the 1 images can be read; .*asked\.csv"):
+        vitclinic.predict(run, table)  # to a classifier it is a file like any
 
 
 def test_features_are_no_classes_and_the_verb_that_writes_them_is_named(tmp_path):

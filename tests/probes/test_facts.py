@@ -93,6 +93,7 @@ def test_a_measurement_of_0_1_has_the_facts_of_the_probe_of_its_name(tmp_path):
     old.write(tmp_path / "norms.json")
     record = json.loads((tmp_path / "norms.json").read_text())
     del record["facts"], record["digest"]  # 0.1 wrote neither
+    record["schema"] = 1
     (tmp_path / "norms.json").write_text(json.dumps(record))
     assert Measurement.read(tmp_path / "norms.json") == old
     assert read_measurement(tmp_path / "norms.json") == measured

@@ -81,6 +81,8 @@ def test_probabilities_have_no_loss_and_no_curvature(loader):
 
 
 def test_logits_that_sum_to_one_by_accident_in_one_image_are_logits(loader):
+    first = next(iter(loader))[0][:1]
+
     class Accident(nn.Module):
         def __init__(self):
             super().__init__()
@@ -88,8 +90,7 @@ def test_logits_that_sum_to_one_by_accident_in_one_image_are_logits(loader):
 
         def forward(self, x):
             logits = self.inner(x)
-            first = logits.softmax(1)
-            return torch.where(torch.arange(len(x))[:, None] == 0, first, logits)
+            return torch.where((x == first).flatten(1).all(1, keepdim=True), logits.softmax(1), logits)
 
     assert Accuracy()(Accident(), loader).status == "ok"
 

@@ -36,12 +36,21 @@ def open_map(browser, tmp_path):  # noqa: F811
         window.close()
 
 
+def hover(page, x, y):
+    """Move the mouse over a point until its image is shown: plotly looks at some of the movements only."""
+    for _ in range(100):
+        page.mouse.move(x - 3, y)
+        page.mouse.move(x, y)
+        page.wait_for_timeout(100)
+        if page.evaluate(SHOWN):
+            return
+    raise AssertionError("no image is shown")
+
+
 def test_a_mouse_shows_the_image_of_its_point_and_leaves_it(open_map):
     page = open_map()
     x, y = page.evaluate(PLACE, 5)
-    page.mouse.move(x - 3, y)
-    page.mouse.move(x, y)
-    page.wait_for_function(SHOWN)
+    hover(page, x, y)
     wanted = page.evaluate(
         f"""([x, y]) => {{ const plot = document.querySelector('{PLOT}');
         return plot._hoverdata[0].customdata; }}""",

@@ -167,39 +167,46 @@ def _read_any(returned: Any) -> Tensor:
     return _average_positions(next((tensor for tensor in tensors if tensor.ndim > 1), tensors[0]))
 
 
-def are_probabilities(scores_bk: Tensor) -> bool:
+def are_probabilities(scores_bk: Tensor, traced_bk: Tensor | None = None) -> bool:
     """Return True if every row is in [0, 1] and sums to 1, to the rounding error of its dtype, or a softmax made it.
 
     Logits may be so for one image by accident, hardly for several. Computed with gradients, scores show a softmax also
     where they are rounded, scaled, raised, or without one of the classes.
 
+    Args:
+        scores_bk: Scores of several images.
+        traced_bk: Those of one or some of them, computed with gradients; by default `scores_bk` is.
+
     Example:
         >>> are_probabilities(torch.rand(4, 10).softmax(1)), are_probabilities(torch.rand(4, 10))
         (True, False)
     """
-    if bool((scores_bk >= 0).all()) and _ends_in(scores_bk.grad_fn, _is_softmax, _ROUGHENING):
+    made = (scores_bk if traced_bk is None else traced_bk).grad_fn
+    if bool((scores_bk >= 0).all()) and _ends_in(made, _is_softmax, _ROUGHENING):
         return True
     tolerance = max(1e-5, 4 * torch.finfo(scores_bk.dtype).eps)
     return lie_in_unit_interval(scores_bk) and bool(((scores_bk.double().sum(1) - 1).abs() <= tolerance).all())
 
 
-def are_sigmoids(scores_bk: Tensor) -> bool:
+def are_sigmoids(scores_bk: Tensor, traced_bk: Tensor | None = None) -> bool:
     """Return True if scores are probabilities of each class by itself, those of a multi-label network.
 
     They lie in [0, 1] and do not sum to 1. Logits of a few classes may lie there by accident, so that a sigmoid must be
     seen in the graph of the scores; of many classes, hardly.
 
     Args:
-        scores_bk: Scores of several images, computed with gradients.
+        scores_bk: Scores of several images.
+        traced_bk: Those of one or some of them, computed with gradients; by default `scores_bk` is.
 
     Example:
         >>> logits = torch.randn(4, 3, requires_grad=True)
         >>> are_sigmoids(logits.sigmoid()), are_sigmoids(logits.softmax(1)), are_sigmoids(logits)
         (True, False, False)
     """
-    if not lie_in_unit_interval(scores_bk) or are_probabilities(scores_bk):
+    if not lie_in_unit_interval(scores_bk) or are_probabilities(scores_bk, traced_bk):
         return False
-    return _ends_in(scores_bk.grad_fn, _is_sigmoid, _RESHAPING) or scores_bk.shape[1] >= _MANY
+    made = (scores_bk if traced_bk is None else traced_bk).grad_fn
+    return _ends_in(made, _is_sigmoid, _RESHAPING) or scores_bk.shape[1] >= _MANY
 
 
 def lie_in_unit_interval(scores_bk: Tensor) -> bool:

@@ -140,6 +140,22 @@ def find_obstacle(probe: Probe, subject: Subject) -> Exception | None:
     return None
 
 
+def _find_common_obstacle(probe: Probe, subject: Subject) -> Exception | None:
+    """Return the reason why `probe` cannot measure in one of the processes that measure together; None if it can."""
+
+    def refuse() -> None:
+        obstacle = find_obstacle(probe, subject)
+        if obstacle is not None:
+            raise obstacle
+
+    try:
+        subject.distributed.agree(refuse)
+    except Exception as error:  # find_obstacle returns all of them
+        log.info("%s cannot measure %s", probe.name, subject.name, exc_info=error)
+        return error
+    return None
+
+
 def _check_applies(probe: Probe, subject: Subject) -> None:
     needs = probe.requirements(subject)
     if needs & {"scores", "labels", "logits"} and subject.features is not None:
@@ -249,7 +265,7 @@ def _outcomes(subject: Subject, probes: Sequence[Probe]) -> Iterator[tuple[Probe
     streaming: dict[str, StreamingProbe] = {}
     owning: list[OwningProbe] = []
     for probe in probes:
-        obstacle = find_obstacle(probe, subject)
+        obstacle = _find_common_obstacle(probe, subject)
         if obstacle is not None:
             yield probe, obstacle, 0.0
         elif isinstance(probe, StreamingProbe):

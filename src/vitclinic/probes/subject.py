@@ -267,13 +267,20 @@ class Subject:
 
     @cached_property
     def _judged(self) -> tuple[bool, bool]:
-        """Whether the scores of several images are probabilities, and whether they are sigmoids."""
+        """Whether the scores of several images are probabilities, and whether they are sigmoids.
+
+        The images pass one by one, and a graph is kept of the first alone, so that memory is never short here.
+        """
         if not self._output.may_be_probabilities:
             return False, False
         images = next(evaluation_batches(self.dataset, self.split, _JUDGED)).to(self.device, self.dtype).images
-        with preserve_state(self.network, self.seed), torch.enable_grad():
-            scores = self.logits(images.requires_grad_())
-            return are_probabilities(scores), are_sigmoids(scores)
+        first, *others = torch.split(images, 1)
+        with preserve_state(self.network, self.seed):
+            with torch.enable_grad():
+                traced = self.logits(first.requires_grad_())
+            with torch.no_grad():
+                scores = torch.cat([traced, *map(self.logits, others)])
+        return are_probabilities(scores, traced), are_sigmoids(scores, traced)
 
     @property
     def anatomy(self) -> Anatomy:

@@ -130,7 +130,7 @@ class Checkpoints:
         _verify(folder)
         try:
             with safe_open(folder / "state.safetensors", framework="pt") as stored:
-                found = json.loads(stored.metadata().get("made_with", "{}"))
+                found = read_json(stored.metadata().get("made_with", "{}"))
             return {str(file): str(digest) for file, digest in found.items()}
         except (SafetensorError, ValueError, AttributeError, RecursionError) as error:
             raise DamagedFileError(f"The checkpoint '{folder}' is damaged ({error}).") from error

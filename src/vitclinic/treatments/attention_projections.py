@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vitclinic._core.errors import first_line
 from vitclinic.anatomy import Anatomy, eval_mode
 from vitclinic.anatomy.maps import MHA_SIGNATURE
 from vitclinic.anatomy.wrappers import call_with_images
@@ -86,8 +87,7 @@ def find_projections(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec) ->
     except _UnknownWeightsError as error:
         raise missing(treatment, network, str(error)) from error
     except RuntimeError as error:  # of layers that have no gradient, or work in place on what they may not
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise missing(treatment, network, f"a pass with gradients fails ({reason})") from error
+        raise missing(treatment, network, f"a pass with gradients fails ({first_line(error)})") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitclinic._core.errors import AnatomyError, TreatmentError
+from vitclinic._core.errors import AnatomyError, TreatmentError, first_line
 from vitclinic.anatomy import Anatomy, Unit, eval_mode, taps
 from vitclinic.anatomy.forward import Removable, eager
 from vitclinic.anatomy.maps import MHA_SIGNATURE, SeenMap
@@ -231,7 +231,11 @@ def find_attentions(treatment: Treatment, anatomy: Anatomy, spec: ImageSpec, *, 
         for attention in found.values():
             if not is_edited(attention.module):
                 stack.enter_context(_witnessed(attention))
-        run_once(anatomy.network, spec, grad=True)
+        try:
+            run_once(anatomy.network, spec, grad=True)
+        except RuntimeError as error:  # of layers that have no gradient, or work in place on what they may not
+            reason = f"a pass with gradients fails ({first_line(error)})"
+            raise missing(treatment, anatomy.network, reason) from error
     for attention in found.values():
         if (why := _obstacle(attention)) is not None:
             kind = type(attention.module).__name__
