@@ -86,6 +86,7 @@ def test_words_win_over_the_file_also_for_the_length(tmp_path):
         (["model=hybrid_vit", "model.depth=-1"], "'depth' must be at least 0"),
         (["model.patch_size=0"], "'patch_size' must be at least 1"),
         (["batch_size=99999999"], "'batch_size': .*less than or equal"),
+        (["data.augment.repeats=1000000000000000000000"], "'data.augment.repeats': .*less than or equal to 1000"),
         (["workers=100000"], "'workers': .*less than or equal"),
         (["out=''"], "'out': .*at least 1 character"),
         (["data=''"], "'data.source': .*at least 1 character"),

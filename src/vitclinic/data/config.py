@@ -47,7 +47,7 @@ class Augment(Settings):
     )
     mix_probability: Share | None = Field(None, description="share of the images that are mixed at all")
     smoothing: Annotated[float, Field(ge=0, lt=1)] | None = Field(None, description="label smoothing")
-    repeats: Annotated[int, Field(ge=1)] | None = Field(None, description="copies of an image in one epoch")
+    repeats: Annotated[int, Field(ge=1, le=1000)] | None = Field(None, description="copies of an image in one epoch")
 
     def resolve(self) -> Augment:
         """Return a copy with every part set, using the level's defaults for the ones not given."""
