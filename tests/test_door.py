@@ -371,6 +371,24 @@ def test_a_device_node_is_still_one_after_a_report_onto_it(tmp_path, monkeypatch
     assert stat.S_ISCHR(Path("node").stat().st_mode)
 
 
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (("report", "run", "--out"), ".html or .htm"),
+        (("examine", "timm:resnet18", "--report"), ".html or .htm"),
+        (("examine", "timm:resnet18", "--fail-on", "accuracy.accuracy<0.9", "--junit"), ".xml"),
+        (("features", "timm:resnet18", "--data", "digits", "--out"), ".parquet"),
+    ],
+)
+def test_a_slip_replaces_no_recipe(words, needed, tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: digits\n")
+    code, error = command(monkeypatch, capsys, tmp_path, *words, str(recipe))
+    assert code == 2
+    assert f"name a file that ends in {needed}" in " ".join(error.split())
+    assert recipe.read_text() == "data: digits\n"
+
+
 @pytest.mark.parametrize(("reasons", "code"), [((), 130), ((2,), 130), ((15,), 143), (("a text",), 130)])
 def test_the_exit_code_is_that_of_the_signal(reasons, code):
     import typer

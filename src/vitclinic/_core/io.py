@@ -49,6 +49,9 @@ _OF_THE_MACHINE = {
 }
 
 
+PAGE_ENDINGS = (".html", ".htm")
+
+
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
     """Turn a failed write below `path` into one `RunError` sentence."""
@@ -91,6 +94,18 @@ def refuse_to_replace(path: Path) -> None:
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "a device or a pipe"
             raise RunError(f"Cannot write '{path}': it is {kind}, not a file; choose another name.")
+
+
+def require_ending(path: str | Path, what: str, *endings: str) -> None:
+    """Raise a RecipeError unless a file to write is called as its content is, so that a slip replaces no other file.
+
+    Example:
+        >>> require_ending("recipe.yaml", "A report is a page", ".html")
+        Traceback (most recent call last):
+        vitclinic._core.errors.RecipeError: A report is a page: name a file that ends in .html (got 'recipe.yaml').
+    """
+    if Path(path).suffix.lower() not in endings:
+        raise RecipeError(f"{what}: name a file that ends in {' or '.join(endings)} (got '{path}').")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

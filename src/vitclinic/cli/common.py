@@ -20,7 +20,7 @@ import typer
 
 from vitclinic._core.config import validate
 from vitclinic._core.errors import RecipeError
-from vitclinic._core.io import expand_path, find_path, refuse_to_replace
+from vitclinic._core.io import PAGE_ENDINGS, expand_path, find_path, refuse_to_replace, require_ending
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -230,6 +230,20 @@ def named_file(text: str | Path) -> Path:
     """
     path = named_path(text)
     refuse_to_replace(path)
+    return path
+
+
+def named_page(text: str | Path) -> Path:
+    """Return the path of a page to write, as `named_file` does; one that is not called .html is refused, too."""
+    path = named_file(text)
+    require_ending(path, "A report is a page", *PAGE_ENDINGS)
+    return path
+
+
+def named_xml(text: str | Path) -> Path:
+    """Return the path of an XML file to write, as `named_file` does; one that is not called .xml is refused, too."""
+    path = named_file(text)
+    require_ending(path, "JUnit's results are XML", ".xml")
     return path
 
 

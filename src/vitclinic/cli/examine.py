@@ -18,8 +18,9 @@ from vitclinic.cli.common import (
     check_data,
     console_for,
     follows,
-    named_file,
+    named_page,
     named_path,
+    named_xml,
     resumable,
 )
 
@@ -58,7 +59,7 @@ Out = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is already stored.")]
 Page = Annotated[
     Path | None,
-    typer.Option(parser=named_file, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."),
+    typer.Option(parser=named_page, metavar="FILE", help="The page; default: report.html in the run, or in ./exams."),
 ]
 Curves = Annotated[
     Path | None,
@@ -80,7 +81,7 @@ Baseline = Annotated[
 ]
 JUnit = Annotated[
     Path | None,
-    typer.Option(parser=named_file, metavar="FILE", help="Also write what passed and failed as JUnit's XML."),
+    typer.Option(parser=named_xml, metavar="FILE", help="Also write what passed and failed as JUnit's XML."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vitclinic._core.errors import RecipeError
-from vitclinic.cli.common import Quiet, Verbose, app, console_for, named_file
+from vitclinic.cli.common import Quiet, Verbose, app, console_for, named_page
 
 
 @app.command()
@@ -23,7 +23,7 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            parser=named_file, metavar="FILE", help="The page; default: the run's report.html, or ./report.html."
+            parser=named_page, metavar="FILE", help="The page; default: the run's report.html, or ./report.html."
         ),
     ] = None,
     no_images: Annotated[bool, typer.Option("--no-images", help="Leave out images from the data.")] = False,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitclinic._core.errors import RecipeError, did_you_mean
-from vitclinic._core.io import expand_path, refuse_to_replace
+from vitclinic._core.io import expand_path, refuse_to_replace, require_ending
 from vitclinic._core.sources import LIBRARIES, check_model_name, read_model_names
 from vitclinic._core.time import parse_budget
 from vitclinic.probes.probe import PROBES
@@ -115,8 +115,7 @@ def check_count(name: str, count: Any) -> None:
 
 def check_features_file(path: str) -> None:
     """Raise a RecipeError unless embeddings can be written to a file of that name."""
-    if Path(path).suffix != ".parquet":
-        raise RecipeError(f"Embeddings are written as parquet; name a file that ends in .parquet (got '{path}').")
+    require_ending(path, "Embeddings are written as parquet", ".parquet")
     refuse_to_replace(Path(path))
 
 

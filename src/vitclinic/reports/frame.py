@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from vitclinic._core.io import write_bytes, write_errors
+from vitclinic._core.io import PAGE_ENDINGS, require_ending, write_bytes, write_errors
 from vitclinic.reports.figure import ExamView, Figure, Picture, Table, template
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ def fill_shell(name: str, **contents: Any) -> str:
 def write_page(path: str | Path, page: str) -> Path:
     """Write a page whole or not at all, and make its folder."""
     path = Path(path)
+    require_ending(path, "A report is a page", *PAGE_ENDINGS)
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, page.encode("utf-8", "replace"))
