@@ -124,6 +124,8 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(words, place, tmp_
     ("variable", "value", "message"),
     [
         ("VITCLINIC_CACHE", "~nobody-of-this-name", "no such user"),
+        ("VITCLINIC_CACHE", LONG, "Cannot look for the cache"),
+        ("XDG_CACHE_HOME", LONG, "Cannot look for the cache"),
         ("XDG_CACHE_HOME", "~nobody-of-this-name", "no such user"),
         ("VITCLINIC_CACHE_SIZE", "9e400T", "set it to a size such as 5G"),
         ("VITCLINIC_CACHE_SIZE", "-5G", "set it to a size such as 5G"),

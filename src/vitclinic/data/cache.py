@@ -27,7 +27,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitclinic._core.errors import DamagedFileError, DataError
-from vitclinic._core.io import expand_path, fingerprint, is_unchanged, read_record, refuse_special, sign, sync
+from vitclinic._core.io import (
+    expand_path,
+    find_path,
+    fingerprint,
+    is_unchanged,
+    read_record,
+    refuse_special,
+    sign,
+    sync,
+)
 from vitclinic.data.decoding import UNREADABLE, Pixels, Size, decode_and_fit, is_photo, pixels
 from vitclinic.data.source import LEAVE_OUT, ComputedRecords, Records, describe_unreadable
 
@@ -45,9 +54,10 @@ _SHOWN = 80
 def cache_folder() -> Path:
     """Return the cache folder: `VITCLINIC_CACHE`, or `vitclinic` in the user's cache folder."""
     own = os.environ.get("VITCLINIC_CACHE")
-    if own is not None:
-        return expand_path(own, DataError)
-    return expand_path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), DataError) / "vitclinic"
+    text = os.environ.get("XDG_CACHE_HOME", "~/.cache") if own is None else own
+    find_path(text, DataError, "the cache")
+    folder = expand_path(text, DataError)
+    return folder / "vitclinic" if own is None else folder
 
 
 def cache_limit() -> int:
