@@ -102,7 +102,7 @@ def predict(
 
     Raises:
         DataError: There is no such image, or none can be read.
-        RecipeError: An option is not for this task.
+        RecipeError: An option is not for this task, or an image is neither a path nor one of Pillow's.
         ModelError: The network does not classify images of this size.
 
     Example:
@@ -113,6 +113,12 @@ def predict(
     task = _find_task(target)
     asks = task is not None and task.target == "questions"
     listed = [images] if isinstance(images, str | Path | Image.Image) else list(images)
+    for one in listed:
+        if not isinstance(one, str | Path | Image.Image):
+            raise RecipeError(
+                f"predict() takes paths and images of Pillow's (got {type(one).__name__}); for tensors, call the"
+                " network: load_model(run)(images)."
+            )
     inputs = [
         one for word in listed for one in ([word] if isinstance(word, Image.Image) else find_inputs([word], asks))
     ]
