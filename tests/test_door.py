@@ -173,7 +173,7 @@ def test_what_fits_no_memory_is_no_bug(problem, tmp_path, monkeypatch, capsys):
         (["train", "digits", "max_time=99999999999999999999h"], "at most 10 years"),
         (["examine", "timm:resnet18", "--data", "digits", "--budget", "99999999999999999999h"], "at most 10 years"),
         (["train", "digits", "model.depth=10000000"], "'depth' must be at most"),
-        (["train", "digits", "model.embed_dim=60000", "model.depth=1000"], "no machine holds"),
+        (["train", "digits", "model.embed_dim=60000", "model.depth=1000"], "too large for any machine"),
         (["train", "digits", "model.img_size=1000000"], "model.img_size"),
         (["train", "digits", "model.mlp_ratio=0"], "'mlp_ratio' must be above 0"),
         (["train", "digits", "model.mlp_ratio=-1"], "'mlp_ratio' must be above 0"),

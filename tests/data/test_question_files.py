@@ -103,7 +103,7 @@ def test_a_wrong_row_is_one_sentence_or_is_noted(folder, case):
 
 
 def test_what_is_no_set_of_questions_is_one_sentence(folder):
-    for content, sentence in [("nonsense", "line 1 is not JSON"), ("[1]", "line 1 is no JSON object")]:
+    for content, sentence in [("nonsense", "line 1 is not JSON"), ("[1]", "line 1 is not a JSON object")]:
         with pytest.raises(DataError, match=sentence):
             opened(write(folder / "a.jsonl", [content]))
     (folder / "none").mkdir()

@@ -98,12 +98,12 @@ def test_parquet_with_string_labels(tmp_path, picture):
 
 
 def test_large_parquet_is_read_through_a_memory_mapped_copy(tmp_path, picture, monkeypatch):
-    from vitclinic.data import parquet
+    from vitclinic.data import parquet, tables
 
     images = [png(picture(i, (8, 8))) for i in range(30)]
     write_parquet(tmp_path / "train.parquet", images, [i % 3 for i in range(30)], ["x", "y", "z"])
     small = open_data(str(tmp_path))
-    monkeypatch.setattr(parquet, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(tables, "IN_MEMORY_BYTES", 0)
     mapped = parquet.open_parquet(tmp_path)
     assert mapped.classes == small.classes
     assert mapped.splits["train"].labels.tolist() == [i % 3 for i in range(30)]
@@ -113,10 +113,10 @@ def test_large_parquet_is_read_through_a_memory_mapped_copy(tmp_path, picture, m
 @pytest.fixture
 def mapped(tmp_path, picture, monkeypatch):
     """A table that is read through its copy in the cache, and that copy."""
-    from vitclinic.data import parquet
+    from vitclinic.data import parquet, tables
 
     monkeypatch.setenv("VITCLINIC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(parquet, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(tables, "IN_MEMORY_BYTES", 0)
     (tmp_path / "data").mkdir()
     images = [png(picture(i, (8, 8))) for i in range(30)]
     write_parquet(tmp_path / "data" / "train.parquet", images, [i % 3 for i in range(30)], ["x", "y", "z"])
@@ -150,7 +150,7 @@ def test_a_damaged_copy_of_a_table_is_made_again(mapped, damage, ends_soon):
 
 
 def test_a_copy_of_a_table_that_cannot_be_written_is_a_sentence(mapped, monkeypatch):
-    from vitclinic.data import parquet
+    from vitclinic.data import tables
 
     copy, labels = mapped
     copy.unlink()
@@ -158,7 +158,7 @@ def test_a_copy_of_a_table_that_cannot_be_written_is_a_sentence(mapped, monkeypa
     def refuse(*given):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(parquet, "_copy_as_arrow", refuse)
+    monkeypatch.setattr(tables, "_copy_as_arrow", refuse)
     with pytest.raises(DataError, match=r"Cannot use the cache .*No space left"):
         labels()
 

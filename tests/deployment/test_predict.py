@@ -61,6 +61,12 @@ def test_predictions_are_as_right_as_the_run_s_own_test(run):
     assert found.probabilities.sum(1) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("images", [torch.rand(2, 3, 8, 8), [3]])
+def test_tensors_and_numbers_are_no_images(run, images):
+    with pytest.raises(RecipeError, match=r"takes paths and images of Pillow's \(got .*call the network"):
+        vitclinic.predict(run, images)
+
+
 def test_the_temperature_is_fitted_on_val_once_and_divides_the_logits(run, monkeypatch):
     files = find_images([images_of(run)])
     found = vitclinic.predict(run, files)

@@ -152,7 +152,7 @@ def test_a_damaged_file_is_measured_anew(caplog):
     with caplog.at_level(logging.WARNING):
         again = vitclinic.examine(network, data, probes=["norms"])
     assert not again.reused
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
     assert again["norms"].units == first["norms"].units
 
 
@@ -192,6 +192,17 @@ def test_mistakes_are_sentences(arguments, error, message):
     with pytest.raises(error) as caught:
         vitclinic.examine(Counting(), **({"data": noise(), "probes": ["norms"]} | arguments))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("target", [Counting().state_dict(), Counting, 3])
+def test_what_is_no_target_is_one_sentence(target):
+    with pytest.raises(RecipeError, match=r"examine\(\) takes a torch.nn.Module, a run, .* \(got "):
+        vitclinic.examine(target, noise(), probes=["norms"])
+
+
+def test_a_mistyped_keyword_names_the_one_that_was_meant():
+    with pytest.raises(TypeError, match=r"^examine\(\) got an unexpected keyword .* Did you mean 'budget'"):
+        vitclinic.examine(Counting(), noise(), buget="1m")
 
 
 def test_a_probe_whose_own_images_are_not_there_does_not_apply():

@@ -185,7 +185,7 @@ def test_a_damaged_plan_is_made_anew(monkeypatch: pytest.MonkeyPatch, caplog: py
         path.write_text(content)
         caplog.clear()
         assert vitclinic.examine(network(), noise(), probes=["norms"], budget=9).reused == {"norms"}
-        assert "planned anew" in caplog.text
+        assert "planned again" in caplog.text
 
 
 def test_a_network_that_fails_in_being_timed_fails_its_probes_once_each() -> None:

@@ -93,7 +93,7 @@ def test_several_targets_are_one_page_here(run, tmp_path):
 
 
 def test_another_checkpoint_is_another_network(run, caplog):
-    with pytest.raises(RunError, match="Nothing is stored of 'runs/a@epoch-0'; measure it first"):
+    with pytest.raises(RunError, match="Nothing is stored for 'runs/a@epoch-0'; measure it first"):
         report("runs/a@epoch-0")
     exam = vitclinic.examine("runs/a@epoch-0", probes=["norms"], limit=10)
     norm = f"{exam['norms'].scalars['weight_norm'].value:.4g}"

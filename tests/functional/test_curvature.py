@@ -249,6 +249,7 @@ W = torch.zeros(2, requires_grad=True)
         lambda: F.hessian_eigenvalues(lambda: W.sum(), []),
         lambda: F.hessian_eigenvalues(lambda: W.sum(), [torch.zeros(2)]),
         lambda: F.hessian_eigenvalues(lambda: W**2, [W]),
+        lambda: F.hessian_eigenvalues((W**2).sum(), [W]),
         lambda: F.hessian_eigenvalues(lambda: (W**2).sum(), [W], k=0),
         lambda: F.hessian_vector_product(lambda: (W**2).sum(), [W], [torch.ones(3)]),
         lambda: F.hessian_density((nn.Identity(), nn.MSELoss(), []), [W]),

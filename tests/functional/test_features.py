@@ -167,6 +167,7 @@ def test_block_structure_compares_pairs_that_are_as_far_apart() -> None:
     [
         lambda: F.cka(torch.rand(5, 2), torch.rand(6, 2)),
         lambda: F.hsic(torch.rand(3, 2), torch.rand(3, 2)),
+        lambda: F.cka(torch.rand(5, 2).numpy(), torch.rand(5, 2)),
         lambda: F.patch_similarity(torch.rand(5, 2)),
         lambda: F.patch_similarity(torch.ones(1, 5, 2, dtype=torch.long)),
         lambda: F.fourier_log_amplitude(torch.rand(5, 2, 4)),

@@ -104,6 +104,60 @@ def test_a_collection_says_in_which_mode_the_network_was(loader):
     assert model.training
 
 
+BATCH = torch.rand(4, 3, 16, 16)
+ONE_HOT = torch.eye(4, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ([(BATCH, ["cat"] * 4)], r"Labels must be class indices .*, as numbers \(got \['cat'"),
+        ([(BATCH, ONE_HOT)], r"of one-hot or soft labels, pass labels.argmax\(1\)"),
+        ([(BATCH[0], ONE_HOT[0])], "of one-hot or soft labels"),
+        ([(BATCH.numpy(), ONE_HOT)], "ndarray instead of images .B, C, h, w. as a tensor"),
+        ({"training": [BATCH], "test": [BATCH]}, "has the splits train, val, test as keys .got training, test"),
+        ({"images": BATCH}, r"put a single batch into a list, as in data=\[batch\]"),
+    ],
+)
+def test_wrong_batches_are_sentences(data, sentence):
+    with pytest.raises(DataError, match=sentence):
+        Norms()(build(), data)
+
+
+def test_mean_and_std_of_another_number_of_channels_are_a_sentence():
+    with pytest.raises(DataError, match="mean and std have 2 values and the images 3 channels"):
+        Norms()(build(), [BATCH], mean=[0.5, 0.5], std=[0.5, 0.5])
+
+
+def test_images_with_channels_last_are_told_what_to_do():
+    with pytest.raises(ModelError, match=r"If their channels come last, use images.permute\(0, 3, 1, 2\)"):
+        Norms()(build(), [BATCH.permute(0, 2, 3, 1)])
+
+
+@pytest.mark.parametrize("model", ["timm:resnet18", torch.relu])
+def test_a_collection_takes_modules_only(model):
+    with pytest.raises(RecipeError, match=r"ProbeCollection takes a torch.nn.Module \(got "):
+        ProbeCollection(model, ["fourier"])
+
+
+def test_labels_that_are_no_class_indices_are_a_sentence(loader):
+    model, (batch, _) = build(), next(iter(loader))
+    with ProbeCollection(model, ["accuracy"]) as collection:
+        model(batch)
+        with pytest.raises(RecipeError, match=r"expects class indices, \[8\], as numbers \(got \['cat'"):
+            collection.update(["cat"] * 8)
+        with pytest.raises(RecipeError, match=r"of one-hot or soft labels, pass labels.argmax\(1\)"):
+            collection.update(torch.eye(8))
+
+
+def test_a_call_of_forward_is_told_from_one_of_the_network(loader):
+    model, (batch, targets) = build(), next(iter(loader))
+    with ProbeCollection(model, ["accuracy"]) as collection:
+        model.forward(batch)
+        with pytest.raises(RecipeError, match=r"as in model\(images\)"):
+            collection.update(targets)
+
+
 def test_a_forgotten_update_labels_or_call_is_a_sentence(loader):
     model, (batch, targets) = build(), next(iter(loader))
     with ProbeCollection(model, ["accuracy"]) as collection:

@@ -267,3 +267,10 @@ def test_treatments_are_written_by_what_was_set_of_them():
 def test_a_mistake_in_a_treatment_is_found_with_the_recipe(written, message):
     with pytest.raises(RecipeError, match=message):
         build_recipe({"treatments": written})
+
+
+def test_a_long_value_is_cut_in_a_message():
+    with pytest.raises(RecipeError, match=r"^'data.source': .* \(got \[\[0, 1, .* \.\.\.\)\.$") as told:
+        build_recipe({"data": [list(range(10_000))]})
+    assert len(str(told.value)) < 300
+    assert "\n" not in str(told.value)

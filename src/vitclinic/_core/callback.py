@@ -49,7 +49,7 @@ class Callback:
         """Receive a row that was added to the metrics, of kind train, val or test."""
 
     def on_failure(self, sentence: str) -> None:
-        """Receive what is wrong with a training that goes on, such as features that have collapsed; told once."""
+        """Receive what is wrong with a training that goes on, such as features that have collapsed; called once."""
 
     def on_train_end(self, status: str) -> None:
         """Act after training, with its status: finished, interrupted or diverged."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from vitclinic._core.errors import RecipeError, did_you_mean
+from vitclinic._core.errors import RecipeError, did_you_mean, shorten
 
 
 class Config(BaseModel):
@@ -118,7 +118,7 @@ def _sentence(config: type[Config], problem: Any, where: str) -> str:
     message = message[:1].lower() + message[1:]
     if isinstance(problem["input"], Mapping) and (message.endswith("?") or len(repr(problem["input"])) > _REPEATED):
         return f"'{key}': {message}" if message.endswith(("?", ".")) else f"'{key}': {message}."
-    return f"'{key}': {message.rstrip('.')} (got {problem['input']!r})."
+    return f"'{key}': {message.rstrip('.')} (got {shorten(problem['input'])})."
 
 
 def _owner(config: type[Config], path: list[str]) -> type[Config] | None:

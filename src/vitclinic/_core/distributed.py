@@ -221,7 +221,7 @@ _GRACE = 120.0
 def _end_with_parent(parent: int) -> None:
     """End this process when its parent, torchrun's agent, is gone: a killed agent leaves nobody to end its processes.
 
-    As a scheduler does, it asks first (SIGTERM, which saves a training) and does not wait for ever.
+    As a scheduler does, it asks first (SIGTERM, which saves a training) and does not wait forever.
     """
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY)

@@ -93,6 +93,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{lower[close[0]]}'?" if close else ""
 
 
+def shorten(value: object, most: int = 200) -> str:
+    """Return what a user gave on one line, for an error message: as Python writes it, cut where it is too long to read.
+
+    Example:
+        >>> shorten(list(range(100)), most=12)
+        '[0, 1, 2, 3, ...'
+    """
+    text = repr(value)
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= most else f"{text[:most].rstrip()} ..."
+
+
 def first_line(error: BaseException | None) -> str:
     """Return the first line of an error without its full stop, for a sentence of ours; of one without text, its type.
 

@@ -87,7 +87,7 @@ def staged(path: Path) -> Iterator[Path]:
 
 
 def refuse_to_replace(path: Path) -> None:
-    """Raise a RunError for what is no regular file, and for a name that no file can have."""
+    """Raise a RunError for anything but a regular file, and for a name that no file can have."""
     if "\0" in str(path):
         raise RunError(f"Cannot write {str(path)!r}: no name has a zero byte; choose another one.")
     with write_errors(path):
@@ -200,7 +200,7 @@ def expand_path(text: str, error: type[VitclinicError]) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as problem:
-        raise error(f"'{text[:_SHOWN]}' is no path: there is no such user; write ./~ for a name with a ~.") from problem
+        raise error(f"'{text[:_SHOWN]}' is not a path: no such user; write ./~ for a name with a ~.") from problem
 
 
 def _reason(problem: Exception) -> str:
@@ -391,7 +391,7 @@ def read_json_lines(path: Path, error: type[VitclinicError], expected: str) -> I
         expected: What a line should be, in its message.
 
     Raises:
-        VitclinicError: It cannot be read, or a line is no JSON object; of the class `error`.
+        VitclinicError: It cannot be read, or a line is not a JSON object; of the class `error`.
     """
     for number, line in enumerate(read_text(path, error, LARGEST_TABLE).split("\n"), start=1):
         if not line.strip():
@@ -402,7 +402,7 @@ def read_json_lines(path: Path, error: type[VitclinicError], expected: str) -> I
         except ValueError as problem:
             raise error(f"{where} is not JSON: {_reason(problem)}.") from problem
         if not isinstance(row, dict):
-            raise error(f"{where} is no JSON object; expected {expected}.")
+            raise error(f"{where} is not a JSON object; expected {expected}.")
         yield where, row
 
 

@@ -1,4 +1,4 @@
-"""Running out of memory, whoever says so."""
+"""Errors that mean out of memory, whichever library raises them."""
 
 from __future__ import annotations
 

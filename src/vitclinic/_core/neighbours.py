@@ -116,7 +116,7 @@ def match_rank(scores_nm: Tensor, relevant_nm: Tensor, valid_nm: Tensor | None =
 
 
 class Ranking(NamedTuple):
-    """How each query ranks its gallery, for queries that have a match."""
+    """The gallery as each query ranks it, for queries that have a match."""
 
     average_precision: Tensor
     """[queries]"""

@@ -1,4 +1,4 @@
-"""How many threads torch computes with: as many as there are cores that nobody else uses.
+"""The number of threads for torch: as many as there are cores that nobody else uses.
 
 A thread more than there are idle cores costs more than it brings: the others wait for it at each barrier.
 """

@@ -72,7 +72,7 @@ beside other busy processes, and no faster alone (docs/results/training-speed.md
 def main() -> None:
     """Run the `vitclinic` command; an error is one sentence on stderr and an exit code.
 
-    Whatever a user can cause is a `VitclinicError`; the rest is a bug, and told as such.
+    Whatever a user can cause is a `VitclinicError`; the rest is a bug, and reported as one.
     """
     if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set stands; read once, when torch is loaded
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

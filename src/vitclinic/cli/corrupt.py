@@ -13,7 +13,7 @@ from vitclinic.cli.common import Quiet, Verbose, app, check_data, console_for, n
 
 
 class Form(StrEnum):
-    """How images are written."""
+    """File format of the copies."""
 
     parquet = "parquet"
     png = "png"

@@ -231,7 +231,7 @@ def _refuse_typos(
 ) -> None:
     """Raise for probes, targets, data or a split that are not there, before torch is loaded.
 
-    One wrong target of several is told at the end: the others are examined.
+    One wrong target of several is reported at the end: the others are examined.
     """
     from vitclinic.exam.request import check_request, check_split, check_target
 

@@ -63,7 +63,7 @@ class Augment(Settings):
 
     @property
     def _flips(self) -> bool:
-        """Whether the level mirrors images by itself."""
+        """Return True if the level mirrors images by itself."""
         return self.level != "none"
 
     def _parts(self) -> dict[str, Any]:

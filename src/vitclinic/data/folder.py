@@ -25,7 +25,7 @@ UNREADABLE_SUFFIXES = frozenset(
     {".arw", ".avif", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".hdr", ".heic", ".heif", ".j2k", ".jp2", ".jpf", ".jpx"}
     | {".jxl", ".nef", ".nii", ".orf", ".pbm", ".pnm", ".psd", ".raf", ".raw", ".rw2", ".svg", ".tga"}
 )
-"""Images that nothing here decodes: told instead of passed over."""
+"""Images that nothing here decodes: reported, not skipped in silence."""
 
 SPLIT_NAMES = {
     "train": "train",

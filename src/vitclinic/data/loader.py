@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitclinic._core.errors import DataError
+from vitclinic._core.errors import DataError, shorten
 from vitclinic._core.io import fingerprint
 from vitclinic.data.dataset import Dataset
 from vitclinic.data.source import SPLITS
@@ -91,6 +91,12 @@ def load_batches(
         >>> len(dataset.test), dataset.size, dataset.classes
         (4, (8, 8), ('0', '1', '2'))
     """
+    if isinstance(data, Mapping) and not is_split_mapping(data):
+        keys = ", ".join(map(str, data)) or "none"
+        raise DataError(
+            f"A mapping of loaders has the splits {', '.join(SPLITS)} as keys (got {keys}); put a single batch into a"
+            " list, as in data=[batch]."
+        )
     loaders: Mapping[str, Iterable[Any]] = data if is_split_mapping(data) else {"test": data}
     read = {split: _read(loader, limit, normalization, normalized) for split, loader in loaders.items()}
     shapes = {split: images.x_bhwc.shape[1:] for split, (images, _) in read.items()}
@@ -136,7 +142,7 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(images, Tensor) or images.ndim not in (3, 4):
         shape = f" of shape {tuple(images.shape)}" if isinstance(images, Tensor) else ""
         raise DataError(
-            f"A batch has {type(images).__name__}{shape} instead of images [B, C, h, w]:"
+            f"A batch has {type(images).__name__}{shape} instead of images [B, C, h, w] as a tensor:"
             " make the loader yield (images, labels)."
         )
     single = images.ndim == 3
@@ -144,11 +150,16 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _class_numbers(labels: Any, single: bool) -> Tensor:
-    y_b = torch.as_tensor(labels).reshape(-1) if single else torch.as_tensor(labels)
+    try:
+        y_b = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(f"Labels must be class indices [B], as numbers (got {shorten(labels)}).") from None
+    y_b = y_b[None] if single else y_b
     if y_b.ndim == 2 and y_b.shape[1] == 1:
         y_b = y_b[:, 0]
     if y_b.ndim != 1 or y_b.is_floating_point():
-        raise DataError(f"Labels must be class indices [B] (got {y_b.dtype} of shape {tuple(y_b.shape)}).")
+        hint = "; of one-hot or soft labels, pass labels.argmax(1)" if y_b.ndim == 2 else ""
+        raise DataError(f"Labels must be class indices [B] (got {y_b.dtype} of shape {tuple(y_b.shape)}){hint}.")
     return y_b.long()
 
 
@@ -205,6 +216,9 @@ def _in_unit_interval(x_nchw: Tensor, normalization: Normalization | None, norma
     if not bool(x_nchw.isfinite().all()):
         raise DataError("An image has a pixel that is not finite.")
     inside = _is_inside(x_nchw)
+    channels = x_nchw.shape[1]
+    if normalization is not None and len(normalization.mean) not in (1, channels):
+        raise DataError(f"mean and std have {len(normalization.mean)} values and the images {channels} channels.")
     if normalization is None:
         if not inside:
             low, high = x_nchw.min().item(), x_nchw.max().item()
@@ -217,8 +231,6 @@ def _in_unit_interval(x_nchw: Tensor, normalization: Normalization | None, norma
     if not (not inside if normalized is None else normalized):
         return _inside(x_nchw, "The loader's pixels range")
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in normalization)
-    if mean.numel() not in (1, x_nchw.shape[1]):
-        raise DataError(f"mean and std have {mean.numel()} values and the images {x_nchw.shape[1]} channels.")
     return _inside(x_nchw * std + mean, "After undoing mean and std, the loader's pixels range")
 
 

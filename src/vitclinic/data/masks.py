@@ -137,18 +137,18 @@ def _largest_label(records: _Masked, index: int) -> int:
 
 def open_mask_parquet(path: Path) -> Source:
     """Open parquet files whose rows have an `image` and a `mask`, both with their `bytes`."""
-    from vitclinic.data import parquet
+    from vitclinic.data import parquet, tables
 
     files = parquet.files_by_split(path)
     splits: dict[str, MaskedRows] = {}
     for split, paths in files.items():
-        table = parquet.read_table(paths)
+        table = tables.read_table(paths)
         for name in ("image", "mask"):
             if name not in table.column_names:
                 raise DataError(f"'{path}' has no column '{name}' in its {split} files; it has {table.column_names}.")
         source = str(path if path.is_file() else paths[0].parent / split)
         splits[split] = MaskedRows(source, table.column("image"), table.column("mask"))
-    identity = fingerprint("masks in parquet", {split: parquet.stamp_files(paths) for split, paths in files.items()})
+    identity = fingerprint("masks in parquet", {split: tables.stamp_files(paths) for split, paths in files.items()})
     stated = _read_class_names(path / CLASSES_FILE) if path.is_dir() else None
     classes = stated or _number_classes(next(iter(splits.values())), identity)
     return Source(

@@ -18,8 +18,9 @@ from vitclinic._core.errors import DataError
 from vitclinic._core.io import fingerprint, read_json
 from vitclinic.data.annotations.annotation import Objects
 from vitclinic.data.folder import LeftOut
-from vitclinic.data.parquet import TableRecords, files_by_split, find_image_column, read_table, stamp_files
+from vitclinic.data.parquet import TableRecords, files_by_split, find_image_column
 from vitclinic.data.source import Source
+from vitclinic.data.tables import read_table, stamp_files
 
 COLUMN = "objects"
 _CATEGORIES = ("category", "categories", "label", "labels", "category_id")

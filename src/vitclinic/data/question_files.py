@@ -117,7 +117,8 @@ def _find_image(root: Path, row: Row) -> tuple[str, str]:
 
 
 def _open_table(paths: Sequence[Path], skip: bool) -> tuple[Records, list[str]]:
-    from vitclinic.data.parquet import AskedRows, read_table
+    from vitclinic.data.parquet import AskedRows
+    from vitclinic.data.tables import read_table
 
     table: pa.Table = read_table(list(paths))
     if missing := {"image", "question"}.difference(table.column_names):

@@ -75,7 +75,7 @@ class Frames:
 
 @dataclass(frozen=True)
 class TokenLabels:
-    """How a stream makes the targets of patches from maps."""
+    """Targets of patches, as a stream makes them from maps."""
 
     maps: LabelMaps
     grid: tuple[int, int]

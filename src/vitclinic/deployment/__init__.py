@@ -1,4 +1,4 @@
-"""What comes after training: predictions of new images, and networks as files that other libraries open."""
+"""After training: predictions for new images, and networks as files that other libraries open."""
 
 from typing import TYPE_CHECKING
 

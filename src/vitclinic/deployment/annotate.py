@@ -1,6 +1,6 @@
 """Predictions of runs that learned from masks or objects: the class of each pixel, objects with boxes.
 
-A network sees the middle of an image, resized. What it says is told in the image's own pixels, upright as it is shown:
+A network sees the middle of an image, resized. Its answer is given in the image's own pixels, upright as it is shown:
 pixels of a mask that the network did not see are void.
 
 Shapes: H x W pixels of an image, h x w of the network's view, n objects.
@@ -85,7 +85,7 @@ class Masks(Results):
         """Return a row for each image: its mask, if it is written, and the classes with the largest share of pixels.
 
         Args:
-            top_k: How many classes are told.
+            top_k: How many classes to list.
             probabilities: Also tell the share of each class.
         """
         counts = [np.bincount(view.ravel(), minlength=len(self.classes)) for view in self.views]

@@ -50,8 +50,8 @@ class Answers(Results):
         """Return a row for each question.
 
         Args:
-            top_k: How many of the best answers are told.
-            probabilities: Also tell the score of each answer.
+            top_k: How many of the best answers to list.
+            probabilities: Also list the score of each answer.
         """
         rows = make_rows(self.files, self.scores, self.classes, top_k, probabilities, ("answer", "score", "score"))
         return [

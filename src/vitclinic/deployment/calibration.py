@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 CALIBRATION = "calibration.json"
 _BATCH_SIZE = 64
 _NOISE = 0.01
-"""A rise of the calibration error that is told."""
+"""A rise of the calibration error that is worth a warning."""
 
 
 def calibrate(target: Network, network: nn.Module, device: torch.device, callback: Callback) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def _refuse_strangers(target: Path, to: str) -> None:
     elif target.is_dir():
         raise RecipeError(f"'{target}' is a folder, and an export to {to} is a file; name one, such as {_FILES[to]}.")
     elif target.exists() and not (_is_our_onnx(target) if to == "onnx" else _is_our_program(target)):
-        raise RecipeError(f"'{target}' is there already and is no earlier export to {to}; choose another name.")
+        raise RecipeError(f"'{target}' already exists and is not an earlier export to {to}; choose another name.")
 
 
 def _is_our_onnx(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Which image files a user means, found without torch, and how their predictions are written."""
+"""Image files that a user names, found without torch, and the tables that their predictions are written to."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def make_rows(
         files: The images.
         probabilities: Of each image, those of the classes, [images, classes].
         classes: Their names.
-        top_k: How many of the likeliest classes are told; ties go to the first class.
+        top_k: How many of the likeliest classes to list; ties go to the first class.
         everything: Also tell the probability of each class.
         names: What to call a class, its probability, and the probability of a class by its name.
 

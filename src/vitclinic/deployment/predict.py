@@ -62,8 +62,8 @@ class Predictions(Results):
         """Return a row for each image, as they stand in a file.
 
         Args:
-            top_k: How many of the likeliest classes are told.
-            probabilities: Also tell the probability of each class.
+            top_k: How many of the likeliest classes to list.
+            probabilities: Also list the probability of each class.
         """
         return list(make_rows(self.files, self.probabilities, self.classes, top_k, probabilities))
 
@@ -88,8 +88,8 @@ def predict(
         images: A file, a folder, a pattern such as `photos/*.jpg`, an image of Pillow's, or a list of these; for a run
             of task vqa also a table, .csv or .jsonl, with the columns `image` and `question`.
         ask: For a run of task vqa: the question, or questions, to ask of each image.
-        min_score: For a run of task detection: the least score of an object that is told, 0.5 unless given.
-        temperature: That of the softmax; by default the one that fits the run's val images, and 1 for other networks.
+        min_score: For a run of task detection: leave out objects with a lower score; 0.5 unless given.
+        temperature: Of the softmax; by default the one that fits the run's val images, and 1 for other networks.
         size: Pixels a side, for networks that take any.
         batch_size: Images at a time.
         workers: Processes that decode images; by default as many as there are spare CPUs, none for a few images.
@@ -102,7 +102,7 @@ def predict(
 
     Raises:
         DataError: There is no such image, or none can be read.
-        RecipeError: An option is not for this task.
+        RecipeError: An option is not for this task, or an image is neither a path nor one of Pillow's.
         ModelError: The network does not classify images of this size.
 
     Example:
@@ -113,6 +113,12 @@ def predict(
     task = _find_task(target)
     asks = task is not None and task.target == "questions"
     listed = [images] if isinstance(images, str | Path | Image.Image) else list(images)
+    for one in listed:
+        if not isinstance(one, str | Path | Image.Image):
+            raise RecipeError(
+                f"predict() takes paths and images of Pillow's (got {type(one).__name__}); for tensors, call the"
+                " network: load_model(run)(images)."
+            )
     inputs = [
         one for word in listed for one in ([word] if isinstance(word, Image.Image) else find_inputs([word], asks))
     ]
@@ -151,11 +157,11 @@ def open_predictor(
             " writes them."
         )
     if task is not None and kind == "class" and task.name != "classification":
-        raise RecipeError(f"'{name}' was trained for {task.name}, of which predict knows nothing: use load_model.")
+        raise RecipeError(f"'{name}' was trained for {task.name}, which predict does not support: use load_model.")
     given = {"temperature": temperature, "min_score": min_score, "ask": ask}
     for option, value in given.items():
         if value is not None and _OPTIONS.get(kind) != option:
-            what = "is no run" if task is None else f"was trained for {task.name}"
+            what = "is not a run" if task is None else f"was trained for {task.name}"
             raise RecipeError(f"'{option}' is for runs of the task {_FITTING[option]}, and '{name}' {what}; remove it.")
     if kind == "mask":
         return MaskPredictor(target, **common)

@@ -1,4 +1,4 @@
-"""What all predictions have in common: images are decoded by workers beside the network, and results are written alike.
+"""The common base of predictions: workers decode images beside the network, and all results are written alike.
 
 Images are prepared exactly as the run's own test images were.
 """
@@ -197,7 +197,7 @@ class ImagePredictor(ABC, Generic[Found]):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What to know of the numbers."""
+        """What a reader should know about the numbers."""
         return {}
 
     def describe(self, rows: int, out: Path | None) -> str:

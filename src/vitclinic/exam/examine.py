@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
 
 from vitclinic._core.callback import Callback
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import RecipeError, did_you_mean
 from vitclinic.exam.exam import Exam, Exams
 from vitclinic.exam.examination import Examination
 from vitclinic.exam.targets import Target
@@ -96,12 +96,26 @@ def examine(targets: Target | Sequence[Target], data: Data | None = None, **opti
         >>> exam = vitclinic.examine(model, data=loader, probes=["norms"], out="/tmp/exams")  # doctest: +SKIP
         >>> exam["norms"].scalars["weight_norm"].value  # doctest: +SKIP
     """
+    _check_keywords(options)
     examination = Examination(data, **options)
     if isinstance(targets, Target):
         return examination.run([examination.open(targets)])[0]
-    if not targets:
+    if targets is None or (isinstance(targets, Sequence) and not targets):
         raise RecipeError("There is nothing to examine: name a target.")
+    if isinstance(targets, Mapping) or not isinstance(targets, Iterable):
+        raise RecipeError(
+            f"examine() takes a torch.nn.Module, a run, the name of a target, or a list of these (got"
+            f" {type(targets).__name__})."
+        )
     return examination.run_all(targets)
+
+
+def _check_keywords(options: Mapping[str, Any]) -> None:
+    """Raise a TypeError that names `examine` and the keyword that was probably meant."""
+    for name in options:
+        if name not in Options.__annotations__:
+            hint = did_you_mean(name, Options.__annotations__)
+            raise TypeError(f"examine() got an unexpected keyword argument '{name}'.{hint}")
 
 
 def _show_options() -> None:

@@ -104,7 +104,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateResult:
-    """Whether a network passed a gate, and by what number."""
+    """The outcome of a gate for a network, and the number behind it."""
 
     network: str
     gate: str

@@ -1,4 +1,4 @@
-"""How networks were examined, kept beside their measurements so that a later report has commands that repeat it.
+"""Records of how networks were examined, kept beside their measurements so that a report can print the commands.
 
 `origins.jsonl` has a line for each data: its digest, the target and data as they were named, and the options.
 """

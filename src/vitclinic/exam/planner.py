@@ -1,4 +1,4 @@
-"""Which probes, and how thorough, within a budget of time.
+"""Plans of exams: which probes to run, and how thoroughly, within a time budget.
 
 What a reader looks for first, the accuracy, is planned on all images if that is affordable. Then every probe is planned
 in its cheapest form, in the order of what it tells, cheap ones before dear ones; then, round by round and in the same
@@ -294,5 +294,5 @@ def _read(path: Path) -> Plan | None:
     try:
         return validate(Plan, read_json_file(path, DamagedFileError))
     except (DamagedFileError, RecipeError) as error:
-        log.warning("'%s' cannot be read, and the exam is planned anew: %s", path, error)
+        log.warning("'%s' cannot be read, and the exam is planned again: %s", path, error)
         return None

@@ -154,7 +154,7 @@ def _of_network(target: str, measurements: list[Measurement], named: bool) -> li
     if mine or (not named and not measurements):  # a run that was only trained has its curves to show
         return mine
     if named:
-        raise RunError(f"Nothing is stored of '{target}'; measure it first: vitclinic examine {target}.")
+        raise RunError(f"Nothing is stored for '{target}'; measure it first: vitclinic examine {target}.")
     log.warning(
         "Stored results of '%s' are for other weights than it has now; run `vitclinic examine` again to measure these.",
         target,

@@ -1,4 +1,4 @@
-"""What a user asks of an exam, checked without torch: targets, probes, time."""
+"""Requests for exams, checked without torch: targets, probes, time."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def nothing_stored(text: str) -> RecipeError:
 
 
 def advise(text: str) -> str:
-    """Return what to write instead of a text that is no target."""
+    """Return what to write instead of a text that is not a target."""
     if text.partition(".")[0] in read_model_names():
         return f"write timm:{text}."
     if Path(text).suffix == ".py":
         return f"write {Path(text).stem}:FUNCTION, a function in it that returns a network."
     if Path(text).exists():
-        return "it has no recipe.yaml, so it is no run directory; for a file of weights write timm:NAME@FILE."
+        return "it has no recipe.yaml, so it is not a run directory; for a file of weights write timm:NAME@FILE."
     if run := suggest_run(text):
         return f"there is no such run.{run}"
     prefix, colon, rest = text.partition(":")

@@ -1,4 +1,4 @@
-"""Where a subject's measurements and their pictures are kept, and finding one that has been made already.
+"""Stores of a subject's measurements and their pictures, and how one that exists is found again.
 
 A run directory keeps those of its network in `exams/`; those of other networks are in `exams/NAME-DIGEST/` of the
 current directory, or wherever the user says. A file is named after its probe and the digest of what the result
@@ -28,7 +28,7 @@ from vitclinic.probes import Probe, StreamingProbe, Subject, describe_conditions
 log = logging.getLogger(__name__)
 
 REUSED = ("ok", "not_converged")
-"""Statuses that the same network, data and options would end in again; other measurements are made anew."""
+"""Statuses that the same network, data and options would end in again; other measurements are made again."""
 
 
 def read_measurement(path: Path) -> Measurement:
@@ -74,7 +74,7 @@ class Store:
         return self.path(probe, limit).is_file()
 
     def find(self, probe: Probe, limit: int | None = None, *, however_short: bool = False) -> Measurement | None:
-        """Return the stored measurement, if it can be reused; a damaged one is made anew, with a message.
+        """Return the stored measurement, if it can be reused; a damaged one is made again, with a message.
 
         One that was cut for want of time is reused by a probe that has no more, or `however_short` its time was.
         """
@@ -84,7 +84,7 @@ class Store:
         try:
             stored = read_measurement(path)
         except RunError as error:
-            log.warning("%s It is measured anew.", error)
+            log.warning("%s It is measured again.", error)
             return None
         # The batch may have been halved since the path was named, and the result be another's.
         same = stored.conditions == describe_conditions(probe, view_of(probe, self.view(probe, limit)))

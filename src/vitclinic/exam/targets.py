@@ -298,7 +298,7 @@ def _is_same_place(one: str, other: str) -> bool:
 
 
 def name_target(target: Target) -> str:
-    """Return the name by which a target is told, before it is opened."""
+    """Return the name to show for a target before it is opened."""
     if isinstance(target, nn.Module):
         return type(target).__name__
     return str(target.path if isinstance(target, Run) else target)

@@ -30,7 +30,7 @@ _QUICK = 0.2
 
 
 class Pace:
-    """How fast one subject is measured. Each timing is made once, when it is first needed.
+    """The speed at which one subject is measured. Each timing is made once, when it is first needed.
 
     A network that fails while it is timed takes NaN seconds; its probes will fail for the same reason.
     """

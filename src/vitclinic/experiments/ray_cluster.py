@@ -108,7 +108,7 @@ def choose_resources(machines: Sequence[Mapping[str, float]], cores: int, gpus: 
         gpus: Of a run.
 
     Raises:
-        RunError: No machine has as many, so that Ray would wait for ever.
+        RunError: No machine has as many, so that Ray would wait forever.
 
     Example:
         >>> choose_resources([{"CPU": 8.0, "GPU": 2.0}, {"CPU": 16.0}], 4, None)

@@ -101,7 +101,7 @@ def parse_address(address: str) -> tuple[str, int] | None:
     if not colon:
         return None
     if not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"'{port}' is no port; write HOST:PORT, such as 10.0.0.7:6379 or [::1]:6379")
+        raise ValueError(f"'{port}' is not a port; write HOST:PORT, such as 10.0.0.7:6379 or [::1]:6379")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:

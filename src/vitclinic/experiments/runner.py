@@ -1,4 +1,4 @@
-"""Train many recipes, each once per digest, whoever asks for it (`Pool`).
+"""Train many recipes, each once per digest, no matter who asks for it (`Pool`).
 
 They are trained in this process one after another, in several processes, or on a Ray cluster.
 """
@@ -168,7 +168,7 @@ def run_all(
         slurm: Options of SLURM jobs to train in, such as `partition=gpu,time=8h`; `auto` for none, `local` to try.
         gpus: Of each run on a cluster: unless given, one on a Ray cluster that has any, and what `slurm` says.
         after: Called with each ended run and its data, also with those that were found.
-        callbacks: Their `on_progress` is told of runs done, fractions included, and `on_run` of each that ends.
+        callbacks: Their `on_progress` receives the runs done, fractions included, and `on_run` each run that ends.
     """
     callback = CallbackList(callbacks)
     ended: dict[Path, Outcome] = {}

@@ -56,7 +56,7 @@ def parse_options(text: str) -> dict[str, Any]:
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (equals and value) or name not in _OPTIONS:
             hint = did_you_mean(name, _OPTIONS) or f" Known are {', '.join(_OPTIONS)}."
-            raise RecipeError(f"slurm: '{part}' is no option such as partition=gpu.{hint}")
+            raise RecipeError(f"slurm: '{part}' is not an option such as partition=gpu.{hint}")
         if name in _NUMBERS and not value.isdecimal():
             raise RecipeError(f"slurm: write a whole number, as in {name}=1 (got '{value}').")
         found[_OPTIONS[name]] = _minutes(value) if name == "time" else int(value) if name in _NUMBERS else value

@@ -52,6 +52,11 @@ class Surface(LossSurface):
     def __init__(self, loss: Loss, params: Iterable[Tensor]) -> None:
         named = {str(place): p for place, p in enumerate(list_parameters(params))}
         super().__init__(nn.Module(), [], parameters=cast(dict[str, nn.Parameter], named))
+        if not callable(loss) and not (isinstance(loss, tuple) and len(loss) == 3):
+            raise ValueError(
+                "The loss must be a function without arguments that computes it, or (model, criterion, batches) (got"
+                f" {type(loss).__name__})."
+            )
         self.loss = loss
         given: list[Any] = [None] if callable(loss) else list(loss[2])
         self.batches, self.images = given, 1 if callable(loss) else sum(len(batch[1]) for batch in given)

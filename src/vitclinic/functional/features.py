@@ -94,6 +94,9 @@ def minibatch_cka(batches: Iterable[Sequence[Tensor]]) -> Tensor:
 
 def _pair(x: Tensor, y: Tensor) -> unbiased.Matrix:
     """Return the HSIC of x and y with each other and themselves, [2, 2]."""
+    for features in (x, y):
+        if not isinstance(features, Tensor):
+            raise ValueError(f"features must be tensors [n, ...] (got {type(features).__name__}).")
     if x.ndim < 2 or y.ndim < 2 or len(x) != len(y):
         raise ValueError(f"features must be [n, ...] of the same n images (got {tuple(x.shape)}, {tuple(y.shape)}).")
     grams = torch.stack([unbiased.gram(features).double().cpu() for features in (x.detach(), y.detach())])

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitclinic._core.errors import ModelError, RecipeError
+from vitclinic._core.errors import ModelError, RecipeError, shorten
 from vitclinic._core.records import Measurement
 from vitclinic.anatomy import AttentionMap, Site, record_attention, stream
 from vitclinic.anatomy.forward import eager
@@ -44,7 +44,7 @@ class ProbeCollection:
         output: Function from what the network returns to its class scores [B, K], if `load_subject` needs one.
 
     Raises:
-        RecipeError: If a probe is not known, or makes its own passes.
+        RecipeError: If a probe is not known, or makes its own passes; if `model` is not a torch module.
 
     Example:
         >>> import timm
@@ -68,6 +68,8 @@ class ProbeCollection:
         seed: int = 0,
         output: OutputFunction | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"ProbeCollection takes a torch.nn.Module (got {type(model).__name__}).")
         self.model, self.seed, self.output = model, seed, output
         parsed = parse_probes([probes] if isinstance(probes, str) else probes)
         if owning := [probe.name for probe in parsed if not isinstance(probe, StreamingProbe)]:
@@ -110,16 +112,15 @@ class ProbeCollection:
             RecipeError: If there was no forward pass since the last update, or the labels are missing or do not fit.
         """
         if self._seen is None or self._desk is None:
-            raise RecipeError("Call the network before each update(), inside `with ProbeCollection(...)`.")
+            raise RecipeError(
+                "Call the network before each update(), as in model(images), inside `with ProbeCollection(...)`;"
+                " model.forward and parts of the network are not seen."
+            )
         batch, logits = self._seen
         wanting = [name for name, probe in self.probes.items() if "labels" in probe.needs]
         if labels is None and wanting:
             raise RecipeError(f"{', '.join(wanting)} needs labels: call update(labels).")
-        targets = torch.zeros(len(batch), dtype=torch.long) if labels is None else torch.as_tensor(labels).detach()
-        if targets.is_floating_point():
-            raise RecipeError(f"update() expects class indices, [{len(batch)}] (got {targets.dtype}).")
-        if targets.shape != (len(batch),):
-            raise RecipeError(f"update() expects one label per image, [{len(batch)}] (got {list(targets.shape)}).")
+        targets = _class_indices(labels, len(batch))
         if wanting and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[-1]:
             span = f"{int(targets.min())} to {int(targets.max())}"
             raise RecipeError(f"The labels range from {span}, and the network has {logits.shape[-1]} outputs.")
@@ -251,6 +252,26 @@ class ProbeCollection:
         digest = hashlib.sha256(self._digest.digest() + labels.tobytes()).hexdigest()
         split = Split(first.test.images, np.arange(len(labels)), labels)
         return replace(first, splits=dict.fromkeys(first.splits, split), digest=digest)
+
+
+def _class_indices(labels: Any, count: int) -> Tensor:
+    """Return the labels of a batch as a tensor, zeros if there are none; raise a RecipeError if they do not fit."""
+    if labels is None:
+        return torch.zeros(count, dtype=torch.long)
+    try:
+        targets = torch.as_tensor(labels).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise RecipeError(f"update() expects class indices, [{count}], as numbers (got {shorten(labels)}).") from None
+    if targets.ndim == 2:
+        raise RecipeError(
+            f"update() expects one label per image, [{count}] (got {list(targets.shape)}); of one-hot or soft labels,"
+            " pass labels.argmax(1)."
+        )
+    if targets.is_floating_point():
+        raise RecipeError(f"update() expects class indices, [{count}] (got {targets.dtype}).")
+    if targets.shape != (count,):
+        raise RecipeError(f"update() expects one label per image, [{count}] (got {list(targets.shape)}).")
+    return targets
 
 
 def _first_images(images: Tensor, outputs: int) -> Dataset:

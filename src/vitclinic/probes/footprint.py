@@ -1,4 +1,4 @@
-"""What passes of a network hold at their peak, traced without computing.
+"""Peak memory of a network's passes, traced without computing.
 
 Torch's fake tensors have shapes and no numbers: tracing takes no memory, and as long for a batch as for an image.
 """

@@ -1,4 +1,4 @@
-"""What probes hold at their peak, estimated before they run.
+"""Peak memory of probes, estimated before they run.
 
 A probe states what it keeps beside passes of the network (`OwningProbe.peak_memory`), which are traced (`Footprint`).
 The tallies of a shared pass compute with numbers, so they are run on a few images, and what they hold is extrapolated

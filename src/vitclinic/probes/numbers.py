@@ -1,4 +1,4 @@
-"""The names that the numbers of a probe can have, read from its source: a typo is told before hours of training.
+"""Names of a probe's numbers, read from its source, so that a typo is reported before hours of training.
 
 A scalar or a value of units is named by a text in the code, by a text with parts that are filled in (`f"drop_{band}"`),
 or by a keyword (`unit_row(unit, entropy=...)`). Texts are taken from the modules of the class and its bases, and from

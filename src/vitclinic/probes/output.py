@@ -114,7 +114,9 @@ def observe_output(
         raise
     except Exception as error:  # the user's own code may raise anything
         shape = " x ".join(str(side) for side in example.shape[1:])
-        raise ModelError(f"{name} cannot take the {shape} images of the data: {_reason(error)}.") from error
+        last = example.shape[-1] in (1, 3) and example.shape[1] not in (1, 3)
+        hint = " If their channels come last, use images.permute(0, 3, 1, 2)." if last else ""
+        raise ModelError(f"{name} cannot take the {shape} images of the data: {_reason(error)}.{hint}") from error
     if tensor.ndim != 2 or len(tensor) != len(example):
         raise ModelError(f"{name} returns shape {tuple(tensor.shape)} for one image; expected (1, classes).")
     plain = output is None and returned is tensor and image_keyword(network) is None

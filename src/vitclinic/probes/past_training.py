@@ -1,4 +1,4 @@
-"""How the network of a subject was trained, as far as probes need it."""
+"""The training of a subject's network, as far as probes need it."""
 
 from __future__ import annotations
 

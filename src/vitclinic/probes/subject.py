@@ -267,7 +267,7 @@ class Subject:
 
     @cached_property
     def _judged(self) -> tuple[bool, bool]:
-        """Whether the scores of several images are probabilities, and whether they are sigmoids.
+        """Return whether the scores of several images are probabilities, and whether they are sigmoids.
 
         The images pass one by one, and a graph is kept of the first alone, so that memory is never short here.
         """

@@ -79,10 +79,10 @@ class Detection(Dense):
         raise TypeError("the losses of detection are those of its criterion")
 
     def measure(self, outputs: Any, batch: Batch) -> Tensor:
-        raise TypeError("average precision is no sum over images: see evaluate")
+        raise TypeError("average precision is not a sum over images: see evaluate")
 
     def summarize(self, sums: list[float]) -> Score:
-        raise TypeError("average precision is no sum over images: see evaluate")
+        raise TypeError("average precision is not a sum over images: see evaluate")
 
     def evaluate(
         self, network: nn.Module, dataset: Dataset, split: str, distributed: Distributed, batch_size: int = BATCH_SIZE

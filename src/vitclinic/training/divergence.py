@@ -1,4 +1,4 @@
-"""Divergence of a training: a loss that explodes or is no number, or gradients that are not finite for long."""
+"""Divergence of a training: a loss that explodes or is NaN, or gradients that are not finite for long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STUCK = 50
 
 
 class DivergenceCheck:
-    """What is remembered of past steps to tell a divergence by."""
+    """The memory of past steps by which a divergence is detected."""
 
     def __init__(self) -> None:
         self.first_loss: float | None = None

@@ -69,7 +69,7 @@ class LateDropPath:
             return
         if not self._early:
             raise RecipeError(
-                "late_drop_path changes the rate at which blocks are left out, and no block of the network ever is:"
+                "late_drop_path changes the rate at which blocks are left out, and this network leaves none out:"
                 " set model.drop_path_rate."
             )
         self._start = 1 - config.share - 1e-9

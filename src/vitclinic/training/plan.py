@@ -235,7 +235,7 @@ def _find_init(recipe: Recipe) -> tuple[Recipe, InitialWeights | None, list[str]
 
 
 def _find_notes(recipe: Recipe) -> Iterator[str]:
-    """Yield what a reader of the plan should know that is no mistake here and now."""
+    """Yield remarks for the reader of the plan about things that are not mistakes yet."""
     try:
         pick_device(recipe.device)
     except RecipeError as error:

@@ -87,7 +87,7 @@ class ModelConfig(Settings):
                     raise ValueError(f"'{key}' {ratio:g} leaves an MLP of {width} channels no hidden neuron")
         depth = self.keywords.get("depth", 1)
         if isinstance(width, int) and isinstance(depth, int) and 12 * depth * width**2 > _MOST_WEIGHTS:
-            raise ValueError(f"'depth' {depth} with 'embed_dim' {width} is a network that no machine holds")
+            raise ValueError(f"'depth' {depth} with 'embed_dim' {width} is a network too large for any machine")
 
     @property
     def keywords(self) -> dict[str, Any]:

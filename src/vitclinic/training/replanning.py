@@ -4,7 +4,7 @@ Schedules (rate, weight decay, sizes of images, late rules, percentages) are tho
 new plan bends how steps map to places in that plan: from the step on, what was left of it is spread evenly over the
 steps that are left. So no schedule jumps, and each has come to its end at the last step.
 
-When to plan anew depends on the clock, what follows from it does not: bends are stored with the checkpoint of their
+When to plan again depends on the clock, what follows from it does not: bends are stored with the checkpoint of their
 step, so that a resumed run goes on with them.
 """
 
@@ -29,7 +29,7 @@ class Course:
 
     Args:
         planned: Number of steps as planned first.
-        bends: Steps after which the run was planned anew, in order, each with the new number of steps.
+        bends: Steps after which the run was planned again, in order, each with the new number of steps.
 
     Example:
         >>> course = Course(100, [(50, 60)])  # half of the plan after 50 steps, the rest in ten
@@ -67,7 +67,7 @@ class Course:
         return {"planned": self.planned, "bends": self.bends}
 
     def bend(self, step: int, total: int) -> None:
-        """Plan anew: after `step` steps, the run has `total`."""
+        """Plan again: after `step` steps, the run has `total`."""
         self.bends.append((step, total))
 
 

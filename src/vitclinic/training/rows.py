@@ -158,7 +158,7 @@ def _read_csv(path: Path) -> Table:
                 if name != place and (text := (line[name] or "").strip()):
                     table.setdefault(name, []).append((int(step), _number(text)))
     except csv.Error as error:
-        raise DataError(f"'{path}' is no CSV file: {error}.") from error
+        raise DataError(f"'{path}' is not a CSV file: {error}.") from error
     return table
 
 

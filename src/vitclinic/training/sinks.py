@@ -1,6 +1,6 @@
 """Trackers that rows of metrics are handed on to: TensorBoard, Weights & Biases, MLflow, trackio.
 
-Each is an extra and one key of a recipe's `logging`. A tracker that fails while a run trains is told once, and the
+Each is an extra and one key of a recipe's `logging`. A tracker that fails while a run trains is reported once, and the
 run goes on without it: `metrics.jsonl` has everything.
 """
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer: whole tensors, also where each process has a part of the weights only."""
+"""The state of a trainer in a checkpoint: whole tensors, even if each process has only a part of the weights."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from vitclinic.treatments import MixedSteps, StepRule, Treatment
 
 
 class StepRules:
-    """Which rule makes a step of a run, by its place in the run.
+    """The rule that makes each step of a run, by its place in the run.
 
     Args:
         treatments: The treatments of the recipe.

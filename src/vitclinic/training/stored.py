@@ -1,4 +1,4 @@
-"""What `data.json` and the results in `status.json` must hold for their readers to rely on it."""
+"""Checks of `data.json` and of the results in `status.json`, so that their readers can rely on them."""
 
 from __future__ import annotations
 

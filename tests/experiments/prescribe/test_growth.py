@@ -257,7 +257,9 @@ def test_a_ledger_of_an_older_version_is_a_sentence(asked, tmp_path):
     file = tmp_path / "out" / "plan.json"
     stored = json.loads(file.read_text())
     file.write_text(json.dumps({**stored, "schema": 1, "candidates": [["sam"]]}))
-    with pytest.raises(RunError, match="of another version of vitclinic, which cannot go on: choose another `out`"):
+    with pytest.raises(
+        RunError, match="of another version of vitclinic, which cannot be continued here: choose another"
+    ):
         asked({"wide": 0.2}, remedies=[WIDE])
     file.write_text(json.dumps({**stored, "schema": 1, "decided": []}))
     assert asked({"wide": 0.2}, remedies=[WIDE])[0].winner.name == "wide"  # nothing was tried: nothing is lost

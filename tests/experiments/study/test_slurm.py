@@ -39,11 +39,11 @@ def test_options_are_submitit_s(text, found):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("partitoin=gpu", "slurm: 'partitoin=gpu' is no option such as partition=gpu. Did you mean 'partition'?"),
+        ("partitoin=gpu", "slurm: 'partitoin=gpu' is not an option such as partition=gpu. Did you mean 'partition'?"),
         ("gpus=two", "slurm: write a whole number, as in gpus=1 (got 'two')."),
         ("time=long", "slurm: write a time such as 90s, 3m or 1h30m, as in time=8h (got 'long')."),
-        ("gpu", "slurm: 'gpu' is no option such as partition=gpu. Did you mean 'gpus'?"),
-        ("partition=", "slurm: 'partition=' is no option such as partition=gpu. Did you mean 'partition'?"),
+        ("gpu", "slurm: 'gpu' is not an option such as partition=gpu. Did you mean 'gpus'?"),
+        ("partition=", "slurm: 'partition=' is not an option such as partition=gpu. Did you mean 'partition'?"),
     ],
 )
 def test_a_mistake_in_them_is_one_sentence(text, sentence):

@@ -141,4 +141,4 @@ def test_without_training_images_or_labels_they_do_not_apply():
     assert found.status == "does_not_apply"
     distinct = load_batches([(torch.rand(4, 3, 16, 16), torch.arange(4))])
     (found,) = measure(Subject(vit(), distinct), [Retrieval()])
-    assert (found.status, found.reason) == ("does_not_apply", "no two of the images are of one class.")
+    assert (found.status, found.reason) == ("does_not_apply", "no two images have the same class.")

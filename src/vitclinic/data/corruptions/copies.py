@@ -217,7 +217,7 @@ class Copy:
         return isinstance(found, dict) and {**found, "data": self.dataset.name} == self.description
 
     def write(self, progress: Callable[[int], None]) -> None:
-        """Make the copy, or what is still to be made of it; `progress` is told how many images are done."""
+        """Make the copy, or what is still to be made of it; `progress` receives how many images are done."""
         if not self.folder.exists() or self.lock.exists():  # a process that was killed at its end leaves its lock file
             with write_errors(self.staging):
                 self.staging.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Which shape and texture image i of a split has, and the images with conflicting cues."""
+"""Shape and texture of image i of a split, and the images with conflicting cues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shards hold: each is looked through once, when it is first seen, and the index is kept in the cache.
+"""Indices of shards: each shard is read once, when it is first seen, and its index is kept in the cache.
 
 Tars are WebDataset's: the members of a sample have one name up to its first dot, `KEY.jpg` beside `KEY.cls`, or beside
 `KEY.json` with a `label`. Parquet files are as the Hugging Face hub has them; of these only the labels are read.

@@ -1,4 +1,4 @@
-"""Where shards lie: `shards/train-{000..099}.tar` is a hundred files, a folder is its tars or parquet files.
+"""Locations of shards: `shards/train-{000..099}.tar` is a hundred files, a folder is its tars or parquet files.
 
 What has a `://` is reached through fsspec: http by itself, s3 and others by the user's own plugin.
 """
@@ -63,7 +63,7 @@ def _expand_range(part: str, text: str) -> list[str]:
     found = _RANGE.fullmatch(part)
     if found is None or int(found[1]) > int(found[2]) or int(found[2]) - int(found[1]) >= MOST_SHARDS:
         raise DataError(
-            f"'{text[:80]}': {{{part}}} is no range of at most {MOST_SHARDS:,} numbers, such as {{000..099}}."
+            f"'{text[:80]}': {{{part}}} is not a range of at most {MOST_SHARDS:,} numbers, such as {{000..099}}."
         )
     return [str(number).zfill(len(found[1])) for number in range(int(found[1]), int(found[2]) + 1)]
 

@@ -209,7 +209,7 @@ def rule(
 def register_rule(made: Rule) -> Rule:
     """Make a rule known by its name; `rule` does it for a function."""
     if not isinstance(made, Rule):
-        raise TypeError(f"{made!r} is no Rule: decorate its function with vitclinic.exam.rule")
+        raise TypeError(f"{made!r} is not a Rule: decorate its function with vitclinic.exam.rule")
     _REGISTRY[made.name] = made
     return made
 

@@ -124,8 +124,8 @@ class Ledger:
                 return  # nothing was tried, as with a budget that was too small: nothing is lost
             if stored["schema"] != SCHEMA:
                 raise RunError(
-                    f"'{self.path.parent}' holds a prescription of another version of vitclinic, which cannot go on:"
-                    " choose another `out`."
+                    f"'{self.path.parent}' holds a prescription of another version of vitclinic, which cannot be"
+                    " continued here: choose another `out`."
                 )
             if other:
                 raise RunError(

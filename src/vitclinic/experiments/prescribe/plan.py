@@ -1,9 +1,9 @@
 """The plan of a prescription: its stages, how long a trial of each takes, and what each can tell.
 
-Single remedies are selected by successive halving [Jamieson & Talwalkar 2016], with trials that start anew at every
-rung, since a schedule has its own length; then combinations grow from the best, one remedy a rung. Every rung has the
-same share of the selection's time, so that fewer arms get longer trials. A trial takes the same time in every arm of
-its rung. The final comparison keeps its own share whatever the selection does.
+Single remedies are selected by successive halving [Jamieson & Talwalkar 2016], with trials that start from scratch at
+every rung, since a schedule has its own length; then combinations grow from the best, one remedy a rung. Every rung has
+the same share of the selection's time, so that fewer arms get longer trials. A trial takes the same time in every arm
+of its rung. The final comparison keeps its own share whatever the selection does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a study measures, what it expects, and the conditions on its runs under which the claim can be tested.
+"""Measures and expectations of a study, and the conditions on its runs under which the claim can be tested.
 
 A measure is one number of one run. An expectation compares arms by a measure. A condition says where the claim lives:
 a study whose runs do not meet it is *not testable here*, whatever the comparisons say.

@@ -75,7 +75,7 @@ class Layer(Protocol):
 
 
 class VisibleQueries:
-    """Which queries of a layer count: those with at least one visible key; the others are padding.
+    """The queries of a layer that count: those with at least one visible key; the others are padding.
 
     Args:
         seen: The first attention map of the layer.

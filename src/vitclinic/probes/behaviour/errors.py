@@ -1,4 +1,4 @@
-"""Which classes are taken for which, and the images that the network is most wrong about."""
+"""Confusion of classes, and the images that the network is most wrong about."""
 
 from __future__ import annotations
 

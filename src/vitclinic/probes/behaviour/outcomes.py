@@ -1,4 +1,4 @@
-"""What a network says of each image: the classes it finds most probable, and the probability of the label.
+"""A network's answer for each image: the classes it finds most probable, and the probability of the label.
 
 Shapes: B images of a batch, K classes, n images, m classes kept.
 """

@@ -50,7 +50,7 @@ class AlignmentUniformity(OwningProbe):
 
     def check(self, subject: Subject) -> None:
         if labels_of(subject)[: self.images].bincount().max() < 2:
-            raise DoesNotApply("no two of the images are of one class.")
+            raise DoesNotApply("no two images have the same class.")
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject))

@@ -51,7 +51,7 @@ class Retrieval(OwningProbe):
 
     def check(self, subject: Subject) -> None:
         if labels_of(subject).bincount().max() < 2:
-            raise DoesNotApply("no two of the images are of one class.")
+            raise DoesNotApply("no two images have the same class.")
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject))
