@@ -285,6 +285,17 @@ def test_a_folder_in_the_way_of_a_file_is_told_without_a_number(tmp_path):
     assert "space" not in str(error.value)
 
 
+def test_the_card_of_a_run_with_initial_weights_has_no_folder_of_this_machine(run, tmp_path):
+    secret = tmp_path / "a secret client"
+    secret.mkdir()
+    weights = vitclinic.export(run, "timm", secret / "timm") / "model.safetensors"
+    plain = {"data": run.recipe.plain()["data"], "model": TINY, "init": str(weights), "steps": 1, "batch_size": 8}
+    started = vitclinic.train({**plain, "workers": 0}, out=tmp_path / "run")
+    card = (vitclinic.export(started, "timm") / "README.md").read_text()
+    assert "source: model.safetensors" in card
+    assert "client" not in card
+
+
 def test_the_card_has_names_as_text_and_what_a_user_of_the_logits_needs(tmp_path, capfd):
     data = tmp_path / "photos"
     for split in ("train", "test"):

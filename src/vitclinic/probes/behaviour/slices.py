@@ -55,6 +55,7 @@ class Slices(StreamingProbe):
     name = "slices"
     group = "Behaviour"
     rank = 25
+    revision: ClassVar[int] = 2  # does not apply where nothing was compared
     title = "Weak slices"
     question = "On which part of the images is the network worse than on the rest?"
     paper = "Fisher 1922; Holm 1979; Chung et al. 2019 (slice finding)"
