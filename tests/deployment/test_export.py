@@ -224,6 +224,7 @@ def hub(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(hf_api, "ENDPOINT", address, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "not a token")
     yield StandIn.sent
     server.shutdown()
