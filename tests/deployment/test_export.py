@@ -224,6 +224,7 @@ def hub(monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(hf_api, "ENDPOINT", address, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "not a token")
     yield StandIn.sent
     server.shutdown()
@@ -283,6 +284,17 @@ def test_a_folder_in_the_way_of_a_file_is_told_without_a_number(tmp_path):
     with told as error, write_errors(tmp_path):
         tmp_path.write_text("x")
     assert "space" not in str(error.value)
+
+
+def test_the_card_of_a_run_with_initial_weights_has_no_folder_of_this_machine(run, tmp_path):
+    secret = tmp_path / "a secret client"
+    secret.mkdir()
+    weights = vitclinic.export(run, "timm", secret / "timm") / "model.safetensors"
+    plain = {"data": run.recipe.plain()["data"], "model": TINY, "init": str(weights), "steps": 1, "batch_size": 8}
+    started = vitclinic.train({**plain, "workers": 0}, out=tmp_path / "run")
+    card = (vitclinic.export(started, "timm") / "README.md").read_text()
+    assert "source: model.safetensors" in card
+    assert "client" not in card
 
 
 def test_the_card_has_names_as_text_and_what_a_user_of_the_logits_needs(tmp_path, capfd):

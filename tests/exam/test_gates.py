@@ -24,7 +24,9 @@ def test_p_is_scipy_s_exact_binomial_test(lost, gained):
         assert mcnemar(lost, gained) == 1
 
 
-@pytest.mark.parametrize("text", ["accuracy", "accuracy.accuracy", "accuracy.accuracy=1", "accuracy.accuracy<x", "<1"])
+@pytest.mark.parametrize(
+    "text", ["accuracy", "accuracy.accuracy", "accuracy.accuracy=1", "accuracy.accuracy<x", "accuracy.nll>1e999", "<1"]
+)
 def test_what_is_no_condition_is_refused(text):
     with pytest.raises(RecipeError, match="is not a condition"):
         Gate.parse(text)
@@ -100,6 +102,30 @@ def test_a_target_that_cannot_be_examined_is_an_error_in_junit(runs, examine, tm
     case = suite[-1]
     assert (case.get("classname"), case.get("name"), case[0].tag) == ("nosuch", "examine", "error")
     assert suite[0].get("name") == "fail-on accuracy.accuracy<0.2"
+
+
+def test_a_baseline_that_cannot_be_compared_leaves_what_gates_say(runs, examine, tmp_path):
+    good, _ = runs
+    other = vitclinic.train({**TINY, "data": {"source": "digits", "split_seed": 1}, "steps": 1}, out=tmp_path / "other")
+    code, printed = examine(
+        good.path, "--baseline", other.path, "--fail-on", "accuracy.accuracy<0.2", "--junit", tmp_path / "x.xml"
+    )
+    assert code == 2
+    assert "passed: fail-on accuracy.accuracy<0.2 (" in printed
+    suite = ElementTree.parse(tmp_path / "x.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("2", "0", "1")
+    assert suite[-1].get("classname") == str(other.path)
+    assert "different images" in suite[-1][0].get("message")
+
+
+def test_curves_of_a_target_that_cannot_be_opened_are_not_those_of_the_baseline(runs, examine, tmp_path):
+    good, _ = runs
+    curves = tmp_path / "summary.csv"
+    curves.write_text("epoch,train_loss\n0,1.5\n")
+    target = "timm:resnet18@nosuch.pth"
+    code, printed = examine(target, "--baseline", good.path, "--data", "digits", "--curves", curves, "--json")
+    assert code == 2
+    assert len(json.loads(printed)) == 1  # the baseline was measured, which has curves of its own
 
 
 def test_a_baseline_alone_measures_no_more_than_accuracy(runs, examine):

@@ -15,7 +15,7 @@ import vitclinic
 from vitclinic._core.errors import RunError
 from vitclinic.experiments.watch.curves import Curves
 from vitclinic.experiments.watch.reading import WatchedFolder, find_runs, identify, stamp
-from vitclinic.experiments.watch.server import WatchServer
+from vitclinic.experiments.watch.server import WatchServer, serve
 from vitclinic.training import build_recipe
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -329,3 +329,10 @@ def test_a_watched_training_shows_samples_unless_it_says_how_many(changes, sampl
     with _watched(True, "shapes", changes, None, True) as given:
         assert [change for change in given if change not in changes] == ["logging.samples=8"] * samples
         assert build_recipe("shapes", given).logging.tensorboard == ("tensorboard" in changes[0])
+
+
+def test_ctrl_c_ends_the_page_also_while_its_address_is_printed(tmp_path):
+    def stop(address):
+        raise KeyboardInterrupt
+
+    assert serve(tmp_path, 0, stop) is None

@@ -134,3 +134,33 @@ def test_a_run_whose_recipe_lacks_a_key_keeps_its_line(page, folder):
     lines = page.evaluate("document.querySelector('#parallel').data.map((trace) => trace.y)")
     assert len(lines) == 3
     assert all(isinstance(place, int | float) for line in lines for place in line)
+
+
+def test_a_run_that_diverged_leaves_the_losses_of_others_to_be_read(page, folder):
+    append(folder / HOSTILE, [row(11, loss=2e10)])
+    append(folder / "done-0", [row(21, loss=1.5)])
+    page.get_by_label("show done-0").click()
+    page.wait_for_function("document.querySelector('[data-panel=loss] .plot').layout.yaxis.type === 'log'")
+
+
+def test_axes_are_those_in_which_the_drawn_runs_differ_and_their_names_keep_apart(page, folder):
+    for number in range(3):
+        recipe = folder / f"done-{number}" / "recipe.yaml"
+        keys = "".join(f"  a_long_name_of_a_key_{key}: {number}\n" for key in range(8))
+        recipe.write_text(recipe.read_text().replace("name: vit_tiny}", "name: vit_tiny}\nothers:\n" + keys))
+    running = folder / HOSTILE / "recipe.yaml"  # it has no result, so that its keys are no axes
+    running.write_text(running.read_text().replace("batch_size: 50", "batch_size: 51"))
+    page.wait_for_function("document.querySelector('#parallel').textContent.includes('of_a_key')")
+    label = page.locator("#parallel").get_attribute("aria-label")
+    assert label.endswith("test accuracy")
+    assert "batch_size" not in label
+    places = "[...document.querySelectorAll('#parallel .annotation-text')].map((one) => one.getBoundingClientRect())"
+    top = sorted(page.evaluate(places), key=lambda box: (box["top"], box["left"]))[:9]
+    assert all(left["right"] < right["left"] for left, right in pairwise(top))
+
+
+def test_runs_started_by_the_clock_of_the_page(page, folder):
+    there = page.context.browser.new_context(timezone_id="Asia/Tokyo").new_page()
+    there.goto(page.url)
+    there.wait_for_selector("#table tbody tr")
+    assert "2026-06-01 09:00:00" in there.locator("#table").text_content()

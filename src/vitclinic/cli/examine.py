@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitclinic._core.errors import RecipeError
+from vitclinic._core.errors import RecipeError, VitclinicError
 from vitclinic.cli.common import (
     GATE_FAILED,
     PROBE_FAILED,
@@ -147,7 +147,7 @@ def examine(
         console = console_for(verbose, quiet or as_json)
         exams = _run([*([] if baseline is None else [baseline]), *targets], data, request, console)
         results = _check_gates(exams, gates, targets, baseline, data, request, junit)
-        if curves is not None:
+        if curves is not None and targets[0] not in exams.failures:
             exams[-1].add_curves(curves)
         _show(exams, console, as_json, results, whole=chosen is not None)
         if not no_report and not follows():
@@ -212,10 +212,13 @@ def _check_gates(
 
     examined = [exam for exam in exams if exam.name != baseline or baseline in targets]
     results = [gate.check(exam.name, exam) for exam in examined for gate in gates]
-    if baseline is not None:
+    if baseline is not None and baseline not in exams.failures:
         examination = Examination(data, **request)
-        other = examination.open(baseline)
-        results += [compare(examination.open(exam.name), other) for exam in examined]
+        try:
+            other = examination.open(baseline)
+            results += [compare(examination.open(exam.name), other) for exam in examined]
+        except VitclinicError as error:  # what else passed or failed is told before it
+            exams.failures[baseline] = error
     if junit is not None and not follows():
         write_junit(junit, results, {name: str(error) for name, error in exams.failures.items()})
     return results

@@ -6,6 +6,7 @@ import html
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -109,7 +110,16 @@ def _recipe_text(run: Run) -> str:
     recipe = run.recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out", "workers", "device", "logging"})
     if isinstance(data := recipe.get("data"), dict):
         data["source"] = Path(str(data["source"])).name
-    return yaml.safe_dump(recipe, sort_keys=False)
+    return yaml.safe_dump(_strip_folders(recipe), sort_keys=False)
+
+
+def _strip_folders(value: Any) -> Any:
+    """Return plain data in which only the last part of every absolute path is left, such as of initial weights."""
+    if isinstance(value, dict):
+        return {key: _strip_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_strip_folders(item) for item in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~/")) else value
 
 
 def _describe_measurements(run: Run) -> str:

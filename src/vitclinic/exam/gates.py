@@ -62,7 +62,7 @@ class Gate:
             number = float(found[4]) if found else None
         except ValueError:
             number = None
-        if found is None or number is None:
+        if found is None or number is None or not math.isfinite(number):  # 1e999 is none that can be missed
             raise RecipeError(f"'{text}' is not a condition; write PROBE.SCALAR<NUMBER, such as accuracy.accuracy<0.9.")
         PROBES.check(found[1])
         return cls(found[1], found[2], found[3], number)

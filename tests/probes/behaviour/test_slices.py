@@ -14,7 +14,7 @@ from torch import nn
 from tests.probes.subjects import subject
 from vitclinic.data import Batch, open_data
 from vitclinic.data.split import read_columns, read_sizes
-from vitclinic.probes import Slices, load_subject, measure
+from vitclinic.probes import DoesNotApply, Slices, load_subject, measure
 from vitclinic.probes.behaviour.slices import ImageStatistics, Slice, compare_slices, divide_columns, divide_numbers
 
 
@@ -68,6 +68,12 @@ def test_slices_that_are_too_small_are_left_out():
     assert compare_slices([Slice("a", "b", inside)], np.ones(100, bool), least=20) == []
     assert compare_slices([Slice("a", "b", ~inside)], np.ones(100, bool), least=20) == []
     assert len(compare_slices([Slice("a", "b", inside)], np.ones(100, bool), least=10)) == 1
+
+
+def test_no_slice_to_compare_is_no_good_news():
+    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    with pytest.raises(DoesNotApply, match=r"too few images .*\(30\).* at least 20"):
+        Slices()(network, [(torch.rand(30, 3, 8, 8), torch.arange(30) % 2)])
 
 
 def test_quarters_are_quarters_and_equal_numbers_stay_together():

@@ -173,12 +173,9 @@ def serve(folder: Path, port: int | None, started: Callable[[str], None]) -> Non
         port: The port, as for `WatchServer`.
         started: Called with the address.
     """
-    with WatchServer(folder, port) as server:
+    with WatchServer(folder, port) as server, suppress(KeyboardInterrupt):
         started(server.address)
-        try:
-            server.serve_forever(poll_interval=0.5)
-        except KeyboardInterrupt:
-            return
+        server.serve_forever(poll_interval=0.5)
 
 
 _PATIENCE = 60.0

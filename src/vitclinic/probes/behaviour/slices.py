@@ -23,7 +23,7 @@ from vitclinic._core.statistics import holm, share_interval
 from vitclinic.data import Batch
 from vitclinic.data.split import read_columns, read_sizes
 from vitclinic.probes.behaviour.outcomes import Floats, Numbers, OutcomeTally, show_images
-from vitclinic.probes.probe import Need, Result, StreamingProbe, Sum, Tally, register
+from vitclinic.probes.probe import DoesNotApply, Need, Result, StreamingProbe, Sum, Tally, register
 from vitclinic.probes.subject import Subject
 
 SIGNIFICANT = 0.05
@@ -55,6 +55,7 @@ class Slices(StreamingProbe):
     name = "slices"
     group = "Behaviour"
     rank = 25
+    revision: ClassVar[int] = 2  # does not apply where nothing was compared
     title = "Weak slices"
     question = "On which part of the images is the network worse than on the rest?"
     paper = "Fisher 1922; Holm 1979; Chung et al. 2019 (slice finding)"
@@ -115,6 +116,11 @@ class _Tally(OutcomeTally):
         slices = [*divide_numbers(self.features.collect()), *divide_numbers(_measure_files(self.subject))]
         slices += [*divide_numbers(_class_frequency(self.subject)), *divide_columns(read_columns(self.subject.images))]
         tests = compare_slices(slices, ~outcomes.is_wrong, self.least)
+        if not tests:  # no weak slice among none would pass for a good network
+            raise DoesNotApply(
+                f"there are too few images to compare parts of them ({len(outcomes)}): a part, and the rest, must have"
+                f" at least {self.least} images (the option least). Examine more images."
+            )
         worst = sorted(range(len(tests)), key=lambda place: tests[place].p)[:WORST]
         shown: list[int] = []
         of: list[int] = []
@@ -237,16 +243,15 @@ def _scalars(tests: Sequence[SliceTest], wrong: NDArray[np.bool_]) -> dict[str, 
     scalars = {
         "slices": Scalar(value=float(len(tests)), n=n),
         "weak": Scalar(value=float(sum(test.adjusted < SIGNIFICANT for test in tests)), n=n),
-        "smallest_p": Scalar(value=min((test.adjusted for test in tests), default=1.0), n=n),
+        "smallest_p": Scalar(value=min(test.adjusted for test in tests), n=n),
     }
-    if tests:
-        worst = min(tests, key=lambda test: test.p)
-        low, high = share_interval(worst.correct, worst.images)
-        value = worst.correct / worst.images
-        scalars["worst_slice_accuracy"] = Scalar(value=value, low=low, high=high, n=worst.images)
-        low, high = share_interval(worst.rest_correct, worst.rest_images)
-        value = worst.rest_correct / worst.rest_images
-        scalars["rest_accuracy"] = Scalar(value=value, low=low, high=high, n=worst.rest_images)
+    worst = min(tests, key=lambda test: test.p)
+    low, high = share_interval(worst.correct, worst.images)
+    value = worst.correct / worst.images
+    scalars["worst_slice_accuracy"] = Scalar(value=value, low=low, high=high, n=worst.images)
+    low, high = share_interval(worst.rest_correct, worst.rest_images)
+    value = worst.rest_correct / worst.rest_images
+    scalars["rest_accuracy"] = Scalar(value=value, low=low, high=high, n=worst.rest_images)
     return scalars
 
 

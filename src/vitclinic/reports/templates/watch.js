@@ -34,6 +34,10 @@
     if (typeof value !== "number" || Number.isInteger(value)) return String(value);
     return String(Number(value.toPrecision(4)));
   };
+  const local = (text) => { // a time of a run, which is in UTC, as the clock of the page has it
+    const at = new Date(text);
+    return Number.isNaN(at.getTime()) ? text : at.toLocaleString("sv-SE");
+  };
   const state = (run) => {
     if (run.status !== "running") return run.status;
     return run.silent > 300 ? `running, silent for ${duration(run.silent)}` : "running";
@@ -116,9 +120,10 @@
     return Math.log10(Math.max(...values)) - Math.log10(Math.min(...values));
   };
   // Ticks in full. Plotly would write 2 and 5 between powers of ten; of few decades it would label all nine digits, one
-  // over another; and within one decade an ordinary axis reads better.
+  // over another; and within one decade an ordinary axis reads better. A loss that diverged would flatten all others.
   const axisOf = (list, panel) => {
-    if (panel !== "gradient norm") return { type: "linear", rangemode: panel === "learning rate" ? "tozero" : "normal" };
+    const diverged = panel === "loss" && Number.isFinite(decades(list, panel)) && decades(list, panel) >= 4;
+    if (panel !== "gradient norm" && !diverged) return { type: "linear", rangemode: panel === "learning rate" ? "tozero" : "normal" };
     const span = decades(list, panel);
     if (!Number.isFinite(span) || (span > 0 && span < 1)) return { type: "linear", rangemode: "normal" };
     return { type: "log", tickformat: "~g", ...(span < 2 ? { dtick: "D2" } : {}) };
@@ -150,7 +155,7 @@
 
   // ---- the table ----
   const FIXED = {
-    run: (run) => run.name, status: state, started: (run) => run.started.replace("T", " ").replace("Z", ""),
+    run: (run) => run.name, status: state, started: (run) => local(run.started),
     step: (run) => run.step, "time left": (run) => run.seconds_left,
   };
   const valueOf = (run, column) => {
@@ -240,7 +245,7 @@
       body.replaceChildren(...lines);
       if (active && body.contains(active)) active.focus();
     }
-    const count = visible.length === runs.length ? `${runs.length} runs` : `${visible.length} of ${runs.length} runs`;
+    const count = `${visible.length === runs.length ? "" : `${visible.length} of `}${runs.length} run${runs.length === 1 ? "" : "s"}`;
     if (element("count").textContent !== count) element("count").textContent = count; // read aloud when it is written
   };
 
@@ -280,8 +285,9 @@
       menu.value = results.includes(before) ? before : usual ?? results.find((name) => !name.startsWith("train")) ?? results[0];
     }
     const result = menu.value;
-    const keys = columns.filter((column) => runs.some((run) => column in run.keys)).slice(0, AXES - 1);
     const drawn = visible.filter((run) => result in run.scores).slice(0, 300);
+    const differ = (column) => new Set(drawn.map((run) => JSON.stringify(run.keys[column] ?? null))).size > 1;
+    const keys = columns.filter(differ).slice(0, AXES - 1);
     const enough = drawn.length > 1 && keys.length > 0;
     element("parallel").hidden = !enough;
     element("no-parallel").hidden = enough;
@@ -301,7 +307,7 @@
       };
     });
     const annotations = axes.flatMap((axis, at) => [
-      { x: at, y: 1.13, text: `<b>${label(axis.length > 24 ? `…${axis.slice(-23)}` : axis)}</b>`, showarrow: false, font: { size: 11 } },
+      { x: at, y: 1.13, text: `<b>${label(axis.length > 18 ? `…${axis.slice(-17)}` : axis)}</b>`, showarrow: false, font: { size: 11 } },
       ...scales[at].ticks.map(([y, text]) => ({ x: at, y, text: label(text), showarrow: false, font: { size: 10 }, xanchor: at === axes.length - 1 ? "right" : "left", xshift: at === axes.length - 1 ? -6 : 6, yshift: 7 })),
     ]);
     const plot = element("parallel");
