@@ -148,7 +148,7 @@ def test_an_earlier_export_is_renewed_and_what_lies_beside_it_stays(run, tmp_pat
 def test_a_file_of_the_users_is_not_overwritten(form, run, tmp_path):
     mine = tmp_path / "model"
     mine.write_text("my thesis")
-    with pytest.raises(RecipeError, match="no earlier export"):
+    with pytest.raises(RecipeError, match="not an earlier export"):
         vitclinic.export(run, form, mine)
     assert mine.read_text() == "my thesis"
     with pytest.raises(RecipeError, match="is a folder, and an export"):
