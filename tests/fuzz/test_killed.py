@@ -21,12 +21,12 @@ from vitclinic.training import Run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it needs signals of Linux")
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
-FEW = 2
-"""Kills in the default tests, at places of their own each time; the slow tests have all."""
+FEW, MANY = 2, 20
+"""Kills in the default and in the slow tests, at places of their own each time."""
 
 
-def kill_before(number, folder, tally):
-    """Let this process be killed before its change `number` of files below a folder; a dot in `tally` for each."""
+def kill_before(number, folder, tally, by=signal.SIGKILL):
+    """Let this process be stopped before its change `number` of files below a folder; a dot in `tally` for each."""
     counter = os.open(tally, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     seen = 0
 
@@ -39,7 +39,7 @@ def kill_before(number, folder, tally):
             os.write(counter, b".")
             seen += 1
             if seen == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), by)
 
     sys.addaudithook(notice)
 
@@ -77,12 +77,17 @@ COMMANDS = {
 }
 
 
-def again(words, place):
-    """Return the command that goes on: the same, or `--resume` once there is a run."""
-    return ["train", "--resume", "new", "-q"] if words == TRAIN and (place / "new" / "recipe.yaml").exists() else words
+def go_on(words, place, variables):
+    """Run the command that goes on: the same, or `--resume` once there is a run, unless it is finished."""
+    if words == TRAIN and (place / "new" / "recipe.yaml").exists():
+        if Run(place / "new").status["status"] == "finished":
+            return
+        words = ["train", "--resume", "new", "-q"]
+    done = run_command(*words, cwd=place, environment=variables)
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(None, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_the_next_call_goes_on_to_the_same_bits(verb, count, world, tmp_path):
     words, outcome = COMMANDS[verb]
@@ -104,13 +109,32 @@ def test_the_next_call_goes_on_to_the_same_bits(verb, count, world, tmp_path):
     wanted, total = outcome(place), (tmp_path / "tally").stat().st_size
     assert wanted
     assert total >= 10
-    chosen = range(1, total + 1) if count is None else random.Random(time.time()).sample(range(1, total + 1), count)
-    for number in chosen:
+    for number in random.Random(time.time()).sample(range(1, total + 1), count):
         place, variables = fresh(f"killed-{number}")
         code, said = start(place, variables, number)
         assert code == -signal.SIGKILL, (number, said)
-        done = run_command(*again(words, place), cwd=place, environment=variables)
-        assert done.returncode == 0, (number, done.stderr)
+        go_on(words, place, variables)
         assert outcome(place) == wanted, number
         shutil.rmtree(place)
-    print(f"{verb}: killed before {len(chosen)} of {total} changes of files")
+    print(f"{verb}: killed before {count} of {total} changes of files")
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (["examine", "run", "--probes", "norms,accuracy,variance", "--device", "cpu"], "run/exams"),
+        (["corrupt", "photos", "--out", "copies", "--corruption", "fog"], "copies"),
+        (["study", "study.yaml", "--out", "studied"], "studied"),
+        (["prescribe", "--data", "shapes:600", "--budget", "20s", "--out", "tried"], "tried"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_sigterm_is_one_sentence_and_its_own_code(words, made, world, tmp_path):
+    place = shutil.copytree(world, tmp_path / "world")
+    shutil.rmtree(place / "run" / "exams")
+    hook = partial(kill_before, 3, str(place / made), str(tmp_path / "tally"), signal.SIGTERM)
+    process = Command(words, place, {"VITCLINIC_CACHE": str(place / "cache")}, hook)
+    _, said = process.communicate(120)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
+    assert "interrupted" in said
