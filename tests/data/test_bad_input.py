@@ -42,6 +42,19 @@ def test_class_with_no_image(photo_folder):
     assert "emu' contains no images" in data.skipped[0]
 
 
+@pytest.mark.parametrize("inside", ["", "train", "test"])
+def test_a_class_that_the_list_of_classes_lacks(tmp_path, picture, inside):
+    for place in ["train/a", "train/b", "test/a", f"{inside}/emu"] if inside else ["a", "b", "emu"]:
+        (tmp_path / place).mkdir(parents=True)
+        picture().save(tmp_path / place / "1.png")
+    (tmp_path / "classes.json").write_text('{"a": "A", "b": "B"}')
+    with pytest.raises(DataError, match=r"emu' contains images, but '.*classes\.json' does not list it; add it"):
+        open_data(str(tmp_path))
+    data = open_data(DataConfig(source=str(tmp_path), on_error="skip"))
+    assert data.classes == ("A", "B")
+    assert "emu' contains images" in data.skipped[0]
+
+
 def test_class_that_training_lacks(tmp_path, picture):
     for place in ["train/a", "test/a", "test/b"]:
         (tmp_path / place).mkdir(parents=True)

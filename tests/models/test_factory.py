@@ -67,6 +67,8 @@ def test_the_fitted_patch_divides_every_image(side):
         ("vit_tiny_patch16_224", {"colour": 1}, "does not accept model.colour"),
         ("resnet18", {"colour": 1, "img_size": 32}, "does not accept model.colour"),
         ("vit_tiny_patch16_224", {"num_heads": 7}, "divisible by num_heads"),
+        ("vit_tiny_patch16_224", {"class_token": "no, thanks"}, "class_token must be true or false"),
+        ("vit_tiny_fitted", {"qkv_bias": 7, "img_size": 32}, r"qkv_bias must be true or false \(got 7\)"),
     ],
 )
 def test_timm_s_complaint_becomes_a_sentence(name, keywords, message):

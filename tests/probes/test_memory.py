@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.probes.subjects import noise, subject
+from vitclinic.data.corruptions import weather
 from vitclinic.exam import examine
 from vitclinic.models.cost import peak_bytes
 from vitclinic.probes import load_subject, measure, parse_probes
@@ -57,6 +58,16 @@ def test_an_estimate_is_within_a_fifth_of_what_is_held(network, entry):
     estimate = estimate_memory(examined, probes)
     counted = peak_bytes(lambda: measure(examined, probes), CPU)
     assert 0.8 < estimate / counted < 1.2
+
+
+def test_the_textures_of_frost_are_part_of_an_estimate_until_they_are_drawn():
+    weather._texture.cache_clear()
+    probe, examined = parse_probes(["corruptions"]), subject("vit")
+    stated, first = weather.texture_bytes(), estimate_memory(examined, probe)
+    counted = peak_bytes(lambda: [weather._texture(number) for number in range(weather.TEXTURES)], CPU, arrays=True)
+    assert 0.8 < stated / counted < 1.2
+    assert weather.texture_bytes() == 0
+    assert first > stated > estimate_memory(examined, probe)
 
 
 def test_the_batch_is_halved_until_it_fits():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +89,8 @@ def _open(path: Path, left_out: LeftOut) -> Source:
     stated = _read_classes(path)
     roots = _split_roots(path, stated is not None, left_out)
     parts = _find_roles(path, roots)
+    if stated is not None:
+        _find_unlisted(path, [*roots.values(), *parts], stated, left_out)
     classes = _classes(path, roots, left_out) if stated is None else tuple(stated.values())
     if parts and stated is None:  # identities to find need not be those to learn from
         classes = tuple(sorted({*classes, *(folder.name for part in parts for folder in _folders(part))}))
@@ -132,6 +134,15 @@ def _read_classes(path: Path) -> dict[str, str] | None:
     if not isinstance(stated, dict) or not stated or not all(isinstance(name, str) for name in stated.values()):
         raise DataError(f"'{file}' must be a JSON object {{folder: class name}}.")
     return stated
+
+
+def _find_unlisted(path: Path, roots: Sequence[Path], stated: Container[str], left_out: LeftOut) -> None:
+    """Note folders of images that `classes.json` does not list: nobody would miss a class that is left out unseen."""
+    for folder in (folder for root in roots for folder in _folders(root)):
+        if folder.name not in stated and any(image_files(folder)):
+            left_out.add(
+                f"'{folder}' contains images, but '{path / CLASSES_FILE}' does not list it", "add it, move the folder"
+            )
 
 
 def _split_roots(path: Path, classes_are_stated: bool, left_out: LeftOut) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -271,7 +272,7 @@ def _refuse_cut_borders(network: nn.Module, size: tuple[int, int]) -> None:
 def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
     """Build timm's network; retry without `img_size` if it does not take one."""
     try:
-        return _create(name, pretrained, keywords)
+        network = _create(name, pretrained, keywords)
     except TypeError as error:
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and unexpected[1] == "img_size":
@@ -281,6 +282,15 @@ def _build(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:
         raise ModelError(f"'{name}' cannot be built: {first_line(error)}.") from error
     except (RuntimeError, AssertionError, ValueError, KeyError, ZeroDivisionError, OSError) as error:
         raise ModelError(f"'{name}' cannot be built: {first_line(error)}.") from error
+    _refuse_other_than_booleans(network, keywords)
+    return network
+
+
+def _refuse_other_than_booleans(network: nn.Module, keywords: dict[str, Any]) -> None:
+    """Raise a ModelError for a value other than true or false where the network's class has one: any text is true."""
+    for name, parameter in inspect.signature(type(network)).parameters.items():
+        if isinstance(parameter.default, bool) and keywords.get(name, False) not in (True, False):
+            raise ModelError(f"model.{name} must be true or false (got {keywords[name]!r}).")
 
 
 def _create(name: str, pretrained: bool, keywords: dict[str, Any]) -> nn.Module:

@@ -8,7 +8,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from vitclinic._core.config import SENTENCE, Settings
@@ -19,7 +27,7 @@ from vitclinic.tasks import Classification, LossConfig, Task, parse_task
 from vitclinic.training.drop_path import LateDropPathConfig
 from vitclinic.training.optimizer import OptimizerConfig
 from vitclinic.training.resizing import ResizingConfig
-from vitclinic.training.schedule import Duration, ScheduleConfig
+from vitclinic.training.schedule import Duration, ScheduleConfig, in_steps
 from vitclinic.treatments import Treatment, Treatments
 
 SCHEMA = 1
@@ -35,6 +43,8 @@ T = TypeVar("T")
 _COUNTS = {"depth": 2**10, "embed_dim": 2**16, "num_heads": 2**12, "patch_size": 2**12}
 """Keywords of networks that count something, and far more than anybody has trained; `hybrid_vit` without attention has
 depth 0."""
+_ELSEWHERE = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+"""Keywords by which timm reads weights that no digest would know of."""
 _WIDEST_MLP = 1024
 _MOST_WEIGHTS = 10**12
 """Of the blocks of a transformer: ten times those of the largest vision transformers."""
@@ -59,6 +69,8 @@ class ModelConfig(Settings):
     def _keywords_make_a_network(self) -> ModelConfig:
         """Refuse values that timm takes in silence and that make no network, or one that nobody means."""
         for key, value in self.keywords.items():
+            if key in _ELSEWHERE:
+                raise ValueError(f"'{key}' is no keyword of a network: write init=FILE for the weights of a file")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"'{key}' must be a finite number (got {value})")
             if not isinstance(value, int | float) or isinstance(value, bool):
@@ -113,12 +125,21 @@ class InitConfig(Settings):
         return self
 
 
+def _check_interval(value: str | int | float) -> str | int | float:
+    if in_steps(value, 1, 1) == 0:
+        raise ValueError("write '1 steps' for after every step, or '100%' for at the end alone")
+    return value
+
+
+Interval = Annotated[Duration, AfterValidator(_check_interval)]
+
+
 class CheckpointConfig(Settings):
     """`checkpoint` of a recipe."""
 
     main_key: ClassVar[str | None] = "every"
 
-    every: Duration = Field(1, description="epochs, 'n steps' or 'n%' between checkpoints")
+    every: Interval = Field(1, description="epochs, 'n steps' or 'n%' between checkpoints")
     keep_epochs: list[Annotated[int, Field(ge=0)]] = Field(
         [], description="epochs whose checkpoints are kept as epoch-N; 0 is the start"
     )
@@ -129,7 +150,7 @@ class ValidationConfig(Settings):
 
     main_key: ClassVar[str | None] = "every"
 
-    every: Duration = Field(1, description="epochs, 'n steps' or 'n%' between validations")
+    every: Interval = Field(1, description="epochs, 'n steps' or 'n%' between validations")
 
 
 class LoggingConfig(Settings):

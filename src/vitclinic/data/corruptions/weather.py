@@ -22,6 +22,8 @@ from vitclinic.data.randomness import generator
 
 TEXTURES = 5
 _SIDE = 512
+_FIELDS = 14
+"""Of float64, from which a texture is drawn."""
 _DARK, _LIGHT = (0.05, 0.11, 0.2), (0.9, 0.95, 1.0)
 
 _WATER = (175 / 255, 238 / 255, 238 / 255)
@@ -64,6 +66,13 @@ def frost(x_bchw: Tensor, setting: Setting, draws: Draws) -> Tensor:
         piece = whole[:, top : top + h, left : left + w].to(x_bchw.device).float().div_(255)
         frosted[row].add_(luma(piece[None])[0] if c == 1 else piece, alpha=share)
     return frosted
+
+
+def texture_bytes() -> int:
+    """Return the bytes held while the last texture of frost is drawn, which are then kept; 0 if all have been."""
+    if _texture.cache_info().currsize == TEXTURES:
+        return 0
+    return _SIDE**2 * (3 * 4 * TEXTURES + _FIELDS * 8)
 
 
 @lru_cache(maxsize=32)

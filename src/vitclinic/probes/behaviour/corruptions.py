@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from vitclinic._core.registry import KeyScalars
 from vitclinic.data import Batch
 from vitclinic.data.corruptions import FIFTEEN, NINETEEN, SEVERITIES, SMALLEST, Corruption
+from vitclinic.data.corruptions.weather import texture_bytes
 from vitclinic.probes.behaviour.behaviour_probe import BehaviourProbe
 from vitclinic.probes.behaviour.intervals import mean_over, share_correct
 from vitclinic.probes.behaviour.predictions import is_correct
@@ -32,6 +33,8 @@ SAMPLE_SIDE = 64
 """Maximum length of a sample's longer side in pixels."""
 
 _UNKNOWN = -1
+_WORKING = 3
+"""Copies of a batch that its corruption holds, at 224 pixels a side."""
 
 Seen = tuple[NDArray[np.int64], NDArray[np.int8]]
 """Indices of images, and their columns of `CorruptionOutcomes.correct`."""
@@ -87,6 +90,11 @@ class Corruptions(BehaviourProbe):
 
     def forwards(self, subject: Subject) -> float:
         return float(len(subject) * (1 + self.kinds * len(SEVERITIES)))
+
+    def peak_memory(self, subject: Subject) -> float:
+        size = min(subject.batch_size, len(subject))
+        batch = size * subject.footprint.image
+        return batch + max(subject.footprint.forward(size) + batch, texture_bytes() + _WORKING * batch)
 
     def check(self, subject: Subject) -> None:
         if min(subject.dataset.size) < SMALLEST:
