@@ -188,6 +188,41 @@ def test_a_removed_branch_is_as_if_its_last_layer_were_zero(join: Callable[..., 
         assert torch.allclose(removed, network(images), atol=1e-6)
 
 
+class Blended(Block):
+    """Its MLP's sum is blended with the state before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return torch.lerp(x, x + self.mlp(self.norm2(x)), 0.3)
+
+
+def test_a_state_blended_with_a_sum_that_contains_it_is_no_step_of_its_own(images: Tensor) -> None:
+    network = Net(Blended(), Blended()).eval()
+    anatomy = Anatomy.of(network, images)
+    assert kinds(anatomy) == ["stem", *("msa", "mlp") * 2, "head"]
+    with torch.no_grad():
+        with anatomy.remove(anatomy.unit("blocks.0.msa")):
+            removed = network(images)
+        network.blocks[0].attn.out.weight.zero_()
+        network.blocks[0].attn.out.bias.zero_()
+        assert torch.allclose(removed, network(images), atol=1e-6)
+
+
+class Highway(Block):
+    """Its attention and its state share what a gate gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = x.mean(-1, keepdim=True).sigmoid()
+        x = (1 - gate) * x + gate * self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def test_an_attention_before_the_first_sum_is_no_part_of_the_stem(images: Tensor) -> None:
+    anatomy = Anatomy.of(Net(Highway(), Highway()).eval(), images)
+    assert kinds(anatomy) == ["stem", *("msa", "mlp") * 2, "head"]
+    assert all(unit.attention for unit in anatomy.of_kind("msa"))
+
+
 def keep_largest(weights: Tensor) -> Tensor:
     kept = weights * (weights >= weights.topk(4, -1).values[..., -1:])
     return kept / kept.sum(-1, keepdim=True)

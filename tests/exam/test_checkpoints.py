@@ -176,6 +176,13 @@ def test_a_classifier_with_a_tensor_too_many_does_not_fit(tmp_path):
         resolve(f"{TARGET}@{tmp_path}/w.pth", CPU)
 
 
+def test_integers_in_the_place_of_weights_do_not_fit(tmp_path):
+    state = {key: (value * 100).to(torch.int8) for key, value in build().state_dict().items()}
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.raises(ModelError, match="do not fit: cls_token holds integers in the file, such as those of a quant"):
+        resolve(f"{TARGET}@{tmp_path}/w.pth", CPU)
+
+
 def test_position_embeddings_are_resampled_and_told(tmp_path, caplog):
     large = build(img_size=32)
     torch.save(large.state_dict(), tmp_path / "w.pth")

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.anatomy.handwritten import SIZE, LinearPatchViT
 from tests.anatomy.networks import NETWORKS, shaken, tiny_vit
 from vitclinic._core.errors import TreatmentError
+from vitclinic.anatomy import Anatomy
 from vitclinic.treatments import ContextBroadcasting, SqueezeExcitation, treat, treatments_of
 
 IMAGES = torch.zeros(2, 3, 32, 48)
@@ -125,3 +127,19 @@ def test_what_was_applied_before_a_treatment_that_does_not_fit_is_said() -> None
     assert treatments_of(network) == ("gap_head", "conv_stem", "talking_heads")
     with pytest.raises(TreatmentError, match=r"once is enough\.$"):
         treat(network, "conv_stem")
+
+
+@pytest.mark.parametrize("part", ["context_broadcasting", "squeeze_excitation", "gap_head", MSA_END[1]], ids=str)
+def test_sums_of_a_part_do_not_move_those_that_another_treatment_acts_on(part: Any) -> None:
+    """Registers are put in at the sum with the position embedding, which is found by its number in the pass."""
+    network, images = LinearPatchViT().eval(), torch.rand(2, 3, SIZE, SIZE)
+    treat(network, "registers", part)
+    with torch.no_grad():
+        answers = network(images)
+        torch.testing.assert_close(torch.compile(network, backend="aot_eager")(images), answers)
+    anatomy = Anatomy.of(network)
+    assert anatomy.unit("head").input.layout.prefix == 5
+    for unit in anatomy.of_kind("msa", "mlp"):
+        assert unit.removal is not None
+        with torch.no_grad(), anatomy.remove(unit):
+            assert not torch.allclose(network(images), answers)

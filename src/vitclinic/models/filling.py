@@ -52,6 +52,11 @@ def fill(network: nn.Module, weights: Weights, note: str = "") -> tuple[str, ...
         for key in wanted
         if key in state and state[key].shape != wanted[key].shape
     ]
+    problems += [
+        f"{key} holds integers in the file, such as those of a quantized network, without their scales"
+        for key in wanted
+        if key in state and wanted[key].is_floating_point() and not state[key].is_floating_point()
+    ]
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         hints = f" The file is of '{weights.arch}'." if weights.arch else ""

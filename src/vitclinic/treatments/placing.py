@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vitclinic._core.errors import TreatmentError
 from vitclinic.anatomy import Anatomy, Block, Site, Unit, into, out_of, stream
+from vitclinic.anatomy.forward import look
 from vitclinic.anatomy.removal import Silence
 from vitclinic.anatomy.sites import watch
 from vitclinic.data import ImageSpec
@@ -321,7 +322,8 @@ def _after(name: str, *axes_and_call: Any) -> Any:
 
 def _apply(host: nn.Module, name: str, axes: _Axes | None, x: Tensor) -> Tensor:
     part = host.get_submodule(name)
-    y: Tensor = part(x) if axes is None else axes.back(part(axes.to_tokens(x)))
+    with look():  # the part's sums are none of the network's, which others find by their number
+        y: Tensor = part(x) if axes is None else axes.back(part(axes.to_tokens(x)))
     return y
 
 

@@ -249,7 +249,8 @@ class Observer:
     def _beginning(self, last: int) -> Iterator[Draft]:
         """Yield the stem and the position embedding of a network with residual steps."""
         stretch = Stretch(self.record, self.image, last, self.root)
-        if len(stretch.mixers) > _LONG_STEM and stretch.is_nonlinear:
+        attends = any(value.mixing == "attention" for value in stretch.mixers)
+        if stretch.is_nonlinear and (attends or len(stretch.mixers) > _LONG_STEM):
             yield from self.chains.draft(self.image, last, from_image=True)
             return
         yield from self._stem(stretch)

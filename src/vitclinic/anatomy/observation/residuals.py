@@ -134,8 +134,9 @@ def _changed(record: Trace, value: Value, skips: dict[int, int]) -> Step | None:
     for place, skip in enumerate(value.joined):
         others = [other for other in operands if other != skip and record.values[other].places is not None]
         alike = math.prod(record.values[skip].shape) == math.prod(value.shape)
-        if not alike or any(origin(record, skip) in _passed(record, other, skips) for other in others):
-            continue
+        pairs = [pair for other in others for pair in ((skip, other), (other, skip))]
+        if not alike or any(origin(record, one) in _passed(record, other, skips) for one, other in pairs):
+            continue  # one contains the other already
         if any(_are_side_by_side(record, skip, other, skips) for other in others):
             continue
         for state in _passed(record, skip, skips):
