@@ -184,6 +184,7 @@ def test_a_class_count_that_differs_is_a_reason():
         ({"limit": 1.5}, RecipeError, "'limit' must be a whole number (got 1.5)."),
         ({"size": "32"}, RecipeError, "'size' must be a whole number (got '32')."),
         ({"limit": 0}, RecipeError, "'limit' must be at least 1"),
+        ({"callbacks": print}, RecipeError, "'callbacks' has a builtin_function_or_method; derive it from"),
         ({"probes": ["nroms"]}, RecipeError, "Did you mean 'norms'?"),
         ({"data": "digits"}, ModelError, "Counting cannot take the 1 x 8 x 8 images"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from vitclinic._core import registry as plugins
 from vitclinic._core.errors import RecipeError
-from vitclinic.probes import OwningProbe, StreamingProbe, default_probes, known_probes, parse_probes, register
+from vitclinic.probes import Cost, OwningProbe, StreamingProbe, default_probes, known_probes, parse_probes, register
 from vitclinic.probes.probe import PROBES, Probe
 
 
@@ -38,6 +38,18 @@ def test_mistakes_are_sentences(entries, message):
     with pytest.raises(RecipeError) as caught:
         parse_probes(entries)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeat": 3}, "^Unknown key 'probes.cost.repeat'. Did you mean 'repeats'.$"),
+        ({"repeats": "x"}, r"^'probes.cost.repeats': input should be a valid integer \(got 'x'\).$"),
+    ],
+)
+def test_mistakes_in_a_probe_of_one_s_own_making_are_the_same_sentences(options, message):
+    with pytest.raises(RecipeError, match=message):
+        Cost(**options)
 
 
 def test_the_docs_have_each_probe_where_it_belongs():

@@ -100,7 +100,7 @@ class CallbackList(Callback):
     """
 
     def __init__(self, callbacks: Iterable[Callback] | Callback) -> None:
-        self.callbacks = tuple([callbacks] if isinstance(callbacks, Callback) else callbacks)
+        self.callbacks = tuple(callbacks if isinstance(callbacks, Iterable) else [callbacks])
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise RecipeError(f"'callbacks' has a {type(callback).__name__}; derive it from vitclinic.Callback.")

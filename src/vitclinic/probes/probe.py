@@ -67,7 +67,18 @@ class Result:
         return self if reason is None else replace(self, status="not_converged", reason=reason)
 
 
-class Probe(Config):
+if TYPE_CHECKING:  # editors and mypy read the options from the fields
+    from pydantic._internal._model_construction import ModelMetaclass as _ProbeType
+else:
+
+    class _ProbeType(type(Config)):
+        """The class of probe classes: a mistake such as `Flatness(sgima=1)` is a sentence with a suggestion."""
+
+        def __call__(cls, **options: Any) -> Any:
+            return validate(cls, options, where=f"probes.{getattr(cls, 'name', cls.__name__)}")
+
+
+class Probe(Config, metaclass=_ProbeType):
     """Base class of all probes; fields are options.
 
     Subclass `StreamingProbe` or `OwningProbe`, not this class. The first line of the docstring is shown by

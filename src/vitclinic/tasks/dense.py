@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from vitclinic.tasks.task import Task
+from vitclinic.tasks.task import Task, refuse_parts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,11 +43,8 @@ class Dense(Task):
 
     def check(self, recipe: Recipe) -> None:
         """Refuse what makes class labels of images, and what changes their size."""
-        augment = recipe.data.augment.resolve()
-        made = [part for part in _CLASSIFIES if getattr(augment, part)]
-        if made:
-            raise ValueError(f"the task {self.name} takes no data.augment.{made[0]}: set it to 0")
-        if augment.randaugment != "off":
+        refuse_parts(self, recipe, _CLASSIFIES)
+        if recipe.data.augment.resolve().randaugment != "off":
             raise ValueError(
                 f"the task {self.name} moves annotations with its images: set data.augment.randaugment=off"
             )
@@ -55,8 +52,6 @@ class Dense(Task):
             raise ValueError(
                 f"the task {self.name} needs its masks and boxes at full size: remove progressive_resizing"
             )
-        if recipe.compile:
-            raise ValueError(f"compile is not for the task {self.name}: remove it")
 
     def stream(self, dataset: Dataset, augment: Augment, seed: int, network: nn.Module) -> TrainingStream:
         from vitclinic.data import TrainingStream

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from vitclinic.tasks.task import BATCH_SIZE, Metric, Score, Task
+from vitclinic.tasks.task import BATCH_SIZE, Metric, Score, Task, refuse_parts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,14 +41,9 @@ class Representation(Task):
 
     def check(self, recipe: Recipe) -> None:
         """Refuse what would be meaningless without class scores, or with several views of an image."""
-        augment = recipe.data.augment.resolve()
-        made = [part for part in _LABELS if getattr(augment, part)]
-        if made:
-            raise ValueError(f"the task {self.name} takes no data.augment.{made[0]}: set it to 0")
+        refuse_parts(self, recipe, _LABELS)
         if recipe.progressive_resizing.shares and self.several_views:
             raise ValueError(f"the task {self.name} learns from {self.learns_from}: remove progressive_resizing")
-        if recipe.compile:
-            raise ValueError(f"compile is not for the task {self.name}: remove it")
         for treatment in recipe.treatments:
             if treatment.input_ascent() is not None:
                 raise ValueError(

@@ -8,7 +8,7 @@ particular.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -231,6 +231,25 @@ register = TASKS.register
 def known_tasks() -> dict[str, type[Task]]:
     """Return all tasks by name: built-in, registered in this process, and from installed packages."""
     return TASKS.all()
+
+
+def refuse_parts(task: Task, recipe: Recipe, parts: Iterable[str]) -> None:
+    """Refuse parts of the augmentation, and compilation, for a task that can use neither.
+
+    Args:
+        task: The task, for the message.
+        recipe: The recipe to check.
+        parts: Parts of `data.augment`, such as `mixup`.
+
+    Raises:
+        ValueError: The recipe has one of the parts, or compiles its network.
+    """
+    augment = recipe.data.augment.resolve()
+    made = [part for part in parts if getattr(augment, part)]
+    if made:
+        raise ValueError(f"the task {task.name} takes no data.augment.{made[0]}: set it to 0")
+    if recipe.compile:
+        raise ValueError(f"compile is not for the task {task.name}: remove it")
 
 
 def headlines(task: Task) -> list[Metric]:
