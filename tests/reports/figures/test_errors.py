@@ -93,6 +93,20 @@ def test_a_network_without_errors_says_so():
     render([made])
 
 
+def test_names_of_slices_leave_a_phone_room_for_the_plot():
+    features = {"images of the class": "highest quarter (146 to 150)", "brightness": "lowest quarter (0.17 to 0.268)"}
+    one = measurement("slices", 0, **errors(np.random.default_rng(0))["slices"])
+    count = len(one.arrays["slice_feature"])
+    named = {
+        "slice_feature": np.array([list(features)[place % 2] for place in range(count)]),
+        "slice_value": np.array([list(features.values())[place % 2] for place in range(count)]),
+    }
+    plot = draw("slices", [ExamView("runs/a", {"slices": one.model_copy(update={"arrays": one.arrays | named})})])[0]
+    ticks = list(plot.plot.data[0].y)
+    assert "brightness: lowest quarter" in ticks
+    assert max(map(len, ticks)) <= 34
+
+
 def test_too_few_images_for_slices_are_told():
     one = measurement("slices", 0, **errors(np.random.default_rng(0))["slices"])
     empty = {name: array[:0] if name.startswith(("slice_", "rest_")) else array for name, array in one.arrays.items()}

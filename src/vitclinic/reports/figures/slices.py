@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
@@ -14,6 +15,8 @@ from vitclinic.reports.image_lists import Album, Listing, Row, mark_up
 
 MOST_PLOTTED = 24
 """Slices in the plot: those of the smallest p of any network."""
+_QUARTER = re.compile(r"(quarter) \([^()]*\)$")
+"""The end of a slice's title whose numbers the list has, too."""
 MOST_IMAGES = 96
 """Of all networks of a page together."""
 SIGNIFICANT = 0.05
@@ -76,7 +79,8 @@ def _plot(found: Measurements) -> go.Figure:
     for place, name, one in found:
         known = {f"{row[0]}: {row[1]}": Scalar(value=row[3], low=row[4], high=row[5]) for row in _rows(one)}
         scalars = [known.get(title) for title in titles]
-        figure.add_trace(points(place, label(name, one), unique_ticks(titles, 44), scalars))
+        ticks = unique_ticks([_QUARTER.sub(r"\1", title) for title in titles], 30)  # on a phone, half of the figure
+        figure.add_trace(points(place, label(name, one), ticks, scalars))
     figure.update_xaxes(title_text="accuracy", tickformat=".0%")
     figure.update_yaxes(autorange="reversed", type="category", tickmode="linear")
     figure.update_layout(scattermode="group", scattergap=0.3)
