@@ -27,18 +27,23 @@ def recipe(tiny, tmp_path, monkeypatch):
 
 
 def test_any_number_of_workers_and_processes_trains_the_same_weights(recipe, tmp_path):
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(recipe(out=str(tmp_path / "both"), workers=1)))
-    process = torchrun(["-q", str(file)])
+    both = {}
+    for workers in (1, 2, 4):
+        file = tmp_path / f"both-{workers}.yaml"
+        file.write_text(json.dumps(recipe(out=str(tmp_path / f"both-{workers}"), workers=workers)))
+        both[workers] = torchrun(["-q", str(file)])
     runs = [train(recipe(out=str(tmp_path / str(workers)), workers=workers)) for workers in (0, 1, 2, 4)]
     first = runs[0].checkpoints.read_model("last")
     for run in runs[1:]:
         assert drop_timing(run.metrics) == drop_timing(runs[0].metrics)
         assert all(torch.equal(value, first[name]) for name, value in run.checkpoints.read_model("last").items())
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    for name, value in Run(tmp_path / "both").checkpoints.read_model("last").items():
-        assert (value - first[name]).abs().max() <= 1e-10, name
+    for workers, process in both.items():
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        theirs = Run(tmp_path / f"both-{workers}").checkpoints.read_model("last")
+        assert theirs.keys() == first.keys()
+        for name, value in theirs.items():
+            assert (value - first[name]).abs().max() <= 1e-10, (workers, name)
 
 
 def test_killed_inside_a_shard_it_resumes_to_the_same_bits(recipe, tmp_path):
