@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -144,22 +145,30 @@ def resumable(kept: str = "what has been measured is stored", same: bool = True)
         raise typer.Exit(next(iter(numbers), INTERRUPTED)) from None
 
 
+_CLEARED_AFTER = 5.0
+"""Seconds in which half-written files are cleared away."""
+
+
 @contextmanager
 def _raise_at_sigterm() -> Iterator[None]:
     """Raise a KeyboardInterrupt at SIGTERM, so that files which are half written are cleared away as at Ctrl-C.
 
-    Processes that are forked inside, such as workers, still die of it.
+    Processes that are forked inside, such as workers, still die of it. While files are cleared away the signal does
+    nothing more; later it counts again, since Python loses an exception that is raised in a hook of its own.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    process = os.getpid()
+    process, raised = os.getpid(), float("-inf")
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN if os.getpid() == process else signal.SIG_DFL)  # once is enough
-        if os.getpid() == process:
+        nonlocal raised
+        if os.getpid() != process:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif time.monotonic() - raised > _CLEARED_AFTER:
+            raised = time.monotonic()
             raise KeyboardInterrupt(number)
-        os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

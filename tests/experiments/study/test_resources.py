@@ -51,7 +51,7 @@ def test_addresses(text, place):
 
 @pytest.mark.parametrize("text", ["::1:6379", "host:port", "host:", "host:0", "host:99999999"])
 def test_addresses_that_are_none(text):
-    with pytest.raises(ValueError, match=r"no port|in brackets"):
+    with pytest.raises(ValueError, match=r"not a port|in brackets"):
         parse_address(text)
 
 
