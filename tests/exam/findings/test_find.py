@@ -65,7 +65,11 @@ def test_a_network_that_guesses_is_not_healthy():
 def test_a_notice_does_not_exclude_health_and_a_problem_does():
     measurements = exam(accuracy=ACCURATE, token_similarity=SMOOTH, sparsity=ACTIVE)
     dense = exam(attention_entropy=layers("msa", "ratio", (0.96, 0.97)))
-    assert [finding.severity for finding in find(measurements | dense)] == ["notice", "healthy"]
+    noticed, health = find(measurements | dense)
+    assert (noticed.severity, health.severity) == ("notice", "healthy")
+    looked, worth_a_look = health.statement.split("Worth a look: ")
+    assert noticed.title.lower() not in looked
+    assert noticed.title.lower() in worth_a_look.partition(".")[0]
     uniform = exam(attention_entropy=layers("msa", "ratio", (0.995, 0.997)))
     assert [finding.severity for finding in find(measurements | uniform)] == ["problem"]
 

@@ -215,15 +215,19 @@ def healthy(evidence: Evidence, found: Sequence[Finding], rules: Sequence[Rule])
         rule="healthy",
         title=TITLE,
         severity="healthy",
-        statement=_statement(accuracy, looked, [rule for rule in rules if rule not in looked]),
+        statement=_statement(accuracy, found, looked, [rule for rule in rules if rule not in looked]),
         numbers={name: number for name in names if (number := evidence.number(name)) is not None},
         threshold=THRESHOLD,
         basis="heuristic",
     )
 
 
-def _statement(accuracy: Scalar, looked: Sequence[Rule], missed: Sequence[Rule]) -> str:
-    says = f"Accuracy is {format_number(accuracy)}, and no problem was found. Looked for: {_titles(looked)}."
+def _statement(accuracy: Scalar, found: Sequence[Finding], looked: Sequence[Rule], missed: Sequence[Rule]) -> str:
+    noticed = list(dict.fromkeys(finding.title.lower() for finding in found if finding.severity == "notice"))
+    others = [rule for rule in looked if rule.title.lower() not in noticed]
+    says = f"Accuracy is {format_number(accuracy)}, and no problem was found. Looked for: {_titles(others)}."
+    if noticed:
+        says = f"{says} Worth a look: {', '.join(noticed)}."
     return f"{says} Not looked for, as its numbers are not there: {_titles(missed)}." if missed else says
 
 
