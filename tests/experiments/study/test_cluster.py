@@ -97,7 +97,9 @@ def test_stopped_the_runs_are_saved(address, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         study(asked, out=tmp_path, ray=address, seeds=1, callbacks=[Stopping()])
     statuses = [json.loads(file.read_text()) for file in tmp_path.glob("pool/*/status.json")]
-    assert {status["status"] for status in statuses} == {"interrupted"}
+    assert "interrupted" in {status["status"] for status in statuses}
+    # One of the two may have come to its end before the stop reached it.
+    assert {status["status"] for status in statuses} <= {"interrupted", "finished"}
     assert all(status["step"] > 0 for status in statuses)
 
 
