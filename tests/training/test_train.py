@@ -129,6 +129,7 @@ def test_without_recipe_network_and_task_the_recipe_is_small(tmp_path):
     assert default_base(["model.depth=2"]) is default_base(model="resnet18") is default_base({"task": "own"}) is None
     assert default_base(["task=segmentation", "steps=3"]) == "segmentation"
     assert default_base(task={"name": "segmentation", "width": 64}) == "segmentation"
+    assert default_base(task="detection") == "detection"
     assert default_base(["task=segmentation", "data=streets/"]) is None
     assert default_base(task="segmentation", model="vit") is default_base(task="vqa") is None
     run = train(data="digits", steps=1, test=False, out=tmp_path / "run")

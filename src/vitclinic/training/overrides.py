@@ -27,7 +27,7 @@ WHY_DEFAULT = (
     "recipe small, as neither a recipe nor a network is named: convolutions before attention learn more from few images"
     " than a plain ViT in the same time (docs/results/cure.md)"
 )
-TASK_RECIPES = ("segmentation",)
+TASK_RECIPES = ("segmentation", "detection")
 """Tasks with a recipe of their name, for the embedded scenes: that of a run that names neither data nor a network."""
 
 
