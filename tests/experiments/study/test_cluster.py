@@ -154,7 +154,9 @@ def test_a_lost_machine_is_told_and_its_run_goes_on_elsewhere(nodes, tmp_path, c
     [("gcs_server", r"^The head of the Ray cluster \(.*\) is gone"), ("raylet", r"^The Ray of this machine is gone")],
 )
 def test_a_lost_head_is_one_sentence_and_the_same_command_goes_on(nodes, tmp_path, process, sentence):
-    asked = tiny_study(base={**LONG, "steps": 4000})
+    asked = tiny_study(
+        base={**LONG, "steps": 15000}
+    )  # Ray takes some seconds to notice; then the runs must still go on
     killing = Killing(nodes, process, own=True)
     with pytest.raises(RunError, match=sentence):
         study(asked, out=tmp_path, ray=nodes.address, seeds=1, callbacks=[killing])
