@@ -7,12 +7,11 @@ import signal
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from tests.fuzz.holding import photograph
-from tests.fuzz.world import build, final_weights
+from tests.fuzz.world import final_weights
 from tests.processes import Command, run_command
 from tests.rows import drop_timing
 from vitclinic._core.records import Measurement
@@ -42,16 +41,6 @@ def kill_before(number, folder, tally, by=signal.SIGKILL):
                 os.kill(os.getpid(), by)
 
     sys.addaudithook(notice)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    before = os.getcwd(), dict(os.environ)
-    build(tmp_path_factory.mktemp("killed") / "world")
-    yield Path.cwd()
-    os.chdir(before[0])
-    os.environ.clear()
-    os.environ.update(before[1])
 
 
 def trained(place):

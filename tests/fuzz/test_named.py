@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,19 +12,8 @@ import torch
 import yaml
 
 from tests.fuzz.holding import run_command
-from tests.fuzz.world import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it needs signals, limits and pipes of Linux")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    before = os.getcwd(), dict(os.environ)
-    build(tmp_path_factory.mktemp("named") / "world")
-    yield Path.cwd()
-    os.chdir(before[0])
-    os.environ.clear()
-    os.environ.update(before[1])
 
 
 @pytest.fixture
